@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from engine import distributed
+from pipeline import progress
 from pipeline.errors import UserError
 
 T = TypeVar("T")
@@ -62,7 +63,8 @@ def on_rank_zero(make: Callable[[], T]) -> T:
 
     def attempt() -> tuple[T | None, str | None]:
         try:
-            return make(), None
+            with progress.own().alone():
+                return make(), None
         except UserError as problem:
             return None, str(problem)
 

@@ -64,6 +64,11 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
 
 
+def cut_off(host: Host) -> None:
+    """Take the network of a host down. No process is notified, as if a cable was pulled."""
+    _ip("-n", host.namespace, "link", "set", host.interface, "down")
+
+
 def _host(folder: Path, number: int) -> Host:
     mark, address, names = os.getpid(), f"10.77.0.{number}", folder / f"hosts-{number}"
     names.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n10.77.0.1 one\n10.77.0.2 two\n")

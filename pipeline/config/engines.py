@@ -46,6 +46,8 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
             yield f"ppo.{name}.tensor_parallel: all models of PPO are split the same way: set engine.tensor_parallel"
         if "sequence_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.sequence_parallel: all models of PPO process the same rows: set engine.sequence_parallel"
+        if "hang_seconds" in getattr(config.ppo, name):
+            yield f"ppo.{name}.hang_seconds: a stage has one watchdog for all models: set engine.hang_seconds"
         if "pipeline_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.pipeline_parallel: PPO does not support pipeline parallelism: remove the key"
     yield from _offload_mistakes("engine", config.engine, trains=True)

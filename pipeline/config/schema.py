@@ -212,6 +212,11 @@ class EngineSettings(Section):
     )
     loss_scale_power: int = Field(16, ge=0, le=32, description="fp16: the initial loss scale is 2 to this power")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: steps without overflow before the loss scale doubles")
+    hang_seconds: float | None = Field(
+        None,
+        ge=1,
+        description="seconds without progress of any rank after which a stage that takes steps ends with exit status 5; longer than the longest time between two collectives, for example a rollout; null: 10 times the slowest step or phase so far, at least 60 (docs/guides/resuming.md#when-a-run-hangs)",
+    )
     deepspeed: DeepSpeedFile = Field(
         None,
         description="DeepSpeed configuration (JSON file); its values override the engine keys, see docs/reference/deepspeed.md",
@@ -225,7 +230,7 @@ class EngineSettings(Section):
         """Return the settings as fields of `engine.EngineConfig`. `dtype` may be "auto"; the DeepSpeed file is left out."""
         from engine import LossScale  # a late import: it imports torch
 
-        fields = self.model_dump(exclude={"auto", "deepspeed", "loss_scale_power", "loss_scale_window"})
+        fields = self.model_dump(exclude={"auto", "deepspeed", "hang_seconds", "loss_scale_power", "loss_scale_window"})
         return {**fields, "loss_scale": LossScale(self.loss_scale_power, self.loss_scale_window)}
 
     def deepspeed_file(self, *, trains: bool) -> Mapping[str, Any]:
@@ -627,6 +632,12 @@ class RunConfig(Section):
     seed: int = Field(1, ge=0, lt=2**32, description="seed of all random numbers")
     ranks: int | None = Field(
         None, ge=1, description="processes on this machine; default: one per GPU, or one on a CPU"
+    )
+    restarts: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="number of times that a stage starts again from its newest checkpoint after a crash, a lost rank or a hang",
     )
     actor: FilePath | None = Field(
         None,

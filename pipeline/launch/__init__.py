@@ -4,9 +4,10 @@ command.py    the command: configuration, run folder, the stages that have to ru
 folder.py     the run folder: its name, its lock
 ranks.py      the number of processes and their ranks: this machine, torchrun, Slurm
 processes.py  start the ranks of one stage, watch them, forward signals
-control.py    messages between the launchers of several machines
+control.py    messages between the launchers of several machines, and the verdict on a stage
+watchdog.py   what the ranks do, and which rank the others wait for
 worker.py     the process of one rank
-failure.py    exit statuses, and advice on errors
+failure.py    exit statuses, causes, and advice on errors
 summary.py    the text that ends a run
 """
 

@@ -10,9 +10,10 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -26,11 +27,21 @@ from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
 from pipeline.files import write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
-from pipeline.launch.failure import CRASHED, ENDED_EARLY, INTERRUPTED, RESTART, STOPPED, USER_ERROR, advise
+from pipeline.launch.failure import (
+    CRASHED,
+    ENDED_EARLY,
+    HUNG,
+    INTERRUPTED,
+    RESTART,
+    STOPPED,
+    USER_ERROR,
+    StageEnd,
+    advise,
+)
 from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder
 from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
-from pipeline.launch.processes import StageEnd, launch_stage
+from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
 from pipeline.launch.summary import compare_runs, compare_seeds, judge_notice, report_verdict, summarize_run
 
@@ -46,8 +57,8 @@ class StageFailed(Exception):
 def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     """Run a command line and return its exit status.
 
-    The status is 0, 1 (crash), 2 (user error), 130 (stopped by Ctrl-C) or 143 (stopped by another signal). `stage` is
-    the stage of `python -m step1_sft` and of the other stage modules.
+    The status is 0, 1 (crash), 2 (user error), 5 (hung), 130 (stopped by Ctrl-C) or 143 (stopped by another signal).
+    `stage` is the stage of `python -m step1_sft` and of the other stage modules.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -113,9 +124,7 @@ def _run(arguments: list[str], stage: str | None) -> int:
         status = _stop_status(problem)
         raise
     finally:
-        control.send({"end": status})
-        if not control.others():
-            control.wait_until_received()
+        control.finish(status)
     return status
 
 
@@ -154,7 +163,7 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             runs[job.label] = last, _run_job(config, job.label, ranks, control)
             statuses.append(0)
         except (UserError, StageFailed) as problem:
-            if len(jobs) == 1 or getattr(problem, "status", 0) in ENDED_EARLY or control.others():
+            if len(jobs) == 1 or getattr(problem, "status", 0) in ENDED_EARLY or not control.is_complete:
                 raise
             if isinstance(problem, UserError):
                 print(f"error: {problem}", file=sys.stderr)
@@ -203,8 +212,7 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
         folder = Path(run_dir) / "plan"
         folder.mkdir()
         write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        control.send({"stage": "plan", "run_dir": run_dir, "debug": config.debug, "restarts": 0})
-        end = _launch("plan", Path(run_dir), ranks, control, debug=config.debug)
+        end = _start("plan", Path(run_dir), config, ranks, control, number=0)
         if end.status:
             raise StageFailed(end.status)
 
@@ -248,14 +256,7 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
         init = "sft" if "sft" in consumed["models"] else "base"
         resolved = resolved.model_copy(update={"reward": config.reward.model_copy(update={"init": init})})
     write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
-    end, restarts = StageEnd(RESTART), 0
-    while end.status == RESTART:
-        message = {"stage": stage, "run_dir": str(run_dir.resolve()), "debug": config.debug, "restarts": restarts}
-        control.send(message)
-        end = _launch(stage, run_dir, ranks, control, debug=config.debug, restarts=restarts)
-        if end.status == 0 and not control.all_ended(_start_name(stage, run_dir, restarts)):
-            end = StageEnd({"stopped": STOPPED, "restart": RESTART}.get(control.others(), CRASHED))
-        restarts += 1
+    end = _run_until_finished(stage, run_dir, config, ranks, control)
     if end.status:
         with contextlib.suppress(OSError):  # the disk is full; a stage with status "running" resumes as well
             manifest.stop(stage)
@@ -268,38 +269,51 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     return True
 
 
-def _launch(stage: str, run_dir: Path, ranks: Ranks, control: Control, *, debug: bool, restarts: int = 0) -> StageEnd:
-    """Run this launcher's ranks of a stage, and print the error if this launcher is the first to report one.
+def _run_until_finished(stage: str, run_dir: Path, config: RunConfig, ranks: Ranks, control: Control) -> StageEnd:
+    """Start a stage until it ends for good: again at its own request, and `restarts` times after a failure."""
+    failures = starts = 0
+    while True:
+        end = _start(stage, run_dir, config, ranks, control, number=starts)
+        starts += 1
+        is_failure = end.status in (CRASHED, HUNG) and not end.stop_status
+        if is_failure and failures < config.restarts and control.is_complete:
+            failures += 1
+            print(f"{stage}: restart {failures} of {config.restarts}", file=sys.stderr, flush=True)
+        elif end.status != RESTART:
+            return end
 
-    `restarts` counts the restarts that the stage requested.
-    """
-    attempt = f"{ranks.attempt}.{restarts}" if restarts else ranks.attempt
-    ranks = replace(ranks, attempt=attempt)
-    end = launch_stage(stage, run_dir, ranks, shared_store=control.keeps_store, others=control.others)
-    if end.status == RESTART and not end.message:  # another launcher has the failed rank and reports the error
-        return end
-    first = control.report_end(_start_name(stage, run_dir, restarts), end.status)
-    if end.stop_status:
-        control.report_stop()
-    if end.status in ENDED_EARLY and ranks.leads:
+
+def _start(stage: str, run_dir: Path, config: RunConfig, ranks: Ranks, control: Control, *, number: int) -> StageEnd:
+    """Start a stage on all launchers, wait until it ends, and print why it failed. `number` counts from 0."""
+    hang_seconds = config.engine.hang_seconds
+    message = {"stage": stage, "run_dir": str(run_dir.resolve()), "number": number, "hang_seconds": hang_seconds}
+    control.begin(message)
+    end = control.settle(_launch(message, ranks, control))
+    if end.status in ENDED_EARLY:
         detail = f" ({end.message})" if end.message else ""
         print(f"{stage}: stopped{detail}; run the same command again to resume", file=sys.stderr)
-    elif end.status == RESTART and first:
+    elif end.status == RESTART:
         print(f"{stage}: {end.message}", file=sys.stderr)
-    elif first and end.message:
-        print(end.traceback if debug else "", end="", file=sys.stderr)
-        print(f"error: {stage}: {end.message}{_save_traceback(end, run_dir / stage)}", file=sys.stderr)
+    elif end.status:
+        print(end.traceback if config.debug else "", end="", file=sys.stderr)
+        print(f"error: {stage}: {end.message}{_save_traceback(end, run_dir / stage)}", file=sys.stderr, flush=True)
     return end
 
 
-def _start_name(stage: str, run_dir: Path, restarts: int) -> str:
-    """Return the name that all launchers use for one start of one stage."""
-    return f"{run_dir.name}/{stage}/{restarts}"
+def _launch(message: Mapping[str, Any], ranks: Ranks, control: Control) -> StageEnd:
+    """Run this launcher's ranks of a stage."""
+    number = message["number"]
+    ranks = replace(ranks, attempt=f"{ranks.attempt}.{number}" if number else ranks.attempt)
+    run_dir = Path(message["run_dir"])
+    return launch_stage(message["stage"], run_dir, ranks, shared_store=control.keeps_store, others=control.others)
 
 
 def _save_traceback(end: StageEnd, stage_dir: Path) -> str:
-    """Write the traceback of a crash to error.txt. Return text that follows the error message: file and advice."""
-    if end.status != CRASHED:
+    """Write the traceback of a crash, or the stacks of ranks that hang, to error.txt.
+
+    Return text that follows the error message: file and advice.
+    """
+    if end.status not in (CRASHED, HUNG):
         return ""
     if stage_dir.name == "plan":  # the folder of stage=plan is temporary
         return " (debug=true shows the traceback)" if end.traceback else ""
@@ -312,7 +326,7 @@ def _save_traceback(end: StageEnd, stage_dir: Path) -> str:
         file.write_text(end.traceback, encoding="utf-8")
     except OSError:
         return f"\n{end.traceback}"
-    return f" ({file} has the traceback; {advice})"
+    return f" ({file} has the {'traceback' if end.status == CRASHED else 'Python stacks'}; {advice})"
 
 
 def _follow(ranks: Ranks, control: Control) -> int:
@@ -320,14 +334,15 @@ def _follow(ranks: Ranks, control: Control) -> int:
     while True:
         try:
             message = control.receive()
-        except LeaderLost:
-            return CRASHED
+        except LeaderLost as problem:
+            print(f"error: rank {ranks.first}: {problem}", file=sys.stderr)
+            return HUNG
         except KeyboardInterrupt:
             control.report_stop()
             raise
         if "end" in message:
+            control.close()
             return int(message["end"])
-        stage, run_dir = message["stage"], Path(message["run_dir"])
-        end = _launch(stage, run_dir, ranks, control, debug=message["debug"], restarts=message["restarts"])
-        if end.status not in (0, RESTART):
+        end = control.settle(_launch(message, ranks, control))
+        if end.status in ENDED_EARLY:
             return end.status

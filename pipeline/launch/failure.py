@@ -1,6 +1,8 @@
-"""The interface between launcher and worker: environment variables, exit statuses, and advice on errors."""
+"""How ranks and stages end: the interface of launcher and worker, exit statuses, causes, and advice on errors."""
 
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.messages import in_keys
@@ -9,15 +11,56 @@ from pipeline.errors import UserError
 FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
 LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
+STACK = "ZEROCHAT_STACK"  # the descriptor of the file for the Python stacks of a rank, which SIGUSR2 requests
 USER_ERROR, CRASHED = 2, 1
 RESTART = 3  # the launcher starts the stage again: with smaller micro-batches, or from an earlier step
 UNFINISHED = 4  # of a rank that ended with status 0 before the stage was finished
+HUNG = 5  # no rank made progress, or a host is lost
 INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 FINISHED = "finished"  # the kind of the record that a rank sends when it has finished the stage
 PIPE_BYTES = 32_000
 PIPE_CAPACITY = 65_536  # of a pipe on Linux and macOS
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
+
+END_ORDER = {
+    "user": 0,
+    "stopped": 1,
+    "restart": 2,
+    "lost": 3,
+    "exited": 4,
+    "crashed": 5,
+    "failed": 6,
+    "consequence": 7,
+    "fine": 8,
+}
+"""The ends of ranks by what explains the others: a crash often only shows that another rank is gone."""
+
+
+@dataclass(frozen=True)
+class StageEnd:
+    """How a stage ended on this launcher's ranks.
+
+    status: 0 (finished), 1 (crash), 2 (user error), 3 (restart), 5 (hung), 130 or 143 (stopped)
+    traceback: the traceback of a crash, or the Python stacks of ranks that hang
+    stop_status: the exit status for the launcher if it received a stop signal, else 0. The stage may have finished
+        before it reacted to the signal; `status` is 0 in this case.
+    order: the value of `END_ORDER`; of several ends, the smallest one is the cause of the others
+    time: when a rank crashed, in seconds since 1970
+    """
+
+    status: int
+    message: str = ""
+    traceback: str = ""
+    stop_status: int = 0
+    order: int = END_ORDER["fine"]
+    time: float = 0.0
+
+
+def merge_ends(ends: Sequence[StageEnd]) -> StageEnd:
+    """Return the end that is the cause of the others, with the stop signal of any of them."""
+    cause = min(ends, key=lambda end: (end.order, end.time))
+    return replace(cause, stop_status=max(end.stop_status for end in ends))
 
 
 def advise(problem: BaseException) -> str | None:

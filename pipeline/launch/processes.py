@@ -2,6 +2,7 @@
 
 Each rank runs `python -m <module> --worker RUN_DIR` in its own process group, so that Ctrl-C reaches only the launcher.
 - If one rank fails, the launcher ends the others within seconds.
+- If no rank makes progress for too long, the launcher ends all ranks (`watchdog.py`, `control.py`).
 - If the launcher is killed, its ranks end too (`worker.py`).
 - If the launcher or another launcher receives a stop signal, the launcher sends SIGTERM to its ranks. The ranks finish
   their step, save a checkpoint and end.
@@ -13,11 +14,12 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -29,16 +31,22 @@ from pipeline.installation import ROOT
 from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
+    END_ORDER,
     FAILURE_PIPE,
     FINISHED,
     INTERRUPTED,
     LAUNCHER,
     RESTART,
+    STACK,
     STOPPED,
     UNFINISHED,
     USER_ERROR,
+    StageEnd,
+    merge_ends,
 )
-from pipeline.launch.ranks import Ranks
+from pipeline.launch.ranks import Ranks, may_have_gpus
+from pipeline.launch.watchdog import RankState, RankWatch
+from pipeline.progress import DESCRIPTOR
 
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
 PATIENCE = 600.0
@@ -51,23 +59,9 @@ STOPPED_STATUSES = (INTERRUPTED, *(-number for number in STOP_SIGNALS))
 """Exit statuses of a rank that was stopped. The negative ones occur if the signal came before its handler was set."""
 GRACE_AFTER_STOP = 30.0  # after another rank has stopped; the first rank needs time to close wandb
 GRACE_AFTER_FAILURE = 5.0
-REMOTE_REPORT_TIMEOUT = 3.0
-"""Seconds to wait after a crash for another launcher's report of the cause."""
-
-
-@dataclass(frozen=True)
-class StageEnd:
-    """How a stage ended on this launcher's ranks.
-
-    status: 0 (finished), 1 (crash), 2 (user error), 3 (restart), 130 or 143 (stopped)
-    stop_status: the exit status for the launcher if it received a stop signal, else 0. The stage may have finished
-        before it reacted to the signal; `status` is 0 in this case.
-    """
-
-    status: int
-    message: str = ""
-    traceback: str = ""
-    stop_status: int = 0
+LOOK_PERIOD = 0.5  # seconds between two looks at the progress of the ranks
+KILL_TIMEOUT = 10.0  # a process that waits for a broken disk does not end
+Others = Callable[[Sequence[RankState]], str]
 
 
 @dataclass
@@ -75,6 +69,11 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     pipe: int
+    watch: RankWatch
+
+    def close(self) -> None:
+        os.close(self.pipe)
+        self.watch.close()
 
     def status(self) -> int | None:
         """Return the exit status; None while the process runs, UNFINISHED if it ended early with status 0."""
@@ -120,15 +119,17 @@ def launch_stage(
     ranks: Ranks,
     *,
     shared_store: bool = False,
-    others: Callable[[], str] = str,
+    others: Others = lambda states: "",
 ) -> StageEnd:
     """Run one stage on this launcher's ranks and wait until it ends.
 
     shared_store: whether the workers join the store of the launchers
-    others: returns the state of the other launchers (see `Control.others`) and is called about once a second. "failed"
-        and "restart" end the ranks of this launcher; "stopped" stops them after their step.
+    others: gets what the ranks of this launcher do and returns the verdict on the stage (see `Control.others`); called
+        about once a second. "failed" and "restart" end the ranks of this launcher; "stopped" stops them after their
+        step.
     """
-    signals = _Signals()
+    signals, memory_kills = _Signals(), count_out_of_memory_kills()
+    place = "" if ranks.local == ranks.world else f" (host {socket.gethostname()})"
     with handle_signals(signals.note, (signal.SIGINT, *STOP_SIGNALS)):
         workers = [_start(stage, run_dir, ranks, number, shared_store) for number in range(ranks.local)]
         try:
@@ -137,28 +138,19 @@ def launch_stage(
                 if signals.first is not None and ranks.leads:
                     print(_stop_notice(stage, signals.first), file=sys.stderr, flush=True)
                 outcome = _stop(workers, signals, others)
-            end = _stage_end(workers, signals)
+            end = _stage_end(workers, signals, place, memory_kills)
             if outcome != "done":
                 _end(workers, GRACE_AFTER_FAILURE, signals)
             if outcome in EARLY_STOP_MESSAGES:
-                return StageEnd(signals.status, EARLY_STOP_MESSAGES[outcome])
+                return StageEnd(signals.status, EARLY_STOP_MESSAGES[outcome], order=END_ORDER["stopped"])
             if outcome == "others":
-                end = StageEnd(CRASHED)
-            if end.status == CRASHED and shared_store and _others_restart(others):
-                end = StageEnd(RESTART)
+                stop_status = 0 if signals.first is None else signals.status
+                return StageEnd(CRASHED, stop_status=stop_status, order=END_ORDER["consequence"])
             return end
         finally:
             _end(workers, 0.0, signals)
             for worker in workers:
-                os.close(worker.pipe)
-
-
-def _others_restart(others: Callable[[], str]) -> bool:
-    """Return whether a rank of another launcher requested a restart, which also crashes the ranks of this launcher."""
-    deadline = time.monotonic() + REMOTE_REPORT_TIMEOUT
-    while (state := others()) == "" and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return state == "restart"
+                worker.close()
 
 
 def _stop_notice(stage: str, received: signal.Signals) -> str:
@@ -169,18 +161,23 @@ def _stop_notice(stage: str, received: signal.Signals) -> str:
 def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: bool) -> _Worker:
     read_end, write_end = os.pipe()
     fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_NONBLOCK)
+    watch = RankWatch(ranks.first + number)
+    row, stack = watch.descriptors
+    env = _environment(ranks, number, shared_store) | {FAILURE_PIPE: str(write_end), DESCRIPTOR: str(row)}
+    if may_have_gpus():
+        env = watch.flight_recorder(run_dir / stage) | env  # settings of the user have priority
     process = subprocess.Popen(
         [sys.executable, "-m", MODULES[stage], "--worker", str(run_dir.resolve())],
-        env=_environment(ranks, number, shared_store, write_end),
+        env=env | {STACK: str(stack)},
         stdin=subprocess.DEVNULL,
-        pass_fds=(write_end,),
+        pass_fds=(write_end, row, stack),
         process_group=0,
     )
     os.close(write_end)
-    return _Worker(ranks.first + number, process, read_end)
+    return _Worker(ranks.first + number, process, read_end, watch)
 
 
-def _environment(ranks: Ranks, number: int, shared_store: bool, pipe: int) -> dict[str, str]:
+def _environment(ranks: Ranks, number: int, shared_store: bool) -> dict[str, str]:
     threads = max(1, (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1))
     env = {
         "OMP_NUM_THREADS": str(max(1, threads // ranks.local_world)),
@@ -193,7 +190,6 @@ def _environment(ranks: Ranks, number: int, shared_store: bool, pipe: int) -> di
         "MASTER_PORT": str(ranks.port),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
-        FAILURE_PIPE: str(pipe),
         LAUNCHER: str(os.getpid()),
         ATTEMPT: ranks.attempt,
     }
@@ -204,12 +200,17 @@ def _environment(ranks: Ranks, number: int, shared_store: bool, pipe: int) -> di
     return env
 
 
-def _watch(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) -> str:
+def _states(workers: list[_Worker]) -> list[RankState]:
+    """Return what the ranks that still run do."""
+    return [worker.watch.look(worker.process.pid) for worker in workers if worker.process.poll() is None]
+
+
+def _watch(workers: list[_Worker], signals: _Signals, others: Others) -> str:
     """Wait for the end of the ranks or for a reason to end them, and return which one it was.
 
     "done": all ranks have ended.
     "failed": a rank of this launcher failed.
-    "others": a rank of another launcher failed.
+    "others": a rank of another launcher failed, or the stage hangs.
     "stop": a stop was requested, by a signal, by another launcher, or by a rank that ended with INTERRUPTED.
     """
     last_check = time.monotonic()
@@ -224,21 +225,21 @@ def _watch(workers: list[_Worker], signals: _Signals, others: Callable[[], str])
             return "stop"
         if all(status == 0 for status in statuses):
             return "done"
-        if time.monotonic() - last_check > 1.0:
+        if time.monotonic() - last_check > LOOK_PERIOD:
             last_check = time.monotonic()
-            if (state := others()) != "":
+            if (state := others(_states(workers))) != "":
                 return "stop" if state == "stopped" else "others"
         time.sleep(0.05)
 
 
-def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) -> str:
+def _stop(workers: list[_Worker], signals: _Signals, others: Others) -> str:
     """Send SIGTERM to the ranks, wait for their end or for a reason to end them, and return which one it was.
 
     "done": all ranks have ended.
     "now": the user pressed Ctrl-C again.
     "late": the current step took longer than PATIENCE.
     "failed": a rank of this launcher failed.
-    "others": a rank of another launcher failed.
+    "others": a rank of another launcher failed, or the stage hangs.
     """
     for worker in workers:
         if worker.process.poll() is None:
@@ -261,52 +262,64 @@ def _stop(workers: list[_Worker], signals: _Signals, others: Callable[[], str]) 
             return "failed"
         if now - began > PATIENCE:
             return "late"
-        if now - last_check > 1.0:
+        if now - last_check > LOOK_PERIOD:
             last_check = now
-            if others() in ("failed", "restart"):
+            if others(_states(workers)) in ("failed", "restart"):
                 return "others"
 
 
-def _stage_end(workers: list[_Worker], signals: _Signals) -> StageEnd:
-    """Combine the results of all ranks into one.
+def _stage_end(workers: list[_Worker], signals: _Signals, place: str, out_of_memory_kills: int | None) -> StageEnd:
+    """Return the end of the rank that explains the others (`END_ORDER`).
 
-    The first that applies counts: a user error, a stop, a restart, a killed rank, a rank that exited early, the
-    earliest crash.
+    place: text after the number of a rank
+    out_of_memory_kills: the count of the kernel when the ranks started
     """
-    statuses = {worker.rank: worker.status() for worker in workers}
     stop_status = 0 if signals.first is None else signals.status
-    failures = [worker.record for worker in workers if statuses[worker.rank] and "message" in worker.record]
-    failures.sort(key=lambda failure: (failure["kind"] != "user", failure["time"]))
-    if failures and failures[0]["kind"] == "user":
-        return StageEnd(USER_ERROR, failures[0]["message"], failures[0]["traceback"])
+    by_memory = out_of_memory_kills is not None and (count_out_of_memory_kills() or 0) > out_of_memory_kills
+    # Other ranks crash because they lost the stopped rank.
     stopped = STOPPED_STATUSES if stop_status else (INTERRUPTED,)
-    if any(status in stopped for status in statuses.values()):  # other ranks crash because they lost the stopped rank
-        return StageEnd(signals.status, stop_status=stop_status)
-    for failure in failures:
-        if failure["kind"] == "restart":
-            return StageEnd(stop_status or RESTART, failure["message"], stop_status=stop_status)
-    for rank, status in statuses.items():
-        if status is not None and status < 0:
-            return StageEnd(CRASHED, f"rank {rank} was killed by {_signal_name(-status)}")
-    for rank, status in statuses.items():
-        if status == UNFINISHED:  # other ranks crash because they lost this rank
-            return StageEnd(
-                CRASHED,
-                f"rank {rank} exited before the stage was finished: a function of your own (such as "
-                "ppo.reward_function) must not call exit()",
+    ends = [StageEnd(0)]
+    for worker in workers:
+        status, record, name = worker.status(), worker.record, f"rank {worker.rank}{place}"
+        failure = record if status and "message" in record else {"kind": ""}
+        message = failure.get("message", "")
+        details: dict[str, Any] = {"time": failure.get("time", 0.0), "traceback": failure.get("traceback", "")}
+        if failure["kind"] == "user":
+            ends.append(StageEnd(USER_ERROR, message, order=END_ORDER["user"], **details))
+        elif status in stopped:
+            ends.append(StageEnd(signals.status, order=END_ORDER["stopped"]))
+        elif failure["kind"] == "restart":
+            ends.append(StageEnd(stop_status or RESTART, message, order=END_ORDER["restart"]))
+        elif status == UNFINISHED:
+            message = (
+                f"{name} exited before the stage was finished: a function of your own (such as ppo.reward_function) "
+                "must not call exit()"
             )
-    if failures:
-        return StageEnd(CRASHED, f"rank {failures[0]['rank']}: {failures[0]['message']}", failures[0]["traceback"])
-    for rank, status in statuses.items():
-        if status:
-            return StageEnd(CRASHED, f"rank {rank} ended with status {status}")
-    return StageEnd(0, stop_status=stop_status)
+            ends.append(StageEnd(CRASHED, message, order=END_ORDER["exited"]))
+        elif status is not None and status < 0:
+            message = f"{name} was killed by {_signal_name(-status, by_memory=by_memory)}"
+            ends.append(StageEnd(CRASHED, message, order=END_ORDER["lost"]))
+        elif message:
+            ends.append(StageEnd(CRASHED, f"{name}: {message}", order=END_ORDER["crashed"], **details))
+        elif status:
+            ends.append(StageEnd(CRASHED, f"{name} ended with status {status}", order=END_ORDER["failed"]))
+    return replace(merge_ends(ends), stop_status=stop_status)
 
 
-def _signal_name(number: int) -> str:
+def count_out_of_memory_kills() -> int | None:
+    """Return how many processes of this machine the kernel has killed to free memory; None if it does not count."""
+    try:
+        fields = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(fields["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _signal_name(number: int, *, by_memory: bool) -> str:
     name = signal.Signals(number).name
+    memory = "by the kernel, because the host is out of memory: stage=plan shows which settings fit"
     hints = {
-        "SIGKILL": " (possibly out of host memory: stage=plan shows which settings fit)",
+        "SIGKILL": f" ({memory if by_memory else 'by a user, a job scheduler or the limit of a container'})",
         "SIGSEGV": " (a crash in a native library)",
     }
     return name + hints.get(name, "")
@@ -327,4 +340,6 @@ def _end(workers: list[_Worker], grace: float, signals: _Signals) -> None:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -130,15 +130,20 @@ def free_port() -> int:
     raise UserError(f"every TCP port from {PORTS[0]} to {PORTS[-1]} of this machine is in use: free one of them")
 
 
+def may_have_gpus() -> bool:
+    """Return whether this machine has a GPU driver and the environment does not hide the GPUs."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    devices = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    return shutil.which("nvidia-smi") is not None or any(Path(device).exists() for device in devices)
+
+
 def count_gpus() -> int:
     """Return the number of GPUs that PyTorch can use.
 
     A subprocess imports PyTorch, and only if this machine has a GPU driver. The launcher itself does not import it.
     """
-    devices = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-        return 0
-    if not shutil.which("nvidia-smi") and not any(Path(device).exists() for device in devices):
+    if not may_have_gpus():
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

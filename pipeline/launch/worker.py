@@ -6,6 +6,7 @@ many ranks fail or the disk is full.
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -19,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pipeline import progress
 from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
 from pipeline.errors import STOP_SIGNALS, RestartStage, handle_signals, printable, raise_stopped
@@ -32,6 +34,7 @@ from pipeline.launch.failure import (
     PIPE_BYTES,
     PIPE_CAPACITY,
     RESTART,
+    STACK,
     USER_ERROR,
     advise,
 )
@@ -55,6 +58,7 @@ def stage_main(stage: str, module: str) -> None:
 def run_worker(stage: str, run_dir: Path, module: str) -> None:
     """Run a stage as one rank, and end the process with its exit status."""
     _end_with_launcher()
+    _write_stacks_on_request()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set SIGINT to ignored
     try:
         with handle_signals(raise_stopped):
@@ -68,6 +72,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             run_stage = importlib.import_module(module).run
             gc.freeze()  # later collections skip these objects
             gc.enable()
+            distributed.observe_collectives(progress.own())
             distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
             run_stage(config, run_dir / stage)
             distributed.stop()
@@ -79,6 +84,13 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(0)
+
+
+def _write_stacks_on_request() -> None:
+    """Write the Python stacks when the launcher sends SIGUSR2; the handler in C also works inside a collective."""
+    if STACK in os.environ:
+        faulthandler.register(signal.SIGUSR2, file=int(os.environ[STACK]), all_threads=True)
+    progress.own()  # the first change of the row allows the launcher to send the signal
 
 
 def read_config(stage_dir: Path) -> RunConfig:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from engine import Engine, checkpoint, distributed, oom
+from pipeline import progress
 from pipeline.config.schema import ProfileSection, StageSection
 from pipeline.errors import RestartStage, SharedError, Stopped, UserError, delay_stop
 from pipeline.files import explained_disk, write_json
@@ -135,15 +136,20 @@ class StageRun:
         """
         if self._profile is not None:
             self._profile.expect(self._begun + 1, self.steps)
+        took: float | None = None
         with delay_stop(distributed.request_stop):
             for step in range(self._begun + 1, self.steps + 1):
                 if step > self.last_step:
                     break
+                progress.own().begin_step(step, took)
+                began = time.monotonic()
                 if self._profile is not None:
                     self._profile.begin(step)
                 yield step
                 if self._profile is not None:
                     self._profile.end(step, final=step == self.last_step)
+                took = time.monotonic() - began
+        progress.own().begin_step(0, took)
 
     def stop_after(self, step: int) -> None:
         """End the stage with this step, which is the current one, instead of its last step."""

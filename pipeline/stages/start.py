@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine import Engine, OptimizerConfig, Sampling, distributed, kernels
+from pipeline import progress
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
@@ -145,6 +146,7 @@ def open_stage(
 ) -> Iterator[StageRun]:
     """Open the folder of a stage with its progress display and trackers. The arguments are those of `StageRun`."""
     section = getattr(plan.config, stage)
+    progress.own().configure(plan.config.engine.hang_seconds)
     with (
         open_watchers(plan.config, stage, folder, plan.steps) as watchers,
         StageRun(

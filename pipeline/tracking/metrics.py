@@ -16,6 +16,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from engine import Engine
+from pipeline import progress
 from pipeline.distributed import device, is_rank_zero, rank
 from pipeline.files import explained_disk, write_whole
 
@@ -78,7 +79,7 @@ class Clock:
             with self._counted(str(self._phase)):
                 torch.cuda.synchronize()
         self._phase = name
-        with self._counted(name), record_function(name):  # a span in the profile, if one is recorded
+        with progress.own().phase(name), self._counted(name), record_function(name):  # a span in the profile, if any
             yield
 
     @contextmanager

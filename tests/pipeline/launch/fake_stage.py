@@ -4,7 +4,9 @@ ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:ran
 user (a UserError), crash (a RuntimeError), unread (as a print to a pipe without a reader), kill (SIGKILL to itself),
 slow (sleeps a second), hang (sleeps long), deaf (likewise, and ignores signals),
 exit (ends with status 0 without a result, as os._exit(0) in a user's function does),
+stopped (SIGSTOP to itself), endless (a loop) and mixed (another collective): the other ranks wait in a collective,
 echo (rank 1 has a UserError, rank 0 crashes because of it), lost (likewise, but rank 1 exits with status 0).
+Of several behaviours, such as "kill:0,stopped:1", each start takes the next one; after the last, "ok".
 """
 
 import json
@@ -18,8 +20,13 @@ from pathlib import Path
 
 def run(config, folder):
     rank, rest = os.environ["RANK"], os.environ.get("FAKE_STAGE", "ok")
+    if "," in rest:
+        start = int(os.environ["ZEROCHAT_ATTEMPT"].partition(".")[2] or 0)
+        rest = [*rest.split(","), "ok"][start]
     behaviour, _, only = rest.partition(":")
     (folder / f"rank-{rank}.json").write_text(json.dumps({**os.environ, "PID": os.getpid(), "GROUP": os.getpgrp()}))
+    if behaviour in ("stopped", "endless", "mixed"):
+        hang(behaviour if only == rank else "wait", config.engine.hang_seconds)
     if only and only != rank:
         time.sleep(60)
     if behaviour in ("echo", "lost"):
@@ -57,10 +64,31 @@ def act(behaviour):
         time.sleep(1)
 
 
+def hang(how, hang_seconds):
+    from pipeline import progress
+
+    own = progress.own()
+    own.configure(hang_seconds)
+    own.begin_step(3, None)
+    with own.phase("train"):
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "endless":
+            endless_loop()
+        own.begin("all_reduce" if how == "mixed" else "all_gather", (4,))
+        time.sleep(600)
+
+
+def endless_loop():
+    while True:
+        time.sleep(0.1)
+
+
 def without_torch():
     """Replace the engine by a module whose process group does nothing."""
     engine, distributed = types.ModuleType("engine"), types.ModuleType("engine.distributed")
     distributed.start, distributed.stop, engine.distributed = (lambda namespace: None), (lambda: None), distributed
+    distributed.observe_collectives = lambda observer: None
     sys.modules.update({"engine": engine, "engine.distributed": distributed})
 
 

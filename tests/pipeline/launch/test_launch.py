@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +18,8 @@ from pipeline.config.compose import compose
 from pipeline.errors import UserError
 from pipeline.launch import processes, ranks, worker
 from pipeline.launch.command import _save_traceback
-from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES
-from pipeline.launch.processes import StageEnd, launch_stage
+from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd
+from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
 from tests.forked_launch import launch
 from tests.ranks import Worker
@@ -120,7 +121,7 @@ def test_a_crash_says_how_to_go_on(tmp_path):
 
 def test_other_launchers_failure_ends_the_ranks_here(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "hang")
-    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda: "failed")
+    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda states: "failed")
     assert (end.status, end.message) == (1, "")
     assert not _alive(fake, 0)
 
@@ -197,7 +198,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all(fake):
 
 def test_a_launcher_that_others_know_to_be_stopped_stops(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "hang")
-    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda: "stopped")
+    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda states: "stopped")
     assert (end.status, end.message) == (143, "")
 
 
@@ -316,8 +317,8 @@ def test_a_failing_rank_ends_the_launchers_of_all(tmp_path):
     said = [process.communicate(timeout=100)[0] for process in started]
     assert time.monotonic() - began < 30
     assert [process.returncode for process in started] == [1, 1], said
-    assert "error" not in said[0]
-    assert said[1].startswith("error: sft: rank 1: RuntimeError: a bug")
+    (line,) = [line for line in (said[0] + said[1]).splitlines() if "error" in line]
+    assert line.startswith(f"error: sft: rank 1 (host {socket.gethostname()}): RuntimeError: a bug") and line in said[0]
 
 
 def test_a_mistake_before_any_work_is_said_by_the_first_rank_alone(tmp_path):

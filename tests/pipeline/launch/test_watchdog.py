@@ -1,0 +1,258 @@
+"""A stage that hangs ends with its own status and one line that names the rank; `restarts` starts it again."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.launch import processes, ranks, watchdog
+from pipeline.launch.failure import CRASHED, END_ORDER, HUNG, StageEnd, merge_ends
+from pipeline.launch.watchdog import RankState, RankWatch, is_hung, main_thread, report, stacks
+from tests import hosts
+from tests.forked_launch import launch
+from tests.ranks import Worker
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+FRAMES = """\
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/home/me/rewards.py", line 9 in score
+  File "/zerochat/step3_ppo/train.py", line 27 in train"""
+WAITING = '  File "/x/lib/python3.11/site-packages/torch/distributed/c10d.py", line 8 in wait\n' + FRAMES
+
+
+IDLE = """
+import faulthandler, signal, sys, time
+from pipeline.progress import Row
+def wait_for_ever():
+    time.sleep(600)
+faulthandler.register(signal.SIGUSR2, file=int(sys.argv[2]), all_threads=True)
+Row(int(sys.argv[1])).write(1, 0.0, 0, 0, False, phase="train", collective="")
+wait_for_ever()
+"""
+
+
+def state(rank: int, **changes: object) -> RankState:
+    """A rank that waits in its twelfth collective."""
+    waits = RankState(rank, "one", 100 + rank, 70.0, 60.0, 3, "generate", 12, "gather_objects", inside=True)
+    return replace(waits, **changes)
+
+
+@pytest.mark.parametrize(
+    ("idle", "stopped", "hang_seconds", "hung"),
+    [
+        ((70, 70), (), None, True),
+        ((70, 62), (), None, False),  # 60 s and 3 s for the stacks
+        ((5, 700), (), None, False),
+        ((5, 5), (1,), None, False),
+        ((6, 6), (1,), 2.0, True),
+        ((6, 6), (), 2.0, False),
+    ],
+)
+def test_a_stage_hangs_if_no_rank_makes_progress(idle, stopped, hang_seconds, hung):
+    states = [state(rank, idle=float(s), is_stopped=rank in stopped) for rank, s in enumerate(idle)]
+    assert is_hung(states, hang_seconds) == hung
+    assert not is_hung([], hang_seconds)
+
+
+def test_the_largest_limit_counts_but_not_for_a_stopped_process():
+    states = [state(0, idle=100.0, limit=1800.0), state(1, idle=100.0)]
+    assert not is_hung(states, None)
+    assert is_hung([states[0], replace(states[1], is_stopped=True)], None)
+
+
+def test_a_stopped_rank_is_named():
+    line = report([state(0), state(1, is_stopped=True, phase="train", inside=False), state(2)])
+    assert "rank 1 (host one, process 101; phase train, step 3; after collective 12, gather_objects) is stopped" in line
+    assert "no rank has made progress for 70 s" in line and "rank 0" not in line and "rank 2" not in line
+
+
+def test_a_rank_outside_of_the_collective_is_named_with_its_own_call():
+    line = report([state(0), state(1, inside=False, stack=FRAMES)])
+    assert "rank 1 (host one" in line and "rank 0" not in line
+    assert line.endswith("it runs score (/home/me/rewards.py, line 9)")
+
+
+def test_a_rank_that_waits_for_an_asynchronous_collective_waits():
+    line = report([state(0, inside=False, stack=WAITING), state(1, inside=False, stack=FRAMES)])
+    assert "rank 1 (host one" in line and "rank 0" not in line
+
+
+def test_ranks_in_different_collectives_are_all_named():
+    line = report([state(0), state(1, number=13, collective="all_reduce[4]")])
+    assert "different collectives: rank 0" in line
+    assert "in collective 12, gather_objects" in line and "in collective 13, all_reduce[4]" in line
+
+
+def test_ranks_in_the_same_collective_lack_a_connection():
+    assert "a connection between hosts is cut: rank 0" in report([state(0), state(1)])
+
+
+def test_the_main_thread_is_the_last_one_of_a_dump():
+    dump = (
+        f"Thread 0x1 (most recent call first):\n{WAITING}\n\nCurrent thread 0x2 (most recent call first):\n{FRAMES}\n"
+    )
+    assert main_thread(dump) == FRAMES
+    assert main_thread("") == ""
+    text = stacks([state(0, stack=FRAMES), state(1)])
+    assert FRAMES in text and "no stack: the process does not run Python code" in text
+
+
+def test_the_cause_of_several_ends_is_the_lost_rank():
+    crash = StageEnd(CRASHED, "connection closed", order=END_ORDER["crashed"], time=1.0)
+    later = replace(crash, message="also closed", time=2.0)
+    lost = StageEnd(CRASHED, "rank 3 was killed", order=END_ORDER["lost"])
+    consequence = StageEnd(CRASHED, order=END_ORDER["consequence"], stop_status=143)
+    assert merge_ends([consequence, later, crash]).message == "connection closed"
+    assert merge_ends([StageEnd(0), crash, consequence, lost]) == replace(lost, stop_status=143)
+
+
+def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypatch):
+    """The rank is a process that registers what a worker registers, and a pipe as NCCL makes it."""
+    monkeypatch.setattr(watchdog.tempfile, "gettempdir", lambda: str(tmp_path))
+    watch = RankWatch(3)
+    environment = watch.flight_recorder(tmp_path / "run")
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/run/nccl-rank-"
+    pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}3.pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    row, stack = watch.descriptors
+    process = subprocess.Popen([sys.executable, "-c", IDLE, str(row), str(stack)], pass_fds=(row, stack), cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := watch.look(process.pid)).stack:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "in wait_for_ever" in found.stack and found.idle > found.limit == 0.0
+        assert os.read(reader, 10) == b"1"
+    finally:
+        process.kill()
+        process.wait()
+        watch.close()
+        os.close(reader)
+    assert not os.path.exists(pipe)
+
+
+# Whole commands, of which fake_stage.py is the stage
+
+ARGUMENTS = ["model=gpt2", "tracking=none", "name=x", "stage=sft", "engine.hang_seconds=2"]
+
+
+def start(folder: Path, *more: str, **environment: str) -> Worker:
+    modules = dict.fromkeys(processes.MODULES, "fake_stage")
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+    return Worker(launch, folder, [*ARGUMENTS, *more], modules, environment={**paths, **environment})
+
+
+def failures(output: str) -> list[str]:
+    assert "Traceback" not in output, output
+    return [line for line in output.splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "named"),
+    [
+        ("stopped:1", "rank 1 (host {host}, process {pid}; phase train, step 3) is stopped by a signal (SIGSTOP)"),
+        ("endless:0", "phase train, step 3) does not reach the collective of the other ranks; it runs endless_loop ("),
+        ("mixed:1", "the ranks wait in different collectives: rank 0 ("),
+    ],
+)
+def test_a_stage_that_hangs_ends_with_status_5(tmp_path, behaviour, named):
+    worker = start(tmp_path, "ranks=2", FAKE_STAGE=behaviour)
+    output, _ = worker.communicate()
+    assert worker.returncode == HUNG == 5, output
+    (line,) = failures(output)
+    stage = tmp_path / "runs" / "x" / "sft"
+    pid = json.loads((stage / "rank-1.json").read_text())["PID"]
+    assert named.format(host=socket.gethostname(), pid=pid) in line
+    assert "error.txt has the Python stacks; run the same command again" in line
+    stacks_of_ranks = (stage / "error.txt").read_text()
+    assert ("no stack" in stacks_of_ranks) == (behaviour == "stopped:1") and "fake_stage.py" in stacks_of_ranks
+
+
+def test_a_stage_that_hangs_or_loses_a_rank_starts_again(tmp_path):
+    worker = start(tmp_path, "ranks=2", "restarts=2", FAKE_STAGE="stopped:1,kill:0")
+    output, _ = worker.communicate()
+    assert worker.returncode == 0, output
+    hung, lost = failures(output)
+    assert "rank 1 (host" in hung and "is stopped by a signal" in hung
+    assert lost.startswith("error: sft: rank 0 was killed by SIGKILL (by a user, a job scheduler or the limit")
+    assert "sft: restart 1 of 2" in output and "sft: restart 2 of 2" in output
+
+
+def test_restarts_end_and_mistakes_of_the_user_are_not_repeated(tmp_path):
+    worker = start(tmp_path, "restarts=1", FAKE_STAGE="crash")
+    output, _ = worker.communicate()
+    assert (worker.returncode, len(failures(output)), output.count("restart 1 of 1")) == (1, 2, 1), output
+    worker = start(tmp_path, "restarts=3", FAKE_STAGE="user")
+    output, _ = worker.communicate()
+    assert (worker.returncode, len(failures(output))) == (2, 1) and "restart 1" not in output
+
+
+def test_a_kill_by_the_kernel_is_named(tmp_path, monkeypatch):
+    counts = iter([4, 5])
+    monkeypatch.setattr(processes, "count_out_of_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(processes, "MODULES", {"sft": "fake_stage"})
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("FAKE_STAGE", "kill:0")
+    _config(tmp_path / "run" / "sft")
+    end = processes.launch_stage("sft", tmp_path / "run", ranks.own_ranks(1, gpus=0))
+    assert end.message.startswith("rank 0 was killed by SIGKILL (by the kernel, because the host is out of memory")
+
+
+def _config(stage: Path) -> None:
+    stage.mkdir(parents=True)
+    config = validate(compose(["model=gpt2", "tracking=none"]))
+    (stage / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+
+def _given(rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """The environment of one of two ranks that torchrun starts."""
+    given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**given, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def test_launchers_of_several_machines_start_a_lost_rank_again(tmp_path):
+    port = ranks.free_port()
+    started = [start(tmp_path, "restarts=2", FAKE_STAGE="kill:1,stopped:0", **_given(rank, port)) for rank in (0, 1)]
+    first, second = (worker.communicate()[0] for worker in started)
+    assert [worker.returncode for worker in started] == [0, 0], first + second
+    lost, hung = failures(first)
+    assert "rank 1 (host" in lost and "was killed by SIGKILL" in lost
+    assert "rank 0 (host" in hung and "is stopped by a signal" in hung
+    assert second == ""
+
+
+MAIN = "import sys\nfrom pipeline.launch import processes\nprocesses.MODULES['sft'] = 'fake_stage'\n"
+MAIN += "from pipeline.launch.command import main\nsys.exit(main(sys.argv[1:]))"
+
+
+def test_a_host_that_is_cut_off_ends_the_job_on_all_hosts(tmp_path):
+    reason = hosts.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "FAKE_STAGE": "hang", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", MAIN, *ARGUMENTS, f"run_dir={tmp_path / 'run'}", "restarts=3"]
+    with hosts.two_hosts(tmp_path) as both:
+        running = [
+            host.start(command, {**paths, **_given(rank, ranks.free_port(), both[0].address), "MASTER_PORT": "29471"})
+            for rank, host in enumerate(both)
+        ]
+        deadline = time.monotonic() + 120
+        while not all((tmp_path / "run" / "sft" / f"rank-{rank}.json").exists() for rank in (0, 1)):
+            assert time.monotonic() < deadline and all(process.poll() is None for process in running)
+            time.sleep(0.05)
+        hosts.cut_off(both[1])
+        outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [HUNG, HUNG], outputs
+    assert "the launcher of rank 1 (host" in failures(outputs[0])[0] and len(failures(outputs[0])) == 1
+    assert "the store at 10.77.0.1 has not answered for" in failures(outputs[1])[0] and len(failures(outputs[1])) == 1
