@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
 from engine import kernels
+from engine.kernels_cpu import decode_attention as in_c
 
 CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtered")
 
@@ -107,10 +108,24 @@ def _attention(device: torch.device, shrink: int) -> Work:
     lengths = torch.randint(longest // 32 + 1, longest + 1, (batch,), generator=generator).to(device)
     cache = torch.randn(2, batch, 32, longest, 64, device=device).bfloat16()
     query = torch.randn(batch, 32, 64, device=device).bfloat16()
-    slots = torch.arange(batch, device=device)
+    slots, zeros = torch.arange(batch, device=device), torch.zeros(batch, dtype=torch.int64, device=device)
+    prompt_keys, prompt_values = cache[:, :1, :, :1].contiguous()
+    prompts = kernels.Prompts(prompt_keys, prompt_values, zeros, zeros, slots)  # no row reads a prompt
     mask = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]
+
+    def ours() -> Tensor:
+        return kernels.decode_attention(query, cache[0], cache[1], prompts, slots, lengths, 0.125)
+
+    if device.type == "cpu" and in_c.serves(query.dtype):  # the kernel in C also writes the newest token
+        attention = in_c.SlotAttention(*prompts[:2], *cache, scale=0.125)
+        keys, values = cache[:, slots, :, lengths - 1].transpose(0, 1).transpose(1, 2)[:, None]
+
+        def ours() -> Tensor:
+            rows = in_c.addresses(slots, lengths, *prompts[2:])
+            return attention(query.transpose(0, 1)[None], keys, values, rows)
+
     return Work(
-        lambda: kernels.decode_attention(query, cache[0], cache[1], slots, lengths, 0.125),
+        ours,
         lambda: scaled_dot_product_attention(query[:, :, None], cache[0], cache[1], attn_mask=mask, scale=0.125),
         2 * 2 * 32 * 64 * int(lengths.sum()),
     )

@@ -42,8 +42,8 @@ class DecodeRows(NamedTuple):
 
     slots: answer slots. places: the index of each new token in its slot. lengths: tokens of each sequence with the new
     one (0: attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence, and the number of its
-    tokens in this slot. firsts: the first of the neighbouring rows with the same prompt, which is then read once for
-    all of them; None: each row reads its prompt.
+    tokens in this slot. firsts: the first of the neighbouring rows with the same prompt, which is read once for all of
+    them.
     """
 
     slots: Tensor
@@ -51,7 +51,7 @@ class DecodeRows(NamedTuple):
     lengths: Tensor
     prompt_slots: Tensor
     prompt_lengths: Tensor
-    firsts: Tensor | None = None
+    firsts: Tensor
 
 
 @dataclass
@@ -123,8 +123,8 @@ class LayerAttention:
         layer.answer_keys[rows.slots, :, rows.places] = k
         layer.answer_values[rows.slots, :, rows.places] = v
         prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
-        cached = layer.answer_keys, layer.answer_values, rows.slots, rows.lengths
-        return decode_attention(q, *cached, self.scale, self.window, self.softcap, prompts)[None]
+        cached = layer.answer_keys, layer.answer_values, prompts
+        return decode_attention(q, *cached, rows.slots, rows.lengths, self.scale, self.window, self.softcap)[None]
 
     def chunks(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
         """Write the n tokens of all chunks and attend over the cache; return (n, H, Dv).

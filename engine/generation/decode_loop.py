@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 # Prompt tokens in one forward, at most. This bounds the activations, which should stay in the caches of a CPU.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 WINDOW = 8  # replays of a CUDA graph between two reads by the host
-MIN_SHARED_PROMPT = 128  # tokens; for a shorter prompt, a shared read saves less time than its extra launch costs
 MAX_STEPS = 4  # sampling settings whose steps and graphs exist at a time
 
 
@@ -56,7 +55,7 @@ class DecodeLoop:
         self.model = SlotModel(module, device, computes_chosen_logits=check_model(module))
         self.cache: KVCache | None = None
         self._state: DecodeState | None = None
-        self._steps: dict[tuple[Sampling, bool], tuple[DecodeStep, GraphedStep]] = {}
+        self._steps: dict[Sampling, tuple[DecodeStep, GraphedStep]] = {}
         self._addresses: list[int] = []
         self._warned = False
         self.token_bytes = self._try()
@@ -82,7 +81,7 @@ class DecodeLoop:
         scheduler = Scheduler(
             prompts, min(batch_size, cache.size.sequences), cache.size.prompt_slots, PREFILL_TOKENS[self.device.type]
         )
-        step, graphs = self._step_for(cache, sampling, scheduler.longest_shared_prompt >= MIN_SHARED_PROMPT)
+        step, graphs = self._step_for(cache, sampling)
         return iter(_Call(step, graphs if self.use_graphs else None, scheduler, sampling, sample_seeds, ends))
 
     def _cache_for(self, demand: CacheDemand) -> KVCache:
@@ -104,7 +103,7 @@ class DecodeLoop:
                 )
         return self.cache
 
-    def _step_for(self, cache: KVCache, sampling: Sampling, shares_reads: bool) -> tuple[DecodeStep, GraphedStep]:
+    def _step_for(self, cache: KVCache, sampling: Sampling) -> tuple[DecodeStep, GraphedStep]:
         """Return the step for these settings. Steps are valid for fixed addresses of weights, cache and state."""
         module = self.model.module
         addresses = [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
@@ -112,11 +111,11 @@ class DecodeLoop:
             self._steps.clear()
             self._state, self._addresses = DecodeState(cache.size.sequences, WINDOW + 1, self.device), addresses
         settings = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
-        step_and_graphs = self._steps.pop((settings, shares_reads), None)
+        step_and_graphs = self._steps.pop(settings, None)
         if step_and_graphs is None:
-            step = DecodeStep(self.model, cache, self._state, settings, shares_reads=shares_reads)
+            step = DecodeStep(self.model, cache, self._state, settings)
             step_and_graphs = step, GraphedStep(step, self._state.sampled.step, scratch=cache.size.sequences)
-        self._steps[settings, shares_reads] = step_and_graphs
+        self._steps[settings] = step_and_graphs
         while len(self._steps) > MAX_STEPS:
             del self._steps[next(iter(self._steps))]
         return step_and_graphs
@@ -138,7 +137,7 @@ class DecodeLoop:
         prompt = fixed_prompts(module)[0]
         cache, last = KVCache(CacheSize(1, len(prompt), 2, 1), device), len(prompt) - 1
         token_ids, positions = upload([prompt, [*range(last + 1)]], device)
-        places = upload([[0], [0], [last + 1], [0], [last]], device)
+        places = upload([[0], [0], [last + 1], [0], [last], [0]], device)
         row = Step(cache, DecodeRows(*places))
         try:
             logits = []

@@ -139,12 +139,8 @@ class DecodeStep:
     captured step works for all seeds.
     """
 
-    def __init__(
-        self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling, *, shares_reads: bool
-    ) -> None:
-        """If `shares_reads`, attention reads a prompt once for all neighbouring rows with this prompt."""
+    def __init__(self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling) -> None:
         self.model, self.cache, self.state, self.sampling = model, cache, state, sampling
-        self.shares_reads = shares_reads
         device = state.rows.device
         vocabulary: int = model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
         self._end_ids = torch.tensor(sampling.end_ids, dtype=torch.int64, device=device)
@@ -188,9 +184,8 @@ class DecodeStep:
 
     def _read(self, chosen: Tensor) -> tuple[StepInputs, DecodeRows]:
         inputs = read_rows(self.state.rows, chosen[0], self.state.sampled.step)
-        firsts = chosen[1] if self.shares_reads else None
         return inputs, DecodeRows(
-            chosen[0], inputs.places, inputs.lengths, inputs.prompt_slots, inputs.prompt_lengths, firsts
+            chosen[0], inputs.places, inputs.lengths, inputs.prompt_slots, inputs.prompt_lengths, chosen[1]
         )
 
     def _forward(self, inputs: StepInputs | None, rows: DecodeRows | None, plan: Plan) -> Tensor:

@@ -8,7 +8,6 @@ transformer-based generative models").
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -99,12 +98,6 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self.decoding or self._admitted or self._waiting)
-
-    @property
-    def longest_shared_prompt(self) -> int:
-        """The tokens of the longest prompt that several sequences have; 0 if all prompts differ."""
-        times = Counter(tuple(prompt) for prompt in self.prompts)
-        return max((len(prompt) for prompt, count in times.items() if count > 1), default=0)
 
     def plan(self) -> Plan:
         """Fill free slots and return the work of the next step, which the caller must then run."""

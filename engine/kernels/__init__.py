@@ -5,7 +5,7 @@ The file of a kernel contains its torch reference and selects the implementation
 arguments and return the same results up to rounding. Triton is imported with the first CUDA tensor.
 """
 
-from engine.kernels.decode_attention import decode_attention
+from engine.kernels.decode_attention import Prompts, decode_attention
 from engine.kernels.sample import sample
 from engine.kernels.token_logprobs import VocabularyShard, token_logprobs
 from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
@@ -14,6 +14,7 @@ from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 
 __all__ = [
     "Families",
+    "Prompts",
     "VocabularyShard",
     "decode_attention",
     "load_libraries",

@@ -3,10 +3,11 @@
     o = sum_t softmax_t(scale q k_t) v_t     over max(0, n - window) <= t < n
 
 n is the length of the sequence with the query's own token, whose key and value are in the cache. Query head h reads key
-head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245). The first tokens of a sequence may be in a cache of
-prompts, which several sequences read. Left out: biases by position (ALiBi).
+head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245). The first tokens of a sequence are in a cache of prompts,
+which several sequences read. Left out: biases by position (ALiBi).
 
-`decode_attention` selects the implementation: Triton on GPUs, C on CPUs, otherwise `reference`.
+`decode_attention` selects the implementation: Triton on GPUs, otherwise `reference`. On CPUs the generator calls the
+kernel in C (`engine/kernels_cpu/decode_attention.py`), which also writes the new keys and values.
 
 Shapes: B sequences, H query heads, Hkv key heads, S slots, T capacity, D and Dv head sizes of keys and values.
 """
@@ -25,27 +26,26 @@ class Prompts(NamedTuple):
 
     keys: (Sp, Hkv, P, D). values: (Sp, Hkv, P, Dv). slots and lengths: (B,) int64; the first `lengths` tokens of a
     sequence are in this slot, and the tokens after them are at the beginning of its own slot. firsts: (B,) int64, the
-    first of the neighbouring rows with the same slot. With `firsts`, neighbouring rows read their slot once; with None,
-    each row reads it separately.
+    first of the neighbouring rows with the same slot, which read their slot once.
     """
 
     keys: Tensor
     values: Tensor
     slots: Tensor
     lengths: Tensor
-    firsts: Tensor | None = None
+    firsts: Tensor
 
 
 def decode_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    prompts: Prompts,
     slots: Tensor,
     lengths: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    prompts: Prompts | None = None,
 ) -> Tensor:
     """Return (B, H, Dv) in the query's dtype, zeros where the length is 0.
 
@@ -54,8 +54,7 @@ def decode_attention(
     `softcap` c bounds scores to c tanh(score / c) (Gemma 2). Scores and sums are fp32. No gradient. Raises ValueError
     if the shapes do not fit.
     """
-    implementation = _implementation(query)
-    return implementation(query, keys, values, slots, lengths, scale, window, softcap, prompts)
+    return _implementation(query)(query, keys, values, prompts, slots, lengths, scale, window, softcap)
 
 
 def _implementation(query: Tensor) -> Callable[..., Tensor]:
@@ -63,11 +62,6 @@ def _implementation(query: Tensor) -> Callable[..., Tensor]:
         from engine.kernels_triton import decode_attention as in_triton
 
         return in_triton.decode_attention
-    if query.device.type == "cpu":
-        from engine.kernels_cpu import decode_attention as in_c
-
-        if in_c.serves(query.dtype):
-            return in_c.decode_attention
     return reference
 
 
@@ -75,23 +69,20 @@ def reference(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    prompts: Prompts,
     slots: Tensor,
     lengths: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    prompts: Prompts | None = None,
 ) -> Tensor:
     """Compute `decode_attention` with torch operators."""
-    check(query, keys, values, slots, lengths, window, prompts)
+    check(query, keys, values, prompts, slots, lengths, window)
     groups = query.shape[1] // keys.shape[1]
     with torch.no_grad():
         longest = int(lengths.max()) if len(lengths) else 0
-        if prompts is None:
-            k, v = keys[slots, :, :longest], values[slots, :, :longest]
-        else:
-            k = _concatenated(prompts.keys, keys, slots, prompts, longest)
-            v = _concatenated(prompts.values, values, slots, prompts, longest)
+        k = _concatenated(prompts.keys, keys, slots, prompts, longest)
+        v = _concatenated(prompts.values, values, slots, prompts, longest)
         k, v = (t.float().repeat_interleave(groups, 1) for t in (k, v))  # (B, H, T, D)
         scores = torch.einsum("bhd,bhtd->bht", query.float(), k) * scale
         if softcap is not None:
@@ -118,10 +109,10 @@ def check(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    prompts: Prompts,
     slots: Tensor,
     lengths: Tensor,
     window: int | None,
-    prompts: Prompts | None = None,
 ) -> None:
     """Raise ValueError if the shapes do not fit."""
     batch, heads, width = query.shape
@@ -134,14 +125,9 @@ def check(
         raise ValueError(f"slots and lengths must be ({batch},), not {tuple(slots.shape)} and {tuple(lengths.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, not {window}")
-    if prompts is not None:
-        _check_prompts(prompts, keys, values, batch)
-
-
-def _check_prompts(prompts: Prompts, keys: Tensor, values: Tensor, batch: int) -> None:
     for of_prompts, own in ((prompts.keys, keys), (prompts.values, values)):
         if of_prompts.shape[1::2] != own.shape[1::2]:
             raise ValueError(f"prompts have heads like {tuple(of_prompts.shape)}, their sequences {tuple(own.shape)}")
-    rows = [t for t in (prompts.slots, prompts.lengths, prompts.firsts) if t is not None]
+    rows = prompts.slots, prompts.lengths, prompts.firsts
     if any(t.shape != (batch,) for t in rows):
         raise ValueError(f"prompts' slots, lengths and firsts must be ({batch},), not {[tuple(t.shape) for t in rows]}")

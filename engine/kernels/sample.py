@@ -11,6 +11,8 @@ A token may therefore differ if its uniform number is within about 1e-6 of the b
 Shapes: B rows, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,12 +41,16 @@ def sample(
     """
     if logits.ndim != 2 or not logits.shape[1] or uniforms.shape != logits.shape[:1]:
         raise ValueError(f"logits must be (B, V) and uniforms (B,), not {tuple(logits.shape)}, {tuple(uniforms.shape)}")
-    implementation = reference
+    implementation = _implementation(logits)
+    return implementation(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def _implementation(logits: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     if logits.is_cuda and has_triton():
         from engine.kernels_triton import sample as in_triton
 
-        implementation = in_triton.sample
-    return implementation(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        return in_triton.sample
+    return reference
 
 
 def reference(

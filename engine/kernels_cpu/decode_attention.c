@@ -23,12 +23,12 @@ enum {
 
 /* The arguments, as declared in decode_attention.py. Strides are in numbers. */
 struct call {
-    const char *query, *new_keys, *new_values; /* one token of each row; new_* is NULL if the token is in the cache */
+    const char *query, *new_keys, *new_values; /* one token of each row */
     char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), (rows, heads, value_size) */
-    const char *prompt_keys, *prompt_values;   /* (prompt slots, key_heads, prompt_capacity, *_size), or NULL */
+    const char *prompt_keys, *prompt_values;   /* (prompt slots, key_heads, prompt_capacity, *_size) */
     const int64_t *slots, *lengths;            /* (rows,): the row's slot, and its number of tokens with the new one */
     const int64_t *prompt_slots, *prompt_lengths; /* (rows,): the row's prompt slot, and its tokens there */
-    const int64_t *firsts;                     /* (rows,): first neighbouring row with the same prompt, or NULL */
+    const int64_t *firsts;                     /* (rows,): first neighbouring row with the same prompt */
     int64_t rows, heads, key_heads, capacity, prompt_capacity, key_size, value_size;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
     int64_t window; /* 0: no window */
@@ -160,7 +160,7 @@ INLINE float scored(float *scores, int64_t count, float scale, float softcap) {
 
 /* Return the number of a row's tokens that are in its prompt slot. */
 INLINE int64_t in_prompt(const struct call *c, int64_t row) {
-    return c->prompt_slots ? LESS(c->prompt_lengths[row], c->lengths[row]) : 0;
+    return LESS(c->prompt_lengths[row], c->lengths[row]);
 }
 
 /* Write a row's new key and value into the cache. */
@@ -198,7 +198,7 @@ INLINE void attend(const struct call *c, const struct plan *p, const struct task
     const char *values = (task->of_prompt ? c->prompt_values : c->values) + base * c->value_size * wide;
     int64_t count = task->end - task->begin;
     for (int64_t row = task->row; row < task->row + task->rows; row++) {
-        if (c->new_keys && !task->of_prompt && task->end == c->lengths[row]) put(c, row, key_head, half);
+        if (!task->of_prompt && task->end == c->lengths[row]) put(c, row, key_head, half);
         for (int64_t head = key_head * group; head < (key_head + 1) * group; head++) {
             float weights[SHARE], sum[c->value_size], mass = 0;
             const char *query = c->query + (row * c->query_row + head * c->query_head) * wide;
@@ -266,9 +266,9 @@ static int64_t first_seen(const struct call *c, int64_t row) {
 static void make(struct plan *p, const struct call *c) {
     int64_t parts = 0;
     memset(p->parts, 0, c->rows * sizeof *p->parts);
-    for (int64_t row = 0, next; c->prompt_slots && row < c->rows; row = next) {
+    for (int64_t row = 0, next; row < c->rows; row = next) {
         int64_t begin = first_seen(c, row), end = in_prompt(c, row);
-        for (next = row + 1; c->firsts && next < c->rows && c->firsts[next] == c->firsts[row]; next++)
+        for (next = row + 1; next < c->rows && c->firsts[next] == c->firsts[row]; next++)
             if (first_seen(c, next) != begin || in_prompt(c, next) != end) break;
         cut(p, row, next - row, 1, begin, end);
     }
@@ -290,10 +290,9 @@ static int64_t most_parts(const struct call *c) {
 /* Compute the attention of a call. Return 0, or 1 if memory cannot be allocated. */
 int decode_attention(const struct call *c) {
     int64_t most = most_parts(c);
-    int64_t several = most > 2 * c->rows || c->prompt_slots; /* whether a row may have more than one partial result */
     struct plan p = {.tasks = malloc(most * sizeof *p.tasks), .first = malloc(2 * c->rows * sizeof *p.first)};
-    p.partial = several ? malloc(most * c->heads * (c->value_size + 2) * sizeof(float)) : NULL;
-    int short_of = c->rows && (!p.tasks || !p.first || (several && !p.partial));
+    p.partial = malloc(most * c->heads * (c->value_size + 2) * sizeof(float));
+    int short_of = c->rows && (!p.tasks || !p.first || !p.partial);
     if (!short_of) {
         p.parts = p.first + c->rows;
         make(&p, c);

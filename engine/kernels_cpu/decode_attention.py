@@ -1,6 +1,6 @@
-"""`decode_attention` in C for CPUs; engine/kernels/decode_attention.py states the formula.
+"""`decode_attention` in C for CPUs, by the formula of engine/kernels/decode_attention.py, and the write of new tokens.
 
-`SlotAttention` also writes the new keys and values. Takes bf16 and fp32; sums are fp32. Left out: fp16.
+Takes bf16 and fp32; sums are fp32. Left out: fp16.
 """
 
 import ctypes
@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.decode_attention import Prompts, check
 from engine.kernels_cpu.library import library
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -56,27 +55,23 @@ def serves(dtype: torch.dtype) -> bool:
 
 
 class RowAddresses(NamedTuple):
-    """The number of rows, and the addresses of their index tensors (None: no such tensor)."""
+    """The number of rows, and the addresses of their index tensors."""
 
     rows: int
     slots: int
     lengths: int
-    prompt_slots: int | None
-    prompt_lengths: int | None
-    firsts: int | None
+    prompt_slots: int
+    prompt_lengths: int
+    firsts: int
 
 
 def addresses(
-    slots: Tensor,
-    lengths: Tensor,
-    prompt_slots: Tensor | None = None,
-    prompt_lengths: Tensor | None = None,
-    firsts: Tensor | None = None,
+    slots: Tensor, lengths: Tensor, prompt_slots: Tensor, prompt_lengths: Tensor, firsts: Tensor
 ) -> RowAddresses:
     """Return the addresses of contiguous int64 tensors (B,). They are valid while the tensors exist."""
     tensors = slots, lengths, prompt_slots, prompt_lengths, firsts
-    assert all(each is None or (each.is_contiguous() and each.dtype == torch.int64) for each in tensors)
-    return RowAddresses(len(slots), *(None if each is None else each.data_ptr() for each in tensors))  # type: ignore[arg-type]
+    assert all(each.is_contiguous() and each.dtype == torch.int64 for each in tensors)
+    return RowAddresses(len(slots), *(each.data_ptr() for each in tensors))
 
 
 class SlotAttention:
@@ -84,8 +79,8 @@ class SlotAttention:
 
     def __init__(
         self,
-        prompt_keys: Tensor | None,
-        prompt_values: Tensor | None,
+        prompt_keys: Tensor,
+        prompt_values: Tensor,
         keys: Tensor,
         values: Tensor,
         *,
@@ -98,22 +93,21 @@ class SlotAttention:
         Raises ValueError if a cache tensor is not contiguous.
         """
         self._tensors = prompt_keys, prompt_values, keys, values  # references, so that no memory is freed
-        tensors = [tensor for tensor in self._tensors if tensor is not None]
-        if not all(tensor.is_contiguous() for tensor in tensors):
+        if not all(tensor.is_contiguous() for tensor in self._tensors):
             raise ValueError("the tensors of the cache must be contiguous")
         compiled = library("decode_attention")
         assert available() and compiled is not None
         self._function = compiled.decode_attention
-        self._dtypes = {tensor.dtype for tensor in tensors}
+        self._dtypes = {tensor.dtype for tensor in self._tensors}
         self._value_size = values.shape[3]
         self._call = _Call(
             keys=keys.data_ptr(),
             values=values.data_ptr(),
-            prompt_keys=None if prompt_keys is None else prompt_keys.data_ptr(),
-            prompt_values=None if prompt_values is None else prompt_values.data_ptr(),
+            prompt_keys=prompt_keys.data_ptr(),
+            prompt_values=prompt_values.data_ptr(),
             key_heads=keys.shape[1],
             capacity=keys.shape[2],
-            prompt_capacity=0 if prompt_keys is None else prompt_keys.shape[2],
+            prompt_capacity=prompt_keys.shape[2],
             key_size=keys.shape[3],
             value_size=values.shape[3],
             window=window or 0,
@@ -122,22 +116,19 @@ class SlotAttention:
             half=keys.dtype == torch.bfloat16,
         )
 
-    def __call__(self, query: Tensor, new_keys: Tensor | None, new_values: Tensor | None, rows: RowAddresses) -> Tensor:
+    def __call__(self, query: Tensor, new_keys: Tensor, new_values: Tensor, rows: RowAddresses) -> Tensor:
         """Return (1, B, H, Dv): first write the new token of each of the B rows, then attend.
 
         query (1, H, N, D), new_keys (1, Hkv, N, D) and new_values (1, Hkv, N, Dv) begin with the B rows and may have
-        any strides. A row's new token is the last of its `lengths`. Without new_keys all tokens are in the cache. The
-        indices are not checked. Raises TypeError for mixed dtypes.
+        any strides. A row's new token is the last of its `lengths`. The indices are not checked. Raises TypeError for
+        mixed dtypes.
         """
         call = self._call
-        if new_keys is None or new_values is None:
-            call.new_keys = call.new_values = None
-        else:
-            if not new_keys.stride(3) == new_values.stride(3) == 1:
-                new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
-            call.new_keys, call.new_values = new_keys.data_ptr(), new_values.data_ptr()
-            _, call.key_head, call.key_row, _ = new_keys.stride()
-            _, call.value_head, call.value_row, _ = new_values.stride()
+        if not new_keys.stride(3) == new_values.stride(3) == 1:
+            new_keys, new_values = new_keys.contiguous(), new_values.contiguous()
+        call.new_keys, call.new_values = new_keys.data_ptr(), new_values.data_ptr()
+        _, call.key_head, call.key_row, _ = new_keys.stride()
+        _, call.value_head, call.value_row, _ = new_values.stride()
         query = query if query.stride(3) == 1 else query.contiguous()
         if self._dtypes != {query.dtype}:
             raise TypeError(f"all must be bf16 or all fp32, not a query in {query.dtype} and a cache in {self._dtypes}")
@@ -150,39 +141,3 @@ class SlotAttention:
         if self._function(call):
             raise MemoryError("decode_attention: no memory for its intermediate sums")
         return out
-
-
-def decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    prompts: Prompts | None = None,
-) -> Tensor:
-    """Same as `engine.kernels.decode_attention.decode_attention`.
-
-    Raises IndexError if slots or lengths point outside the cache.
-    """
-    check(query, keys, values, slots, lengths, window, prompts)
-    slots, lengths = slots.long().contiguous(), lengths.long().contiguous()
-    tokens = keys.shape[2] + (0 if prompts is None else prompts.keys.shape[2])
-    for name, numbers, size in (("slots", slots, keys.shape[0] - 1), ("lengths", lengths, tokens)):
-        if len(numbers) and not (int(numbers.min()) >= 0 and int(numbers.max()) <= size):
-            raise IndexError(f"{name} must be from 0 to {size}, not {numbers.tolist()}")
-    prompt_keys = None if prompts is None else prompts.keys.contiguous()
-    prompt_values = None if prompts is None else prompts.values.contiguous()
-    attention = SlotAttention(
-        prompt_keys,
-        prompt_values,
-        keys.contiguous(),
-        values.contiguous(),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
-    rows = addresses(slots, lengths, *(prompts[2:] if prompts is not None else ()))
-    return attention(query.transpose(0, 1)[None], None, None, rows)[0]

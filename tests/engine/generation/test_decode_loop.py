@@ -171,7 +171,8 @@ def test_samples_share_their_prompt(
     assert sum(len(c.tokens) for step in steps for c in step.chunks) == sum(len(prompt) for prompt in prompts)
     if chunk < longest:
         assert any(step.chunks and step.decode_tokens for step in steps), "both kinds in one forward"
-    assert {step.rows.firsts is not None for step in steps if step.rows is not None} == {longest >= 128}
+    firsts = [step.rows.firsts.tolist() for step in steps if step.rows is not None]
+    assert any(len(set(each)) < len(each) for each in firsts), "no prompt was read once for several rows"
     assert loop.cache is not None and loop.cache.size == CacheSize(3, 192 if longest > 128 else 64, 5 + 1, 64)
     apart = [Generator(model, "cpu").generate([prompts[i // 7]], sampling, [i])[0] for i in range(21)]
     same(shared, apart)

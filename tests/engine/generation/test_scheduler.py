@@ -25,7 +25,6 @@ def test_a_freed_slot_goes_to_the_next_prompt() -> None:
 
 def test_late_samples_run_no_token_of_their_prompt() -> None:
     scheduler = Scheduler([LONG, LONG, [9], LONG], slots=2, prompt_slots=2, prefill_tokens=100)
-    assert scheduler.longest_shared_prompt == 40
     first = scheduler.plan()
     assert chunks(first) == [(0, 0, 40)] and starting(first) == [(0, 0, 0), (1, 1, 0)]
     scheduler.finish({1})

@@ -44,7 +44,7 @@ def ragged_cache(
     heads: int, key_heads: int, *, width: int, lengths: list[int], capacity: int, dtype: torch.dtype = torch.float32,
     of_values: int | None = None, **extras: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Arguments of decode_attention: slots in disorder, NaN wherever a sequence has no token."""
+    """Arguments of decode_attention: slots in disorder, NaN wherever a sequence has no token, prompts of no tokens."""
     torch.manual_seed(heads + capacity)
     batch, slots = len(lengths), len(lengths) + 2
     keys = torch.randn(slots, key_heads, capacity, width)
@@ -55,16 +55,25 @@ def ragged_cache(
         unused[row, :length] = False
     for cache in (keys, values):
         cache.masked_fill_(unused[:, None, :, None], float("nan"))
+    keys, values = keys.to(DEVICE, dtype), values.to(DEVICE, dtype)
     return {
-        "query": (2 * torch.randn(batch, heads, width)).to(DEVICE, dtype), "keys": keys.to(DEVICE, dtype),
-        "values": values.to(DEVICE, dtype), "slots": rows.to(DEVICE), "lengths": torch.tensor(lengths).to(DEVICE),
-        "scale": width**-0.5, **extras,
+        "query": (2 * torch.randn(batch, heads, width)).to(DEVICE, dtype), "keys": keys, "values": values,
+        "prompts": no_prompts(keys, values, batch), "slots": rows.to(DEVICE),
+        "lengths": torch.tensor(lengths, dtype=torch.int64).to(DEVICE), "scale": width**-0.5, **extras,
     }  # fmt: skip
+
+
+def no_prompts(keys: Tensor, values: Tensor, batch: int) -> Prompts:
+    """A cache of prompts with one slot, of which no sequence reads a token."""
+    zeros = torch.zeros(batch, dtype=torch.int64, device=keys.device)
+    of_prompts = (cache[:1, :, :1].contiguous() for cache in (keys, values))
+    return Prompts(*of_prompts, zeros, zeros, torch.arange(batch, device=keys.device))
 
 
 def with_prompts(case: dict[str, Any], firsts: list[int], kept: list[int], room: int) -> dict[str, Any]:
     """A case of `ragged_cache` whose rows begin as their first row does, and the same with the first `kept` tokens of
-    each in a cache of prompts of `room` tokens, one slot for neighbours with the same first row.
+    each in a cache of prompts of `room` tokens, one slot for neighbours with the same first row: "joined" if they read
+    it together, "apart" if each reads it for itself.
     """
     alike = {**case, "keys": case["keys"].clone(), "values": case["values"].clone()}
     of_prompts, own = {}, {}
@@ -80,15 +89,20 @@ def with_prompts(case: dict[str, Any], firsts: list[int], kept: list[int], room:
             own[name][case["slots"][row], :, : max(0, length - n)] = rows[row, :, n:length]
         alike[name][case["slots"]] = rows
     slots = 2 * torch.tensor(firsts, device=DEVICE) + 1
-    told = Prompts(**of_prompts, slots=slots, lengths=torch.tensor(kept, device=DEVICE))
-    return {"alike": alike, "case": {**case, **own}, "prompts": told, "firsts": torch.tensor(firsts, device=DEVICE)}
+    rest = {"slots": slots, "lengths": torch.tensor(kept, device=DEVICE)}
+    joined, apart = (
+        Prompts(**of_prompts, **rest, firsts=torch.tensor(rows, device=DEVICE)) for rows in (firsts, range(len(firsts)))
+    )
+    case = {**case, **own}
+    return {"alike": alike, "joined": {**case, "prompts": joined}, "apart": {**case, "prompts": apart}}
 
 
 def attention_in_float64(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, prompts: Prompts | None = None,
 ) -> Tensor:  # fmt: skip
-    """The definition, one sequence and one head after the other."""
+    """The definition, one sequence and one head after the other. All tokens are in the slots of the sequences."""
+    assert prompts is None or not bool(prompts.lengths.any())
     (batch, heads, _), group = query.shape, query.shape[1] // keys.shape[1]
     out = torch.zeros(batch, heads, values.shape[3], dtype=torch.float64, device=query.device)
     for b in range(batch):

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine import kernels
 from engine.kernels.decode_attention import Prompts
 from engine.kernels.decode_attention import reference as plain_attention
-from tests.engine.kernels.oracle import PLAIN, probability_and_border
+from tests.engine.kernels.oracle import PLAIN, no_prompts, probability_and_border
 from tests.gpu import DEVICE, ON_GPU, needs_gpu
 
 pytestmark = needs_gpu
@@ -63,8 +63,11 @@ def test_decode_attention(batch: int, longest: int, extras: dict) -> None:
     lengths = torch.randint(1, longest + 1, (batch,), device=DEVICE)
     lengths[0] = longest
     slots = torch.randperm(batch + 1, device=DEVICE)[:batch]
-    ours = kernels.decode_attention(query, cache[0], cache[1], slots, lengths, size**-0.5, **extras)
-    theirs = plain_attention(query.float(), cache[0].float(), cache[1].float(), slots, lengths, size**-0.5, **extras)
+    ours, theirs = (
+        attend(query.to(dtype), keys, values, no_prompts(keys, values, batch), slots, lengths, size**-0.5, **extras)
+        for attend, dtype in ((kernels.decode_attention, torch.bfloat16), (plain_attention, torch.float32))
+        for keys, values in [cache.to(dtype).unbind()]
+    )
     assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2
 
 
@@ -80,8 +83,8 @@ def test_decode_attention_of_samples(extras: dict) -> None:
     shared = torch.randint(2, longest, (8,), device=DEVICE)[of_eight] - torch.randint(2, (64,), device=DEVICE)
     lengths, slots = shared + torch.randint(1, answer + 1, (64,), device=DEVICE), torch.randperm(64, device=DEVICE)
     ours, theirs = (
-        attend(query.to(dtype), *caches[1].to(dtype), slots, lengths, size**-0.5, **extras,
-               prompts=Prompts(*caches[0].to(dtype), of_eight, shared, 8 * of_eight))
+        attend(query.to(dtype), *caches[1].to(dtype), Prompts(*caches[0].to(dtype), of_eight, shared, 8 * of_eight),
+               slots, lengths, size**-0.5, **extras)
         for attend, dtype in ((kernels.decode_attention, torch.bfloat16), (plain_attention, torch.float32))
     )  # fmt: skip
     assert (ours.float() - theirs).norm() / theirs.norm() < 1e-2

@@ -1,7 +1,7 @@
 """decode_attention in C against the definition in float64, and what it does around it for the slot cache."""
 
-import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +9,8 @@ from torch import Tensor
 
 from engine.kernels.decode_attention import Prompts
 from engine.kernels_cpu import decode_attention as host
-from tests.engine.kernels.oracle import attention_in_float64, ragged_cache, with_prompts
+from tests.engine.kernels.oracle import attention_in_float64, no_prompts, ragged_cache, with_prompts
 
-module = importlib.import_module("engine.kernels.decode_attention")
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C compiler")
 SHORT, LONG = [1, 7, 0, 23], [300, 1, 700, 513, 256, 257, 64, 65]  # a task takes 256 tokens, a block 64
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -23,6 +22,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, slots: Tensor, lengths: Tensor, scale: float,
+    **extras: Any,
+) -> Tensor:  # fmt: skip
+    """(B, H, Dv) by the kernel, which writes the last token of each row where it is already."""
+    attention = host.SlotAttention(prompts.keys, prompts.values, keys, values, scale=scale, **extras)
+    last = (lengths - 1 - prompts.lengths).clamp(min=0)
+    new = [cache[slots, :, last].transpose(0, 1)[None] for cache in (keys, values)]
+    return attention(query.transpose(0, 1)[None], *new, host.addresses(slots, lengths, *prompts[2:]))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,37 +53,28 @@ def test_matches_a_loop_in_float64(
         case = ragged_cache(
             *heads, width=width, of_values=of_values, lengths=lengths, capacity=max(lengths) + 1, dtype=dtype, **extras
         )
-        ours, right = host.decode_attention(**case), attention_in_float64(**case)
+        ours, right = attend(**case), attention_in_float64(**case)
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), right, atol=ERROR[dtype], rtol=ERROR[dtype])
 
 
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads() -> None:
     case = ragged_cache(6, 2, width=32, lengths=LONG, capacity=701, dtype=torch.bfloat16)
-    before, whole = torch.get_num_threads(), host.decode_attention(**case)
+    before, whole = torch.get_num_threads(), attend(**case)
     try:
         torch.set_num_threads(1)
         for row in range(len(LONG)):
             alone = {name: case[name][row : row + 1] for name in ("query", "slots", "lengths")}
-            assert torch.equal(host.decode_attention(**{**case, **alone})[0], whole[row])
+            prompts = no_prompts(case["keys"], case["values"], 1)
+            assert torch.equal(attend(**{**case, **alone, "prompts": prompts})[0], whole[row])
     finally:
         torch.set_num_threads(before)
 
 
-def test_the_public_name_takes_it_for_the_types_it_serves() -> None:
-    for dtype, selected in ((torch.float32, host.decode_attention), (torch.float16, module.reference)):
-        assert module._implementation(torch.empty(1, dtype=dtype)) is selected
-
-
-def test_what_points_outside_the_cache_is_refused() -> None:
+def test_mixed_precisions_are_refused() -> None:
     case = ragged_cache(4, 2, width=8, lengths=[3, 2], capacity=4)
-    for name, numbers in (("slots", [0, 4]), ("slots", [-1, 0]), ("lengths", [3, 5]), ("lengths", [-1, 2])):
-        with pytest.raises(IndexError, match=name):
-            host.decode_attention(**{**case, name: torch.tensor(numbers)})
     with pytest.raises(TypeError, match="all must be bf16 or all fp32"):
-        host.decode_attention(**{**case, "query": case["query"].half()})
-    with pytest.raises(ValueError, match="do not fit"):
-        host.decode_attention(**{**case, "query": case["query"][:, :3]})
+        attend(**{**case, "query": case["query"].half()})
 
 
 def strided(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -94,6 +95,7 @@ def test_tokens_are_written_before_they_are_seen(dtype: torch.dtype, lengths: li
         torch.randn(2, 2, 6, 8).to(dtype),
         torch.tensor([1, 0, 0]),
         torch.tensor([2, 0, 0]),
+        torch.tensor([0, 1, 1]),
     )
     slots, ends, places = (
         torch.tensor([4, 0, 2]),
@@ -106,10 +108,10 @@ def test_tokens_are_written_before_they_are_seen(dtype: torch.dtype, lengths: li
         right_keys[slots[row], :, places[row]] = key[0, :, row]
         right_values[slots[row], :, places[row]] = value[0, :, row]
     attention = host.SlotAttention(prompts.keys, prompts.values, keys, values, scale=0.3)
-    out = attention(query, key, value, host.addresses(slots, ends, prompts.slots, prompts.lengths))
+    out = attention(query, key, value, host.addresses(slots, ends, *prompts[2:]))
     assert torch.equal(keys, right_keys) and torch.equal(values, right_values)
     rows = query[0].transpose(0, 1)
-    assert torch.equal(out[0], host.decode_attention(rows, keys, values, slots, ends, 0.3, prompts=prompts))
+    assert torch.equal(out[0], attend(rows, keys, values, prompts, slots, ends, 0.3))
 
 
 LENGTHS, KEPT, FIRSTS = (
@@ -126,14 +128,12 @@ def test_a_shared_prompt_is_read_once_and_gives_the_same_bits(
 ) -> None:
     case = ragged_cache(*heads, width=20, of_values=24, lengths=LENGTHS, capacity=301, dtype=dtype, **extras)
     split = with_prompts(case, FIRSTS, KEPT, room=272)
-    right = attention_in_float64(**split["alike"])
-    apart, joined = split["prompts"], split["prompts"]._replace(firsts=split["firsts"])
-    ours = host.decode_attention(**split["case"], prompts=joined)
+    right, ours = attention_in_float64(**split["alike"]), attend(**split["joined"])
     torch.testing.assert_close(ours.double(), right, atol=ERROR[dtype], rtol=ERROR[dtype])
-    assert torch.equal(ours, host.decode_attention(**split["case"], prompts=apart))
+    assert torch.equal(ours, attend(**split["apart"]))
 
 
 def test_the_cache_must_be_contiguous() -> None:
     cache = torch.randn(2, 2, 8, 4).transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous"):
-        host.SlotAttention(None, None, cache, cache, scale=1.0)
+        host.SlotAttention(cache, cache, cache, cache, scale=1.0)

@@ -66,9 +66,8 @@ def test_prompts_that_several_read(dtype: torch.dtype, heads: tuple[int, int], e
     split = with_prompts(case, FIRSTS, KEPT, room=160)
     right = attention_in_float64(**split["alike"])
     assert not torch.isnan(right).any()
-    apart, joined = split["prompts"], split["prompts"]._replace(firsts=split["firsts"])
-    for decode, prompts in ((kernel.decode_attention, joined), (kernel.decode_attention, apart), (plain, joined)):
-        ours = decode(**split["case"], prompts=prompts)
+    for decode, reads in ((kernel.decode_attention, "joined"), (kernel.decode_attention, "apart"), (plain, "joined")):
+        ours = decode(**split[reads])
         torch.testing.assert_close(ours.double(), right, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -81,7 +80,7 @@ def test_caches_may_be_views() -> None:
 
 
 def test_one_long_sequence_fills_the_card_and_short_ones_stay_whole() -> None:
-    assert kernel._splits(8, 32768, 64, 132) == 64
+    assert kernel._splits(8, 32768, 64, 132) == 32
     assert kernel._splits(8 * 256, 4096, 64, 132) == 1
     assert kernel._splits(1, 100, 64, 132) == 1
 

@@ -120,29 +120,21 @@ def _token_logprobs(on: Card) -> Iterator[Variant]:
 def _decode_attention(on: Card) -> Iterator[Variant]:
     bf16, fp32 = torch.bfloat16, torch.float32
     cases = (
-        (64, 1, bf16, False, False, ""), (64, 1, bf16, False, True, ""), (128, 8, bf16, True, False, ""),
-        (64, 1, fp32, False, False, ""), (256, 2, bf16, False, False, ""), (256, 2, fp32, False, False, ""),
-        (512, 8, bf16, False, False, ""), (64, 1, bf16, False, True, "prompts apart"),
-        (64, 1, bf16, False, False, "prompts read once"), (128, 4, bf16, False, False, "prompts read once"),
-        (128, 8, bf16, True, False, "prompts read once"),
+        (64, 1, bf16, False), (128, 4, bf16, False), (128, 8, bf16, True), (64, 1, fp32, False), (256, 2, bf16, False),
+        (256, 2, fp32, False), (512, 8, bf16, False),
     )  # fmt: skip
-    for width, group, dtype, extras, whole, prompts in cases:
-        of, joined = TRITON_TYPES[dtype], prompts == "prompts read once"
+    for width, group, dtype, extras in cases:
+        of = TRITON_TYPES[dtype]
         types = {
             **_pointers(of, "query", "keys", "values", "prompt_keys", "prompt_values"),
             **_pointers("i64", "slots", "lengths", "prompt_slots", "prompt_lengths", "firsts"),
-            **_pointers("fp32", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
-            "partial": f"*{of if whole else 'fp32'}",
+            **_pointers("fp32", "partial", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
         }  # fmt: skip
-        absent = ["highest", "totals"] * whole + ["firsts"] * (not joined)
-        absent += ["prompt_slots", "prompt_lengths"] * (not prompts)
         constants = {
-            **attention.launch_options(width, width, group, dtype, joined=joined, on=on), "GROUP": group,
-            "HAS_PROMPTS": bool(prompts), "JOINED": joined, "HAS_WINDOW": extras,
-            "HAS_SOFTCAP": extras, "WHOLE": whole, "PRECISION": "ieee", **dict.fromkeys(absent),
+            **attention.launch_options(width, width, group, dtype, on), "GROUP": group,
+            "HAS_WINDOW": extras, "HAS_SOFTCAP": extras, "PRECISION": "ieee",
         }  # fmt: skip
-        more = ["window and soft cap"] * extras + ["in one share"] * whole + [prompts] * bool(prompts)
-        label = ", ".join([of, f"{group} head{'s' if group > 1 else ''} of {width}", *more])
+        label = ", ".join([of, f"{group} head{'s' if group > 1 else ''} of {width}", *["window and soft cap"] * extras])
         yield _variant(f"decode_attention, {label}", attention.share_kernel, types, constants)
     types = {**_pointers("fp32", "partial", "highest", "totals"), "out": "*bf16"}
     constants = {"SPLITS": attention.MOST_SPLITS, "BV": 128, "num_warps": 4}
