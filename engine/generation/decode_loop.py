@@ -114,7 +114,7 @@ class DecodeLoop:
         step_and_graphs = self._steps.pop(settings, None)
         if step_and_graphs is None:
             step = DecodeStep(self.model, cache, self._state, settings)
-            step_and_graphs = step, GraphedStep(step, self._state.sampled.step, scratch=cache.size.sequences)
+            step_and_graphs = step, GraphedStep(step, self._state.step, scratch=cache.size.sequences)
         self._steps[settings] = step_and_graphs
         while len(self._steps) > MAX_STEPS:
             del self._steps[next(iter(self._steps))]

@@ -1,8 +1,8 @@
 """One decode step: the forward, the sampling, and the update of the table of sequences on the device.
 
 A row of the table is the state of a sequence: eight int64 columns, one row per answer slot. A step reads the rows of
-its slots (`read_rows`), runs the model's own forward with attention over the key-value cache, samples, tests for the
-end of each answer and writes the rows back (`write_rows`). A step without chunks of prompts reads no number on the host
+its slots, runs the model's own forward with attention over the key-value cache, samples, tests for the end of each
+answer and writes the rows back. A step without chunks of prompts reads no number on the host
 and allocates nothing that outlives it, so a CUDA graph can replay it.
 
 Shapes: S slots, B rows of a step, n starting sequences, V vocabulary.
@@ -35,33 +35,17 @@ Draws = tuple[
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a step, (B,) int64 each.
+    """The inputs of a step, (B,) int64 each, and where attention reads and writes.
 
-    tokens and positions: the inputs of the forward. lengths: tokens that attention reads, 0 after the end of the
-    answer. places: the index in the row's own slot at which the new token is written. prompt_slots and prompt_lengths:
-    the prompt slot of the row, and the number of its tokens in this slot. seeds and counts: the sample seed, and the
-    number of tokens sampled so far.
+    tokens and positions: the inputs of the forward. seeds and counts: the sample seed, and the number of tokens sampled
+    so far.
     """
 
     tokens: Tensor
     positions: Tensor
-    lengths: Tensor
-    places: Tensor
-    prompt_slots: Tensor
-    prompt_lengths: Tensor
     seeds: Tensor
     counts: Tensor
-
-
-class SampledTokens(NamedTuple):
-    """The tokens of the last steps.
-
-    tokens: (steps, S) int64. logprobs: (steps, S) fp32. step: () int64, the index of the newest step.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    step: Tensor
+    rows: DecodeRows
 
 
 class SlotModel:
@@ -92,34 +76,62 @@ class SlotModel:
 class DecodeState:
     """The table of the sequences on the device, and the tokens of the last steps.
 
-    rows (slots + 1, 8) int64, with the columns COLUMNS; the last row is scratch.
-    sampled: tokens and log-probabilities (steps, slots + 1), NOTHING where a step sampled no token.
+    rows: (slots + 1, 8) int64, with the columns COLUMNS; the last row is scratch. tokens: (steps, slots + 1) int64,
+    NOTHING where a step sampled no token. logprobs: (steps, slots + 1) fp32. step: () int64, the index of the newest
+    step.
     """
 
     def __init__(self, slots: int, steps: int, device: torch.device) -> None:
         self.rows = torch.zeros(slots + 1, len(COLUMNS), dtype=torch.int64, device=device)
         self.rows[:, ENDED].fill_(1)
-        self.sampled = SampledTokens(
-            torch.zeros(steps, slots + 1, dtype=torch.int64, device=device),
-            torch.zeros(steps, slots + 1, dtype=torch.float32, device=device),
-            torch.full((), -1, dtype=torch.int64, device=device),
-        )
+        self.tokens = torch.zeros(steps, slots + 1, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(steps, slots + 1, dtype=torch.float32, device=device)
+        self.step = torch.full((), -1, dtype=torch.int64, device=device)
         # The host reads one copy while the next one is written. Pinned memory lets a GPU copy in the background.
         self._host = [
-            tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in self.sampled[:2])
+            tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in (self.tokens, self.logprobs))
             for _ in range(2)
         ]
 
     def clear(self) -> None:
         """Clear the tokens of the last steps."""
-        self.sampled.tokens.fill_(NOTHING)
-        self.sampled.step.fill_(-1)
+        self.tokens.fill_(NOTHING)
+        self.step.fill_(-1)
+
+    def read(self, chosen: Tensor) -> StepInputs:
+        """Return the inputs of the next step, and advance `step`. chosen (2, B): as in `DecodeStep`."""
+        self.step.add_(1)
+        row = self.rows.index_select(0, chosen[0]).t().contiguous()
+        lengths = (row[CACHED] + 1) * (1 - row[ENDED])
+        places = row[CACHED] - row[SHARED]
+        rows = DecodeRows(chosen[0], places, lengths, row[PROMPT], row[SHARED], chosen[1])
+        return StepInputs(row[TOKEN], row[CACHED], row[SEED], row[COUNT], rows)
+
+    def write(self, slots: Tensor, tokens: Tensor, logprobs: Tensor, end_ids: Tensor, seen: Tensor | None) -> None:
+        """Store the sampled tokens (B,) int64 and log-probabilities (B,) fp32 of slots (B,).
+
+        The cache contains the token of the previous step. An answer ends with one of `end_ids` (E,) or at its limit. A
+        row that had ended stores NOTHING, and only its TOKEN column changes. seen: (slots + 1, V) bool, True for the
+        tokens of a sequence. A slot may occur twice in `slots` if its answer has ended.
+        """
+        row = self.rows.index_select(0, slots)
+        live = row[:, ENDED] == 0
+        row[:, TOKEN] = tokens
+        row[:, CACHED] += live
+        row[:, COUNT] += live
+        row[:, ENDED] = (tokens[:, None] == end_ids).any(1) | (row[:, COUNT] >= row[:, LIMIT]) | ~live
+        self.rows.index_copy_(0, slots, row)
+        indices = self.step * self.tokens.shape[1] + slots
+        self.tokens.view(-1).index_copy_(0, indices, torch.where(live, tokens, NOTHING))
+        self.logprobs.view(-1).index_copy_(0, indices, logprobs)
+        if seen is not None:
+            seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
 
     def copy_to_host(self, turn: int) -> Callable[[], tuple[Tensor, Tensor]]:
         """Start a copy of tokens and log-probabilities; return a function that waits for it and returns both."""
-        copies = self._host[turn % 2]
-        for copy, sampled in zip(copies, self.sampled[:2], strict=True):
-            copy.copy_(sampled, non_blocking=True)
+        tokens, logprobs = self._host[turn % 2]
+        tokens.copy_(self.tokens, non_blocking=True)
+        logprobs.copy_(self.logprobs, non_blocking=True)
         event = torch.cuda.Event() if self.rows.is_cuda else None
         if event is not None:
             event.record()
@@ -127,7 +139,7 @@ class DecodeState:
         def wait() -> tuple[Tensor, Tensor]:
             if event is not None:
                 event.synchronize()
-            return copies[0], copies[1]
+            return tokens, logprobs
 
         return wait
 
@@ -158,8 +170,8 @@ class DecodeStep:
 
         chosen (2, B) int64: the slots, and of each row the first neighbour with the same prompt.
         """
-        inputs, rows = self._read(chosen)
-        logits = self.model(inputs.tokens, inputs.positions, Step(self.cache, rows))
+        inputs = self.state.read(chosen)
+        logits = self.model(inputs.tokens, inputs.positions, Step(self.cache, inputs.rows))
         self._sample(chosen[0], inputs.seeds, inputs.counts, logits)
 
     def run(self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]]) -> None:
@@ -169,12 +181,12 @@ class DecodeStep:
         Call this in inference mode.
         """
         draws: list[Draws] = []
-        inputs = rows = None
+        inputs = None
         if chosen.shape[1]:
-            inputs, rows = self._read(chosen)
+            inputs = self.state.read(chosen)
         else:
-            self.state.sampled.step.add_(1)
-        logits = self._forward(inputs, rows, plan) if inputs is not None or plan.chunks else None
+            self.state.step.add_(1)
+        logits = self._forward(inputs, plan) if inputs is not None or plan.chunks else None
         if inputs is not None and logits is not None:
             draws.append((chosen[0], inputs.seeds, inputs.counts, logits))
         if plan.starting:
@@ -182,15 +194,9 @@ class DecodeStep:
         if draws:
             self._sample(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*draws, strict=True)))
 
-    def _read(self, chosen: Tensor) -> tuple[StepInputs, DecodeRows]:
-        inputs = read_rows(self.state.rows, chosen[0], self.state.sampled.step)
-        return inputs, DecodeRows(
-            chosen[0], inputs.places, inputs.lengths, inputs.prompt_slots, inputs.prompt_lengths, chosen[1]
-        )
-
-    def _forward(self, inputs: StepInputs | None, rows: DecodeRows | None, plan: Plan) -> Tensor:
+    def _forward(self, inputs: StepInputs | None, plan: Plan) -> Tensor:
         """Run rows and chunks. Store the logits after complete prompts, and return the logits after the rows."""
-        step = Step(self.cache, rows, plan.chunks)
+        step = Step(self.cache, None if inputs is None else inputs.rows, plan.chunks)
         if not plan.chunks:
             assert inputs is not None
             return self.model(inputs.tokens, inputs.positions, step)
@@ -230,42 +236,4 @@ class DecodeStep:
             logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
         numbers = uniforms(self.sampling.seed, sample_seeds, sampled)
         tokens, logprobs = sample(logits, numbers, **self.sampling.filters)
-        write_rows(self.state.rows, slots, tokens, logprobs, self._end_ids, self.state.sampled, self._seen)
-
-
-def read_rows(rows: Tensor, slots: Tensor, step: Tensor) -> StepInputs:
-    """Return the inputs of a step for slots (B,) from rows (S, 8), and advance `step` ()."""
-    step.add_(1)
-    row = rows.index_select(0, slots).t().contiguous()
-    lengths = (row[CACHED] + 1) * (1 - row[ENDED])
-    places = row[CACHED] - row[SHARED]
-    return StepInputs(row[TOKEN], row[CACHED], lengths, places, row[PROMPT], row[SHARED], row[SEED], row[COUNT])
-
-
-def write_rows(
-    rows: Tensor,
-    slots: Tensor,
-    tokens: Tensor,
-    logprobs: Tensor,
-    end_ids: Tensor,
-    sampled: SampledTokens,
-    seen: Tensor | None = None,
-) -> None:
-    """Store the sampled tokens (B,) int64 and log-probabilities (B,) fp32 of slots (B,), in place.
-
-    The cache contains the token of the previous step. An answer ends with one of `end_ids` (E,) or at its limit. A row
-    that had ended stores NOTHING, and only its TOKEN column changes. seen: (S, V) bool, True for the tokens of a
-    sequence. A slot may occur twice in `slots` if its answer has ended.
-    """
-    row = rows.index_select(0, slots)
-    live = row[:, ENDED] == 0
-    row[:, TOKEN] = tokens
-    row[:, CACHED] += live
-    row[:, COUNT] += live
-    row[:, ENDED] = (tokens[:, None] == end_ids).any(1) | (row[:, COUNT] >= row[:, LIMIT]) | ~live
-    rows.index_copy_(0, slots, row)
-    indices = sampled.step * sampled.tokens.shape[1] + slots
-    sampled.tokens.view(-1).index_copy_(0, indices, torch.where(live, tokens, NOTHING))
-    sampled.logprobs.view(-1).index_copy_(0, indices, logprobs)
-    if seen is not None:
-        seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
+        self.state.write(slots, tokens, logprobs, self._end_ids, self._seen)

@@ -386,7 +386,7 @@ def test_a_sequence_that_has_ended_samples_nothing(llama: nn.Module) -> None:
     state.clear()
     state.rows[1, ENDED], state.rows[:2, LIMIT] = 0, 9
     step(torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]))
-    tokens = state.sampled.tokens
+    tokens = state.tokens
     assert tokens[0, 0] == NOTHING and tokens[0, 1] != NOTHING and (tokens[1:] == NOTHING).all()
     assert state.rows[0, CACHED:PROMPT].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
     assert state.rows[1, CACHED:PROMPT].tolist() == [int(before[1, CACHED]) + 1, int(before[1, SEED]), 4, 9, 0]
