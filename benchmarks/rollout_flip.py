@@ -143,9 +143,8 @@ def model() -> Any:
 
 def rollout(engine: Engine, task: Work, *, keep: bool = True) -> None:
     """Generate this rank's share of the work, flip included."""
-    expected = sum(task.lengths) / len(task.lengths)
     with engine.generating(keep=keep) as generator:
-        indices = engine.flip.assign([len(prompt) for prompt in task.prompts], expected)
+        indices = engine.flip.assign([len(prompt) for prompt in task.prompts])
         if indices:
             answer(generator, task, indices)
 

@@ -95,10 +95,8 @@ def generate(
     Answer i uses the sample seed `first_seed` + i on any number of ranks. `text` decodes token ids, for stop strings.
     `keep` and `park_optimizer` are those of `Engine.generating`.
     """
-    flip = models.actor.flip
-    expected = (sampling.min_new_tokens + sampling.max_new_tokens) / 2
     with models.actor.generating(keep=keep, park_optimizer=park_optimizer) as generator:
-        assigned = flip.assign([len(prompt) for prompt in prompts], expected * samples)
+        assigned = models.actor.flip.assign([len(prompt) for prompt in prompts])
         indices = [i * samples + sample for i in assigned for sample in range(samples)]
         answers = generator.generate(
             [prompts[i] for i in assigned],

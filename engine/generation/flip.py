@@ -19,7 +19,6 @@ from engine.generation.parity_check import CheckedAnswer, check_generator
 from engine.parallel import dist, dtensors
 
 FIRST_CHECKS = 2  # flips that are always checked
-PROMPT_TOKEN_COST = 0.2  # relative to the cost of an answer's token; measured on a CPU with 16 answers at a time
 
 
 class Flip:
@@ -83,13 +82,10 @@ class Flip:
                 stack.close()
                 self.seconds += time.perf_counter() - began
 
-    def assign(self, prompt_lengths: Sequence[int], expected: float) -> list[int]:
-        """Return the indices of the prompts that this rank answers; `expected` is the mean number of new tokens.
-
-        Tensor-parallel ranks answer the same prompts.
-        """
+    def assign(self, prompt_lengths: Sequence[int]) -> list[int]:
+        """Return the indices of the prompts that this rank answers. Tensor-parallel ranks answer the same prompts."""
         groups = dist.world().size // self.tensor_parallel
-        return balance(prompt_lengths, groups, expected)[dist.world().rank // self.tensor_parallel]
+        return deal(prompt_lengths, groups, dist.world().rank // self.tensor_parallel)
 
     def release(self) -> None:
         """Free the copied weights, all data derived from weights, and the cache."""
@@ -153,20 +149,13 @@ class Flip:
         return checked
 
 
-def balance(prompt_lengths: Sequence[int], groups: int, expected: float) -> list[list[int]]:
-    """Return the indices of the prompts that each group answers, in rising order.
+def deal(prompt_lengths: Sequence[int], groups: int, group: int) -> list[int]:
+    """Return the indices of the prompts that a group answers, in rising order.
 
-    All answers are expected to have `expected` tokens. The longest remaining prompt goes to the group with the least
-    work (Graham, 1969: at most a third more than the best split).
+    The prompts are dealt out from the longest to the shortest, forwards and backwards in turn: 0, 1, 1, 0, 0, 1, ...
     """
-    work = [PROMPT_TOKEN_COST * length + expected for length in prompt_lengths]
-    indices: list[list[int]] = [[] for _ in range(groups)]
-    loads = [0.0] * groups
-    for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        group = min(range(groups), key=lambda g: (loads[g], g))
-        indices[group].append(index)
-        loads[group] += work[index]
-    return [sorted(each) for each in indices]
+    longest_first = sorted(range(len(prompt_lengths)), key=lambda i: (-prompt_lengths[i], i))
+    return sorted(longest_first[group :: 2 * groups] + longest_first[2 * groups - 1 - group :: 2 * groups])
 
 
 @contextmanager

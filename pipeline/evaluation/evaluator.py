@@ -142,7 +142,7 @@ def answers_of(
     """
     encoded = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
     with engine.generating(keep=keep) as generator:
-        indices = engine.flip.assign([len(ids) for ids in encoded], settings[0].max_new_tokens / 2)
+        indices = engine.flip.assign([len(ids) for ids in encoded])
         local_prompts = [encoded[index] for index in indices]
         results = [
             generator.generate(local_prompts, sampling, indices, text=tokenizer.decode) if indices else []

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.generation import prepacked_linears
-from engine.generation.flip import PROMPT_TOKEN_COST, balance, states_on_host, storages_on_host
+from engine.generation.flip import deal, states_on_host, storages_on_host
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.prepacked_linears import is_available
@@ -156,21 +156,21 @@ def test_flips_are_checked_at_first_and_every_so_often() -> None:
 def test_every_prompt_is_answered_once_and_loads_are_even() -> None:
     lengths = [random.Random(1).randint(1, 500) for _ in range(61)]
     for groups in (1, 2, 3, 8):
-        found = balance(lengths, groups, expected=40)
+        found = [deal(lengths, groups, group) for group in range(groups)]
         assert sorted(index for indices in found for index in indices) == list(range(61))
         assert all(indices == sorted(indices) for indices in found)
-        loads = [sum(PROMPT_TOKEN_COST * lengths[i] + 40 for i in indices) for indices in found]
-        assert max(loads) - min(loads) <= PROMPT_TOKEN_COST * 500 + 40
+        loads = [sum(0.2 * lengths[i] + 40 for i in indices) for indices in found]  # a prompt's token costs a fifth
+        assert max(loads) - min(loads) <= 0.2 * 500 + 40
 
 
 def test_long_prompts_are_spread() -> None:
     """Every other one is long: dealt out in turn, one rank would get them all."""
-    found = balance([400, 10] * 4, 2, expected=40)
+    found = [deal([400, 10] * 4, 2, group) for group in range(2)]
     assert [sum(index % 2 == 0 for index in indices) for indices in found] == [2, 2]
 
 
 def test_fewer_prompts_than_ranks() -> None:
-    assert sorted(map(len, balance([3, 4], 3, expected=1))) == [0, 1, 1]
+    assert [deal([3, 4], 3, group) for group in range(3)] == [[1], [0], []]
 
 
 def test_storages_are_empty_meanwhile_and_values_come_back() -> None:

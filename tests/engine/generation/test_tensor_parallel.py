@@ -35,7 +35,7 @@ def split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any
     alone = Generator(merged_by_peft(whole), CPU)
     engine = Engine(copy.deepcopy(whole), config, optimizer=OptimizerConfig(lr=1e-3), rollout_path="")
     engine.flip.tensor_parallel = 2
-    found: dict[str, Any] = {"assigned": engine.flip.assign([3, 4], expected=1)}
+    found: dict[str, Any] = {"assigned": engine.flip.assign([3, 4])}
     with engine.generating() as rollouts:
         for name, how in WAYS.items():
             found[name] = [a.token_ids for a in rollouts.generate(PROMPTS, how, [4, 5, 6, 7], batch_size=3)]
