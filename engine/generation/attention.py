@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engine.generation.kv_cache import KVCache, LayerCache
+from engine.generation.parity_check import UnsupportedModel, max_positions
 from engine.generation.scheduler import Chunk
-from engine.generation.supported import UnsupportedModel, max_positions
 from engine.host_memory import upload
 from engine.kernels import decode_attention
 from engine.kernels.decode_attention import Prompts

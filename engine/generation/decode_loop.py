@@ -19,10 +19,17 @@ from engine.generation.attention import DecodeRows, Step
 from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_step import NOTHING, DecodeState, DecodeStep, SlotModel
 from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, free_bytes
-from engine.generation.parity_check import counts_from_zero, far_apart, fixed_prompts, plain_logits
+from engine.generation.parity_check import (
+    UnsupportedModel,
+    check_model,
+    counts_from_zero,
+    far_apart,
+    fixed_prompts,
+    has_window,
+    plain_logits,
+)
 from engine.generation.sampling import Sampled, Sampling, under_seed
 from engine.generation.scheduler import ActiveSequence, Chunk, Scheduler
-from engine.generation.supported import UnsupportedModel, check_model, has_window
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
 from engine.parallel import dist

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation.decode_loop import DecodeLoop
+from engine.generation.parity_check import UnsupportedModel, frequency_change, max_positions
 from engine.generation.sampling import Ending, Sampled, Sampling
-from engine.generation.supported import UnsupportedModel, frequency_change, max_positions
 from engine.generation.transformers_fallback import TransformersFallback
 from engine.parallel import dist
 
