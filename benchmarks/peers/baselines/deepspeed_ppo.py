@@ -1,8 +1,7 @@
 """PPO iterations on DeepSpeed ZeRO-3: four engines, transformers' `generate` on the sharded policy, one epoch."""
 
 import os
-import time
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.peers.baselines.models import random_model
-from benchmarks.peers.baselines.plain_ppo import policy_loss, value_loss, whitened_gae
+from benchmarks.peers.baselines.plain_ppo import Calls, iterate, sample
 from benchmarks.peers.child_process import read_task, report_phases
 
 
@@ -27,7 +26,8 @@ def main() -> None:
     models = (policy, critic, reference, reward)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     prompts = torch.tensor(task["prompts"][rank::ranks])
-    iterations = [_iterate(models, prompts, task["new_tokens"]) for _ in range(task["warmup"] + task["steps"])]
+    calls = Calls(lambda engine, ids: sample(engine.module, ids, task["new_tokens"]), _logprobs, _values, _update)
+    iterations = [iterate(models, prompts, calls) for _ in range(task["warmup"] + task["steps"])]
     if rank == 0:
         report_phases(iterations, task)
 
@@ -51,34 +51,9 @@ def _engine(task: dict[str, Any], *, learns: bool, scores: bool = False) -> Any:
     return engine
 
 
-def _iterate(models: Any, prompts: Tensor, new_tokens: int) -> dict[str, float]:
-    """Run one rollout and one epoch on it; return the seconds of each phase."""
-    policy, critic, reference, reward = models
-    prompt_length = prompts.shape[1]
-    times = [time.perf_counter()]
-    with torch.no_grad():
-        ids = policy.module.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=new_tokens,
-            do_sample=True,
-            top_k=0,
-            pad_token_id=1,
-        )
-        times.append(time.perf_counter())
-        old = _logprobs(policy, ids, prompt_length)
-        kl = old - _logprobs(reference, ids, prompt_length)
-        values = _values(critic, ids)[:, prompt_length - 1 : -1]
-        scores = _values(reward, ids)[:, -1]
-        times.append(time.perf_counter())
-    advantages, returns = whitened_gae(kl, scores, values)
-    policy.backward(policy_loss(_logprobs(policy, ids, prompt_length), old, advantages))
-    policy.step()
-    critic.backward(value_loss(_values(critic, ids)[:, prompt_length - 1 : -1], values, returns))
-    critic.step()
-    times.append(time.perf_counter())
-    names = ("generate", "score", "train")
-    return {name: after - before for name, (before, after) in zip(names, pairwise(times), strict=True)}
+def _update(engine: Any, loss: Callable[[], Tensor]) -> None:
+    engine.backward(loss())
+    engine.step()
 
 
 def _logprobs(engine: Any, ids: Tensor, prompt_length: int) -> Tensor:

@@ -5,6 +5,10 @@ epoch, one batch.
 """
 
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,12 +31,24 @@ def main() -> None:
     critic, reward = (_model(AutoModelForSequenceClassification, task) for _ in range(2))
     reference.requires_grad_(False)
     reward.requires_grad_(False)
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(module.parameters(), lr=task["lr"], fused=True) for module in (policy, critic)
-    ]
-    models = (policy, critic, reference, reward)
-    iterations = [_iterate(models, optimizers, task) for _ in range(task["warmup"] + task["steps"])]
-    report_phases(iterations, task)
+    optimizers = {
+        module: torch.optim.AdamW(module.parameters(), lr=task["lr"], fused=True) for module in (policy, critic)
+    }
+
+    def autocast() -> torch.autocast:  # fp32 needs none
+        return torch.autocast("cpu", torch.bfloat16, enabled=task["precision"] == "bf16")
+
+    def update(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+        with autocast():
+            value = loss()
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizers[model].step()
+        optimizers[model].zero_grad(set_to_none=True)
+
+    calls = Calls(partial(sample, new_tokens=task["new_tokens"]), _logprobs, _values, update, autocast)
+    models, prompts = (policy, critic, reference, reward), torch.tensor(task["prompts"])
+    report_phases([iterate(models, prompts, calls) for _ in range(task["warmup"] + task["steps"])], task)
 
 
 def _model(auto: Any, task: dict[str, Any]) -> Any:
@@ -43,55 +59,55 @@ def _model(auto: Any, task: dict[str, Any]) -> Any:
     return model
 
 
-def _iterate(models: Any, optimizers: list[torch.optim.Optimizer], task: dict[str, Any]) -> dict[str, float]:
+@dataclass(frozen=True)
+class Calls:
+    """The parts of an iteration that differ between the baselines.
+
+    generate(policy, prompts (B, P)): prompts with answers, (B, T). logprobs(policy, ids, P): of the answers, (B, R).
+    values(scorer, ids): after each token, (B, T). update(model, loss): a step on the loss that `loss()` returns.
+    scoring(): the context of generation and scores.
+    """
+
+    generate: Callable[[Any, Tensor], Tensor]
+    logprobs: Callable[[Any, Tensor, int], Tensor]
+    values: Callable[[Any, Tensor], Tensor]
+    update: Callable[[Any, Callable[[], Tensor]], None]
+    scoring: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def iterate(models: Sequence[Any], prompts: Tensor, calls: Calls) -> dict[str, float]:
     """Run one rollout and one epoch on it; return the seconds of each phase."""
     policy, critic, reference, reward = models
-    prompts = torch.tensor(task["prompts"])
     prompt_length = prompts.shape[1]
     times = [time.perf_counter()]
-    with torch.no_grad(), _autocast(task):
-        ids = policy.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=task["new_tokens"],
-            do_sample=True,
-            top_k=0,
-            pad_token_id=1,
-        )
+    with torch.no_grad(), calls.scoring():
+        ids = calls.generate(policy, prompts)
         times.append(time.perf_counter())
-        old = _logprobs(policy, ids, prompt_length)
-        kl = old - _logprobs(reference, ids, prompt_length)
-        values = _values(critic, ids)[:, prompt_length - 1 : -1]
-        scores = _values(reward, ids)[:, -1]
+        old = calls.logprobs(policy, ids, prompt_length)
+        kl = old - calls.logprobs(reference, ids, prompt_length)
+        values = calls.values(critic, ids)[:, prompt_length - 1 : -1]
+        scores = calls.values(reward, ids)[:, -1]
         times.append(time.perf_counter())
     advantages, returns = whitened_gae(kl, scores, values)
-    _step(policy, optimizers[0], lambda: policy_loss(_logprobs(policy, ids, prompt_length), old, advantages), task)
-    _step(
-        critic,
-        optimizers[1],
-        lambda: value_loss(_values(critic, ids)[:, prompt_length - 1 : -1], values, returns),
-        task,
-    )
+    calls.update(policy, lambda: policy_loss(calls.logprobs(policy, ids, prompt_length), old, advantages))
+    calls.update(critic, lambda: value_loss(calls.values(critic, ids)[:, prompt_length - 1 : -1], values, returns))
     times.append(time.perf_counter())
-    assert ids.shape[1] == prompt_length + task["new_tokens"]
-    return {
-        name: after - before
-        for name, (before, after) in zip(("generate", "score", "train"), pairwise(times), strict=True)
-    }
+    names = ("generate", "score", "train")
+    return {name: after - before for name, (before, after) in zip(names, pairwise(times), strict=True)}
 
 
-def _autocast(task: dict[str, Any]) -> torch.autocast:
-    """Return the autocast of the task's precision; fp32 needs none."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=task["precision"] == "bf16")
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, task: dict[str, Any]) -> None:
-    with _autocast(task):
-        value = loss()
-    value.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+def sample(model: Any, prompts: Tensor, new_tokens: int) -> Tensor:
+    """Return prompts with answers of `new_tokens` tokens, by transformers' `generate`."""
+    ids: Tensor = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=1,
+    )
+    assert ids.shape[1] == prompts.shape[1] + new_tokens
+    return ids
 
 
 def _logprobs(model: Any, ids: Tensor, prompt_length: int) -> Tensor:
