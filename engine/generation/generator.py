@@ -8,7 +8,6 @@ depend on the order of the prompts, the batch size or the world size.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -141,19 +140,6 @@ class Generator:
         if self._loop is None:
             return [], 0
         return [] if self._loop.cache is None else self._loop.cache.tensors, self._loop.model.packs.bytes
-
-    @contextmanager
-    def without_graphs(self) -> Iterator[None]:
-        """Run every step through the modules inside this context, so that their hooks run."""
-        runner = self._runner()
-        if not isinstance(runner, DecodeLoop):
-            yield
-            return
-        before, runner.use_graphs = runner.use_graphs, False
-        try:
-            yield
-        finally:
-            runner.use_graphs = before
 
     @property
     def fallback(self) -> str | None:
