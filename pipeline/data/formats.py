@@ -51,6 +51,7 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "prompts": ("ppo",),
 }
 LABEL_COLUMN = "label"
+FP32_MAX = 3.4028234663852886e38
 FORMS_TEXT = (
     "prompt + completion (or question + answer, or instruction + input + output); messages; "
     "prompt + chosen + rejected; chosen + rejected that begin with the same turns; prompt + completion + label; "
@@ -259,15 +260,15 @@ def _margin(row: Row) -> float:
 
 
 def _number(row: Row, column: str) -> float | None:
-    """Return the number in a column, None for an empty cell. Raises BadRow for any other value."""
+    """Return the number in a column, None for an empty cell. Raises BadRow for any value that fp32 does not have."""
     value = row.get(column)
     if value is None:
         return None
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= FP32_MAX:
         raise BadRow(f"{column} is not a finite number")
     return number
 

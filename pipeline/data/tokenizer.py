@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+_LONGEST_WORD = 1000  # characters, in the training of a tokenizer
 _CHUNK = 1024  # texts per call: fast tokenizers store the offsets of one call in memory
 _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
 
@@ -267,7 +268,18 @@ def _template_text(path: str) -> str:
     found = find(path)
     if found is None or not found.is_file():
         raise UserError(f"model.chat_template={path}: there is no such file.")
-    return found.read_text(encoding="utf-8")
+    try:
+        text = found.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"model.chat_template={path}: cannot be read as UTF-8 text: {error}.") from error
+    if not text.strip():
+        raise UserError(f"model.chat_template={path}: the file is empty. Write a Jinja template, or remove the key.")
+    return text
+
+
+def _with_short_words(text: str) -> str:
+    """Divide words of more than `_LONGEST_WORD` characters. The time of training grows with their square."""
+    return re.sub(rf"\S{{{_LONGEST_WORD}}}(?=\S)", r"\g<0> ", text)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -292,7 +304,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(map(_with_short_words, texts), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END,

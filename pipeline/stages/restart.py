@@ -150,11 +150,23 @@ class MemoryLimits:
 def read_limits(folder: Path) -> MemoryLimits:
     """Return the limits in a stage's folder, or no limits if it has no file. Raises UserError for a damaged file."""
     try:
-        return MemoryLimits(**json.loads((folder / LIMITS_FILE).read_text(encoding="utf-8")))
+        limits = MemoryLimits(**json.loads((folder / LIMITS_FILE).read_text(encoding="utf-8")))
+        tokens = limits.micro_batch_tokens
+        _check_types((1 if tokens is None else tokens, limits.restarts, limits.shared_forward), (int, int, bool))
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"micro_batch_tokens={tokens} is not positive")
+        return limits
     except FileNotFoundError:
         return MemoryLimits()
     except (ValueError, TypeError) as problem:
         raise UserError(f"{folder / LIMITS_FILE} cannot be read ({problem}): delete it") from problem
+
+
+def _check_types(values: tuple[Any, ...], types: tuple[type, ...]) -> None:
+    """Raise TypeError if a value of a file has another type."""
+    for value, kind in zip(values, types, strict=True):
+        if type(value) is not kind:
+            raise TypeError(f"{str(value)[:40]!r} is not of the type {kind.__name__}")
 
 
 def write_limits(folder: Path, limits: MemoryLimits) -> None:
@@ -174,7 +186,12 @@ class Rollback:
 def read_rollbacks(folder: Path) -> list[Rollback]:
     """Return the rollbacks of a stage, oldest first. Raises UserError for a damaged file."""
     try:
-        return [Rollback(**each) for each in json.loads((folder / ROLLBACKS_FILE).read_text(encoding="utf-8"))]
+        content = json.loads((folder / ROLLBACKS_FILE).read_text(encoding="utf-8"))
+        _check_types((content,), (list,))
+        rollbacks = [Rollback(**each) for each in content]
+        for each in rollbacks:
+            _check_types((each.step, each.to, each.reason), (int, int, str))
+        return rollbacks
     except FileNotFoundError:
         return []
     except (ValueError, TypeError) as problem:

@@ -160,6 +160,9 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "empty answer"),
         ({"prompt": "a", "chosen": "g", "rejected": "b", "margin": "large"}, "margin is not a finite number"),
         ({"prompt": "a", "chosen": "g", "rejected": "b", "margin": math.nan}, "margin is not a finite number"),
+        ({"prompt": "a", "chosen": "g", "rejected": "b", "margin": True}, "margin is not a finite number"),
+        ({"prompt": "a", "chosen": "g", "rejected": "b", "margin": 1e39}, "margin is not a finite number"),
+        ({"prompt": "a", "chosen": "g", "rejected": "b", "margin": 10**400}, "margin is not a finite number"),
         (
             {"prompt": "a", "chosen": "g", "rejected": "b", "score_chosen": 1, "score_rejected": [2]},
             "score_rejected is not a finite number",

@@ -184,6 +184,18 @@ def test_a_chat_template_file_replaces_the_tokenizers_own(trained: ChatTokenizer
     assert other.fingerprint() != trained.fingerprint()
     with pytest.raises(UserError, match=r"model\.chat_template=.*no such file"):
         load_tokenizer(str(tmp_path / "tok"), chat_template=str(tmp_path / "absent.jinja"))
+    for content, said in ((b"\xff\xfe{{", "cannot be read as UTF-8 text"), (b" \n", "the file is empty")):
+        (tmp_path / "t.jinja").write_bytes(content)
+        with pytest.raises(UserError, match=rf"model\.chat_template=.*{said}"):
+            load_tokenizer(str(tmp_path / "tok"), chat_template=str(tmp_path / "t.jinja"))
+
+
+def test_a_word_of_a_megabyte_is_learned_in_pieces() -> None:
+    """The time of training grows with the square of a word: a megabyte would take hours."""
+    word = "".join(chr(97 + n * n % 26) for n in range(1_000_000))
+    tokenizer = train_tokenizer(["hello there"] * 9 + [word], 400)
+    assert max(map(len, tokenizer.hf.get_vocab())) <= 1001  # with the space before a word
+    assert tokenizer.decode(tokenizer.encode_answer(word)) == word
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

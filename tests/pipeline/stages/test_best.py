@@ -14,7 +14,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import RestartStage, UserError
 from pipeline.launch.fingerprint import stage_settings
-from pipeline.stages.restart import Rollback, read_rollbacks, within_limits
+from pipeline.stages.restart import Rollback, read_limits, read_rollbacks, within_limits
 from pipeline.stages.stage_run import StageRun
 from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
 from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
@@ -137,7 +137,9 @@ def test_what_chooses_is_part_of_what_a_stage_depends_on() -> None:
         return stage_settings(validate(compose(["model=gpt2", "ppo.eval_every=5", *words])), "ppo")
 
     plain, best = settings(), settings("ppo.export=best")
-    assert plain == settings("ppo.eval_every=7", "evaluation.prompts=9")
+    for key in ("ppo.eval_every=7", "evaluation.prompts=9"):
+        assert plain != settings(key)  # the guard stops by the evaluations
+        assert settings("ppo.guard=warn") == settings("ppo.guard=warn", key)
     assert best != plain and best["ppo.eval_every"] == 5
     assert best != settings("ppo.export=best", "ppo.eval_every=7")
     assert best != settings("ppo.export=best", "evaluation.prompts=9")
@@ -228,3 +230,19 @@ def test_a_rollback_leaves_the_best_step_and_a_smaller_learning_rate(tmp_path: P
     train(again, other, 6)
     again.roll_back(6, "again")
     assert within_limits(config, "ppo", stage.folder).ppo.lr == pytest.approx(9e-5)
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '[{"step": "a", "to": [], "reason": 3}]', '[{"step": 1}]', "{"])
+def test_rollbacks_of_other_types_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rollbacks.json").write_text(content)
+    with pytest.raises(UserError, match=r"rollbacks\.json cannot be read"):
+        read_rollbacks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"micro_batch_tokens": "few"}', '{"micro_batch_tokens": -5}', '{"restarts": null}', '{"a": 1}']
+)
+def test_limits_of_other_types_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "out_of_memory.json").write_text(content)
+    with pytest.raises(UserError, match=r"out_of_memory\.json cannot be read"):
+        read_limits(tmp_path)
