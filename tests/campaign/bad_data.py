@@ -1,0 +1,174 @@
+"""Data files that are damaged, odd or legal but extreme."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.campaign.bad_configs import writes
+from tests.campaign.cases import REWARD, SFT, TINY, Case
+
+DIGITS = "1" * 5000
+
+
+def lines(rows: list[Any]) -> str:
+    """Return rows as JSONL. Lone surrogates stay escaped."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def chats(count: int = 40, **changes: Any) -> list[dict[str, Any]]:
+    """Return rows of prompt and completion. `changes` replaces columns of one row in three."""
+    rows = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}."} for n in range(count)]
+    return [row | (changes if number % 3 == 1 else {}) for number, row in enumerate(rows)]
+
+
+def pairs(count: int = 40, **changes: Any) -> list[dict[str, Any]]:
+    """Return rows of preferences."""
+    rows = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": f"No idea {n}."} for n in range(count)]
+    return [row | (changes if number % 3 == 1 else {}) for number, row in enumerate(rows)]
+
+
+def turns(*roles: str, count: int = 40) -> list[dict[str, Any]]:
+    """Return rows of messages with these roles."""
+    return [{"messages": [{"role": role, "content": f"{role} {n}"} for role in roles]} for n in range(count)]
+
+
+BROKEN: list[tuple[str, str, str | bytes, str]] = [
+    ("empty", "a.jsonl", "", "the file is empty"),
+    ("white space", "a.jsonl", " \n\n", "the file is empty"),
+    ("not JSON", "a.jsonl", "hello\n", "line 1 is not JSON"),
+    ("cut off", "a.jsonl", lines(chats())[:-9], "line 40 is not JSON"),
+    ("a list per line", "a.jsonl", "[1]\n", "line 1 is list, not a JSON object"),
+    ("a number per line", "a.jsonl", "3\n", "line 1 is int, not a JSON object"),
+    ("5,000 digits", "a.jsonl", f'{{"prompt": "a", "completion": {DIGITS}}}\n', "line 1 is not JSON.*4300"),
+    ("5,000 digits in .json", "a.json", f'[{{"prompt": "a", "completion": {DIGITS}}}]', "cannot be read.*4300"),
+    ("100,000 brackets", "a.jsonl", "[" * 100_000 + "\n", "line 1 is not JSON"),
+    ("100,000 brackets in .json", "a.json", "[" * 100_000, "nested too deeply"),
+    ("columns, not rows", "a.json", '{"prompt": ["a"], "completion": ["b"]}', "has columns, not rows"),
+    ("a text in .json", "a.json", '"text"', "not a list of objects"),
+    ("null in .json", "a.json", "null", "not a list of objects"),
+    ("Latin-1", "a.jsonl", '{"prompt": "\xe4"}\n'.encode("latin-1"), "not UTF-8 text at byte 12"),
+    ("UTF-16", "a.jsonl", lines(chats()).encode("utf-16"), "not UTF-8"),
+    ("an image", "a.jsonl", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "not UTF-8"),
+    ("zero bytes", "a.jsonl", b"\x00" * 100, "line 1 is not JSON"),
+    ("half an archive", "a.jsonl.gz", gzip.compress(lines(chats()).encode())[:60], "cannot be read"),
+    ("a broken parquet", "a.parquet", b"PAR1 nothing PAR1", "cannot be read as parquet"),
+    ("a broken arrow", "a.arrow", b"ARROW1 nothing", "cannot be read as arrow"),
+    ("an unknown suffix", "a.docx", "x", "has no known suffix"),
+    ("no suffix", "a", "x", "has no known suffix"),
+    ("more cells than the header", "a.csv", "prompt,completion\na,b,c\n", "more cells than the header"),
+    ("an open quote", "a.csv", 'prompt,completion\n"a,b\n', "is not CSV"),
+    ("other columns", "a.jsonl", lines([{"text": "a"}] * 40), "the columns match no known form"),
+    ("upper case columns", "a.jsonl", lines([{"Prompt": "a", "Completion": "b"}] * 40), "write the name in lower case"),
+    ("chosen alone", "a.jsonl", lines([{"prompt": "a", "chosen": "b"}] * 40), "no column rejected"),
+    ("prompts alone", "a.jsonl", lines([{"prompt": f"a{n}"} for n in range(40)]), "needs answers to imitate"),
+    ("null cells", "a.jsonl", lines(chats(completion=None)), "no answer"),
+    ("empty answers", "a.jsonl", lines(chats(completion=" ")), "empty answer"),
+    ("numbers as prompts", "a.jsonl", lines(chats(prompt=3)), "neither a text nor a list|not a text"),
+    ("objects as prompts", "a.jsonl", lines(chats(prompt={"a": 1})), "rows cannot be used"),
+    ("true as answers", "a.jsonl", lines(chats(completion=True)), "rows cannot be used"),
+    ("an unknown role", "a.jsonl", lines(turns("user", "robot")), "of the role 'robot'"),
+    ("the assistant first", "a.jsonl", lines(turns("assistant", "user", "assistant")), "the assistant speaks first"),
+    ("a late system message", "a.jsonl", lines(turns("user", "system", "assistant")), "a system message after"),
+    ("system messages alone", "a.jsonl", lines(turns("system")), "rows cannot be used"),
+    ("messages of text", "a.jsonl", lines([{"messages": "hello"}] * 40), "messages are not a list"),
+    ("messages of numbers", "a.jsonl", lines([{"messages": [1, 2]}] * 40), "a message is not an object"),
+    ("no messages", "a.jsonl", lines([{"messages": []}] * 40), "rows cannot be used|no messages"),
+    ("a role of numbers", "a.jsonl", lines([{"messages": [{"role": 1, "content": "a"}]}] * 40), "without a role"),
+    ("labels without kto", "a.jsonl", lines(chats(label=False)), "label is false|no label|rows cannot be used"),
+    ("one row", "a.jsonl", lines(chats(1)), "start with the same message"),
+    ("equal prompts", "a.jsonl", lines([{"prompt": "a", "completion": f"b{n}"} for n in range(40)]), "same message"),
+    ("escape sequences in a role", "a.jsonl", lines(turns("user", "\x1b[31mred")), r"of the role"),
+    ("5,000 digits in messages of a cell", "a.csv", f'messages\n"[{DIGITS}]"\n', "messages are not a list"),
+]
+LEGAL: list[tuple[str, str, str | bytes]] = [
+    ("a byte order mark", "a.jsonl", "\ufeff" + lines(chats())),
+    ("CRLF", "a.jsonl", lines(chats()).replace("\n", "\r\n")),
+    ("no line break at the end", "a.jsonl", lines(chats())[:-1]),
+    ("lone surrogates", "a.jsonl", lines(chats(completion="a\ud800b"))),
+    ("zero characters", "a.jsonl", lines(chats(completion="a\x00b"))),
+    ("escape sequences", "a.jsonl", lines(chats(prompt="\x1b[31mred", completion="\x1b]0;title\x07"))),
+    ("control tokens as text", "a.jsonl", lines(chats(completion="<|end|><|assistant|>yes"))),
+    ("Chinese and emoji", "a.jsonl", lines(chats(completion="你好 🙂 e\u0301"))),
+    ("a word of one megabyte", "a.jsonl", lines(chats(completion="a" * 1_000_000))),
+    ("words of one megabyte", "a.jsonl", lines([*chats(), *chats(3, completion="xyz" * 333_333)])),
+    (
+        "random letters of one megabyte",
+        "a.jsonl",
+        lines(chats(3, completion=str(3**2_000_00 % 10**4000) * 200) + chats()),
+    ),
+    ("numbers as answers", "a.jsonl", lines(chats(completion=3.5))),
+    ("huge numbers as answers", "a.jsonl", lines(chats(completion=1e308))),
+    ("extra columns", "a.jsonl", lines(chats(extra={"a": [1, {"b": None}]}))),
+    ("a tool turn", "a.jsonl", lines(turns("user", "assistant", "user", "assistant"))),
+    ("two rows", "a.jsonl", lines(chats(3))),
+    ("a hundred turns", "a.jsonl", lines(turns(*["user", "assistant"] * 50, count=8))),
+    ("semicolons", "a.csv", "prompt;completion\n" + "".join(f"a{n};b{n}\n" for n in range(40))),
+    ("compressed, with another name", "a.jsonl", gzip.compress(lines(chats()).encode())),
+]
+PAIRS: list[tuple[str, list[Any], str]] = [
+    ("a text margin", pairs(margin="high"), "margin is not a finite number"),
+    ("a margin of NaN", pairs(margin=float("nan")), "margin is not a finite number"),
+    ("an infinite margin", pairs(margin=float("inf")), "margin is not a finite number"),
+    ("a margin as a list", pairs(margin=[1]), "margin is not a finite number"),
+    ("a margin of true", pairs(margin=True), "margin is not a finite number"),
+    (
+        "a text score",
+        [row | {"score_chosen": "9/10", "score_rejected": 1} for row in pairs()],
+        "is not a finite number",
+    ),
+    ("a huge margin", pairs(margin=1e308), "margin is not a finite number"),
+    ("equal answers", pairs(rejected="same", chosen="same"), "chosen equals rejected"),
+    ("no rejected answers", pairs(rejected=None), "no rejected"),
+    ("numbers as chosen", pairs(chosen={"a": 1}), "rows cannot be used"),
+    ("completions for the reward model", chats(), "needs prompt . chosen . rejected"),
+]
+
+
+def cases() -> list[Case]:
+    """Return the cases."""
+    sft = (*TINY, *SFT)
+    found = [
+        Case("data", name, (*sft, f"data.path={file}"), says, prepare=writes(file, content))
+        for name, file, content, says in BROKEN
+    ]
+    found += [
+        Case("data", name, (*sft, f"data.path={file}"), status=0, prepare=writes(file, content))
+        for name, file, content in LEGAL
+    ]
+    for name, rows, says in PAIRS:
+        arguments = (*TINY, *REWARD, "reward.use_margin=true", "data.path=a.jsonl")
+        found.append(Case("data", name, arguments, says, prepare=writes("a.jsonl", lines(rows))))
+    found += [
+        Case("data", "an empty folder", (*sft, "data.path=d"), "the folder has no", prepare=Path("d").mkdir),
+        Case("data", "a link to nothing", (*sft, "data.path=a.jsonl"), "there is no such file", prepare=_link),
+        Case(
+            "data", "a folder named like a file", (*sft, "data.path=d.jsonl"), "has no", prepare=Path("d.jsonl").mkdir
+        ),
+        Case(
+            "data",
+            "a renamed column that is missing",
+            (*sft, "data.sources=[{path: a.jsonl, columns: {x: prompt}}]"),
+            "there is no column x",
+            prepare=writes("a.jsonl", lines(chats())),
+        ),
+        Case(
+            "data",
+            "a missing eval_path",
+            (*sft, "data.sources=[{path: a.jsonl, eval_path: b.jsonl}]"),
+            "b.jsonl: there is no such file",
+            prepare=writes("a.jsonl", lines(chats())),
+        ),
+        Case(
+            "data",
+            "eval_path is path",
+            (*sft, "data.sources=[{path: a.jsonl, eval_path: a.jsonl}]"),
+            "no usable row is left",
+            prepare=writes("a.jsonl", lines(chats())),
+        ),
+    ]
+    return found
+
+
+def _link() -> None:
+    Path("a.jsonl").symlink_to("nothing.jsonl")

@@ -1,0 +1,86 @@
+"""Chat templates that fail, never end, or use up memory."""
+
+from collections.abc import Callable
+
+from tests.campaign.bad_configs import writes
+from tests.campaign.bad_data import chats, lines, turns
+from tests.campaign.cases import SFT, TINY, Case
+
+CONTENT = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+REFUSED: list[tuple[str, str | bytes, str]] = [
+    ("divides by zero", "{{ 1 / 0 }}" + CONTENT, "ZeroDivisionError"),
+    ("loops forever", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
+    ("calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + CONTENT, "RecursionError"),
+    (
+        "calls itself twice",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "RecursionError|does not end",
+    ),
+    ("writes a text of gigabytes", "{{ 'x' * 10000000000 }}" + CONTENT, "memory"),
+    ("writes gigabytes in a loop", "{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}", "memory"),
+    ("writes megabytes", "{{ 'x' * 5000000 }}" + CONTENT, "writes 50000.. characters"),
+    (
+        "doubles a text",
+        "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "memory",
+    ),
+    ("pads a text", "{{ 'x'.center(10000000000) }}" + CONTENT, "memory|OverflowError"),
+    ("formats a text", "{{ '%10000000000s' % 'x' }}" + CONTENT, "memory|OverflowError|ValueError"),
+    ("computes a power", "{{ 9 ** 9 ** 9 }}" + CONTENT, "computes a power"),
+    ("computes a power in a block", "{% generation %}{{ 9**99999999 }}{% endgeneration %}", "computes a power"),
+    ("a range of 10**12", "{% for i in range(1000000000000) %}{% endfor %}" + CONTENT, "OverflowError|Range too big"),
+    ("an unknown function", "{{ nope() }}" + CONTENT, "'nope' is undefined"),
+    ("an unknown filter", "{{ 'a' | nope }}" + CONTENT, "No filter named 'nope'"),
+    ("an open block", "{% for m in messages %}{{ m.content }}", "Unexpected end of template"),
+    ("omits the contents", "{% for m in messages %}{{ m.role }}{% endfor %}", "omits a content"),
+    ("is empty", "", "the file is empty"),
+    ("raises", "{{ raise_exception('never') }}", "never"),
+    ("raises with escape sequences", "{{ raise_exception('\x1b[31mred\x07') }}", r"\\x1b\[31mred\\x07"),
+    ("leaves the sandbox", "{{ ''.__class__.__mro__ }}" + CONTENT, "unsafe|access to attribute"),
+    ("reads a file", "{% include '/etc/hostname' %}" + CONTENT, "no loader|template"),
+    ("subtracts texts", "{{ 'a' - 'b' }}" + CONTENT, "TypeError|supports neither"),
+    ("a key that is missing", "{{ messages[99].content }}" + CONTENT, "undefined|has no element"),
+    ("bytes", b"\xff\xfe{{ messages }}", "UTF-8|utf-8"),
+    ("is a list", "{{ messages }}", "omits a content|template"),
+]
+LEGAL: list[tuple[str, str]] = [
+    ("plain", CONTENT),
+    ("a date", "{{ strftime_now('%d %b %Y') }}" + CONTENT),
+    ("a long preamble", "{{ 'be kind ' * 4 }}" + CONTENT),
+    ("a loop of 10,000 steps", "{% for i in range(10000) %}{% endfor %}" + CONTENT),
+    ("words with stars", "{{ '**bold**' }}" + CONTENT),
+]
+
+
+def cases() -> list[Case]:
+    """Return the cases."""
+    arguments = (
+        *TINY,
+        *SFT,
+        "data.path=a.jsonl",
+        "model.tokenizer=tok",
+        "model.chat_template=t.jinja",
+        "sft.max_length=200",
+    )
+    found = [
+        Case("template", name, arguments, says, prepare=_files(template), needs=("tok",))
+        for name, template, says in REFUSED
+    ]
+    found += [
+        Case("template", name, arguments, status=0, prepare=_files(template), needs=("tok",))
+        for name, template in LEGAL
+    ]
+    rows = lines(turns(*["user", "assistant"] * 30, count=8))
+    more = _files("{% if messages | length > 9 %}{{ 1 / 0 }}{% endif %}" + CONTENT, rows)
+    found.append(
+        Case("template", "fails after nine turns", arguments, "ZeroDivisionError", prepare=more, needs=("tok",))
+    )
+    return found
+
+
+def _files(template: str | bytes, rows: str = "") -> Callable[[], None]:
+    def prepare() -> None:
+        writes("t.jinja", template)()
+        writes("a.jsonl", rows or lines(chats()))()
+
+    return prepare
