@@ -1,4 +1,4 @@
-"""Modules on CPUs, prepared for forwards of few rows: packed weights of linear layers, and norms in one operator.
+"""Linear layers on CPUs, prepared for forwards of few rows.
 
 A product of a few rows with a large matrix takes as long as reading the matrix. PyTorch's linear packs the matrix again
 in each call. `PrepackedLinears` replaces the forward of each linear layer by one of two products, which read weights at
@@ -9,8 +9,6 @@ measurement, so a machine gives the same numbers in each run.
 A packed weight is a copy, which `refresh` renews after a change of the weight. With bf16 and up to 32 rows the packed
 product is PyTorch's own bit for bit; with more rows it rounds sums in another order. Our kernel copies only weights
 that are stored transposed (GPT-2's).
-
-A root mean square norm runs as two operators of PyTorch instead of the six of transformers, with the same bits.
 
 Left out: expert matrices, which are not linear layers, and quantized weights.
 """
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels_cpu.library import library
@@ -35,9 +32,6 @@ LAYOUT_ROWS = {torch.bfloat16: 1, torch.float32: 16}
 MIN_NUMEL = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
 MAX_FP32_ROWS = 256  # with more rows PyTorch's own product is as fast
 MIN_OUTPUTS = 16  # the fewest outputs of a matrix: TILE in linear.c
-# Relative: roundings of two orders of the same operations.
-NORM_TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
-EPS_ATTRIBUTES = ("variance_epsilon", "eps", "norm_eps")
 _ARGUMENTS: list[Any] = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
 
 Product = Callable[[Tensor], Tensor]
@@ -90,33 +84,30 @@ class LinearRows:
 
 
 class PrepackedLinears:
-    """The layers of a module on the CPU; inside `applied` linear layers compute with prepared weights."""
+    """The linear layers of a module on the CPU; inside `applied` they compute with prepared weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._products: dict[nn.Module, Product] = {}
-        self._norms: dict[nn.Module, Product] | None = None
+        self._products: dict[nn.Module, Product] | None = None
 
     def refresh(self) -> None:
         """Prepare the weights of all layers, one at a time, so that a new copy can reuse the memory of the old one."""
-        self._norms = None
-        for layer in list(self._products or _eligible(self.module)):
-            self._products.pop(layer, None)  # free first: new memory costs more than packing
-            self._products[layer] = _prepare(layer)
-        norms = {child: rms_norm_of(child) for child in self.module.modules() if "forward" not in child.__dict__}
-        self._norms = {child: norm for child, norm in norms.items() if norm is not None}
+        products = self._products or {}
+        for layer in list(products or _eligible(self.module)):
+            products.pop(layer, None)  # free first: new memory costs more than packing
+            products[layer] = _prepare(layer)
+        self._products = products
 
     def release(self) -> None:
         """Free the copies. The next use creates them again."""
-        self._products.clear()
-        self._norms = None
+        self._products = None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Make the module's layers compute with prepared weights inside the context."""
-        if self._norms is None:
+        """Make the module's linear layers compute with prepared weights inside the context."""
+        if self._products is None:
             self.refresh()
-        replaced = self._products | (self._norms or {})
+        replaced = self._products or {}
         for layer, forward in replaced.items():
             layer.__dict__["forward"] = forward
         try:
@@ -128,12 +119,12 @@ class PrepackedLinears:
     @property
     def bytes(self) -> int:
         """The bytes of the copies."""
-        weights = (_weight(layer) for layer in self._products)
+        weights = (_weight(layer) for layer in self._products or {})
         return sum(w.nbytes for w in weights if not (in_place_kernel_supports(w) and w.is_contiguous()))
 
     def __len__(self) -> int:
         """Return how many layers are prepared."""
-        return len(self._products)
+        return len(self._products or {})
 
 
 def is_available(dtype: torch.dtype) -> bool:
@@ -160,45 +151,6 @@ def _prepare(layer: nn.Module) -> Product:
         return out
 
     return product
-
-
-@torch.no_grad()
-def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return PyTorch's root mean square norm with the weight of a module that computes it; None for any other module.
-
-        y = (shift + weight) x / sqrt(mean(x^2) + eps)      (Zhang & Sennrich, 2019, arXiv:1910.07467)
-
-    shift is 0 (Llama) or 1 (Gemma). The module is found by its parameter and its numbers, not by its name: it is called
-    with random numbers. The function reads the weight in place.
-    """
-    parameters, eps = list(module.parameters()), [getattr(module, name, None) for name in EPS_ATTRIBUTES]
-    known = [value for value in eps if isinstance(value, float)]
-    if len(parameters) != 1 or parameters[0].ndim != 1 or len(known) != 1 or list(module.children()):
-        return None
-    weight = parameters[0].detach()
-    if weight.device.type != "cpu" or weight.dtype not in NORM_TOLERANCE:
-        return None
-    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
-    x = (x * torch.tensor([[1e-2], [1e-1], [1.0], [10.0]])).to(weight.dtype)
-    expected = module.forward(x)
-    for shift in (0.0, 1.0):
-
-        def norm(hidden: Tensor, shift: float = shift) -> Tensor:
-            if hidden.dtype is not weight.dtype:
-                return type(module).forward(module, hidden)  # type: ignore[no-any-return]
-            if shift:  # Gemma rounds the product once, Llama rounds the normalized number first
-                wide = functional.rms_norm(hidden.float(), weight.shape, weight.float() + shift, known[0])
-                return wide.to(hidden.dtype)
-            return functional.rms_norm(hidden, weight.shape, None, known[0]) * weight
-
-        if expected.dtype == x.dtype and _is_close(norm(x), expected):
-            return norm
-    return None
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    scale = expected.float().abs().amax(-1, keepdim=True)
-    return bool(((found.float() - expected.float()).abs() <= NORM_TOLERANCE[found.dtype] * scale).all())
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
