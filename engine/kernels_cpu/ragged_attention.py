@@ -84,7 +84,7 @@ class _Ragged(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: Families, scale: float, window: int | None
     ) -> Tensor:
-        query, key, value = (_rows(tensor) for tensor in (query, key, value))
+        query, key, value = map(_rows, (query, key, value))
         heads, tokens, size = query.shape
         out = query.new_empty(tokens, heads, size)
         lses = torch.empty(heads, tokens)
