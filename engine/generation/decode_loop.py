@@ -1,23 +1,21 @@
-"""The decode loop: sequences of any lengths share forwards, and a new sequence starts when another one ends.
+"""The decode loop: a model with its key-value cache and its decode steps, which are reused between calls.
 
-A forward carries its tokens in one row (1, N), whichever sequence they belong to, so nothing is padded. On CPUs, and if
-the generator is streamed or split over ranks, the host reads the tokens of each step before it plans the next. With
-CUDA graphs the host launches WINDOW replays of the step at a time. While the device runs them, the host reads the
-tokens of the replays before. Only the host detects stop strings, so the device may decode tokens after the end of an
-answer. The host drops these tokens.
+Sequences of any lengths share forwards, and a new sequence starts when another one ends (`decode_session.py`). A
+forward carries its tokens in one row (1, N), whichever sequence they belong to, so nothing is padded.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.generation.attention import DecodeRows, Step
 from engine.generation.cuda_graph import GraphedStep
-from engine.generation.decode_step import NOTHING, DecodeState, DecodeStep, SlotModel
+from engine.generation.decode_session import DecodeSession
+from engine.generation.decode_step import DecodeState, DecodeStep, SlotModel
 from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, free_bytes
 from engine.generation.parity_check import (
     UnsupportedModel,
@@ -28,8 +26,8 @@ from engine.generation.parity_check import (
     has_window,
     plain_logits,
 )
-from engine.generation.sampling import Sampled, Sampling, under_seed
-from engine.generation.scheduler import ActiveSequence, Chunk, Scheduler
+from engine.generation.sampling import Sampled, Sampling
+from engine.generation.scheduler import Chunk, Scheduler
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
 from engine.parallel import dist
@@ -88,8 +86,23 @@ class DecodeLoop:
         scheduler = Scheduler(
             prompts, min(batch_size, cache.size.sequences), cache.size.prompt_slots, PREFILL_TOKENS[self.device.type]
         )
-        step, graphs = self._step_for(cache, sampling)
-        return iter(_Call(step, graphs if self.use_graphs else None, scheduler, sampling, sample_seeds, ends))
+        session = self._open(cache, scheduler)
+        session.register(range(len(prompts)), sampling, sample_seeds, ends)
+        while session.busy:
+            yield from session.advance()
+
+    def session(self, slots: int, prompt_tokens: int, new_tokens: int) -> DecodeSession:
+        """Return an empty session with at most `slots` sequences at a time; with little memory there are fewer.
+
+        Prompts have at most `prompt_tokens` tokens, and answers at most `new_tokens`.
+        """
+        cache = self._cache_for(CacheDemand(prompt_tokens, new_tokens, slots, slots, slots))
+        sequences = min(slots, cache.size.sequences)
+        scheduler = Scheduler([], sequences, cache.size.prompt_slots, PREFILL_TOKENS[self.device.type])
+        return self._open(cache, scheduler)
+
+    def _open(self, cache: KVCache, scheduler: Scheduler) -> DecodeSession:
+        return DecodeSession(partial(self._step_for, cache), cache, scheduler, WINDOW if self.use_graphs else 0)
 
     def _cache_for(self, demand: CacheDemand) -> KVCache:
         """Return the current cache if it is large enough, else a new cache within the bound."""
@@ -168,117 +181,3 @@ class DecodeLoop:
         if far_apart(module, torch.cat(logits), plain):
             raise UnsupportedModel("its logits differ from those of its plain forward")
         return cache.token_bytes
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """Launched steps: the request in each slot, the number of steps, and a function that waits for their tokens."""
-
-    requests: dict[int, int]
-    steps: int
-    wait: Callable[[], tuple[Tensor, Tensor]]
-
-    def sampled(self) -> Iterator[list[Sampled]]:
-        """Wait for the device, and yield the tokens of each step."""
-        tokens, logprobs = (each[: self.steps].tolist() for each in self.wait())
-        for step_tokens, step_logprobs in zip(tokens, logprobs, strict=True):
-            sampled = [(request, step_tokens[slot], step_logprobs[slot]) for slot, request in self.requests.items()]
-            yield [each for each in sampled if each[1] != NOTHING]
-
-
-class _Call:
-    """One call of the loop. Iteration yields the tokens of each step."""
-
-    def __init__(
-        self,
-        step: DecodeStep,
-        graphs: GraphedStep | None,
-        scheduler: Scheduler,
-        sampling: Sampling,
-        sample_seeds: Sequence[int],
-        ends: Callable[[int, int], bool],
-    ) -> None:
-        self.step, self.graphs, self.scheduler, self.ends = step, graphs, scheduler, ends
-        self.limit = sampling.max_new_tokens
-        self.seeds = under_seed(sampling.seed, torch.tensor(sample_seeds, dtype=torch.int64)).tolist()
-        self.counts = [0] * len(sample_seeds)  # tokens that the host has read of each request
-        self.live = set(range(len(sample_seeds)))
-        self._rows: list[list[int]] = [[], []]
-        self._chosen = torch.empty(2, 0, dtype=torch.int64, device=step.model.device)
-
-    def __iter__(self) -> Iterator[list[Sampled]]:
-        turn, pending = 0, deque[_Launch]()
-        while self.scheduler.busy or pending:
-            with torch.inference_mode():
-                launch = self._launch(turn)
-            if launch is not None:
-                pending.append(launch)
-                turn += 1
-            assert pending, "no step runs and no answer ends"
-            behind = 1 if self.graphs is not None and launch is not None else 0
-            while len(pending) > behind:
-                yield from self._read(pending.popleft())
-
-    def _launch(self, turn: int) -> _Launch | None:
-        """Launch the next steps. Return None if every sequence has reached its limit and no request waits."""
-        scheduler, step = self.scheduler, self.step
-        plan = scheduler.plan()
-        for copy in plan.copies:
-            step.cache.copy_prefix(*copy)
-        step.state.clear()
-        steps = 0
-        rows = self._below_limit(plan.decoding) if plan.chunks or self.graphs is None else []
-        if rows or plan.chunks or plan.starting:
-            step.run(plan, self._choose(rows), [self._table_row(sequence) for sequence in plan.starting])
-            steps = 1
-            for sequence in [*rows, *plan.starting]:
-                sequence.sampled += 1
-        if self.graphs is not None and (rows := self._below_limit(scheduler.decoding)):
-            times = min(WINDOW, max(self.limit - sequence.sampled for sequence in rows))
-            self.graphs.run(*_slots_and_firsts(rows), times)
-            steps += times
-            for sequence in rows:
-                sequence.sampled += times
-        if not steps:
-            return None
-        return _Launch({s.slot: s.request for s in scheduler.decoding}, steps, step.state.copy_to_host(turn))
-
-    def _read(self, launch: _Launch) -> Iterator[list[Sampled]]:
-        """Yield the tokens of a launch's steps, and free the slots of the answers that ended."""
-        for sampled in launch.sampled():
-            sampled = [one for one in sampled if one[0] in self.live]
-            if sampled:
-                yield sampled
-            ended = {request for request, token, _ in sampled if self._has_ended(request, token)}
-            if ended:
-                self.live -= ended
-                self.scheduler.finish(ended)
-
-    def _has_ended(self, request: int, token: int) -> bool:
-        self.counts[request] += 1
-        return self.ends(request, token) or self.counts[request] == self.limit
-
-    def _below_limit(self, sequences: Sequence[ActiveSequence]) -> list[ActiveSequence]:
-        return [sequence for sequence in sequences if sequence.sampled < self.limit]
-
-    def _choose(self, rows: Sequence[ActiveSequence]) -> Tensor:
-        """Return slots and firsts (2, B) on the device. Reuse the tensor of the previous step if both are unchanged."""
-        chosen = [*_slots_and_firsts(rows)]
-        if chosen != self._rows:
-            self._rows, self._chosen = chosen, upload(chosen, self.step.model.device)
-        return self._chosen
-
-    def _table_row(self, sequence: ActiveSequence) -> list[int]:
-        """Return the table row of a sequence whose prompt is complete and whose first token is not yet sampled."""
-        prompt = sequence.prompt
-        length, seed = len(prompt.tokens), self.seeds[sequence.request]
-        return [prompt.tokens[-1], length - 1, seed, 0, self.limit, 0, prompt.slot, length]
-
-
-def _slots_and_firsts(rows: Sequence[ActiveSequence]) -> tuple[list[int], list[int]]:
-    """Return the slot of each row, and the first of its neighbours with the same prompt."""
-    firsts: list[int] = []
-    for index, sequence in enumerate(rows):
-        same = index > 0 and rows[index - 1].prompt is sequence.prompt
-        firsts.append(firsts[-1] if same else index)
-    return [sequence.slot for sequence in rows], firsts

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from engine.generation.attention import AttentionByName, DecodeRows, Step
 from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
-from engine.generation.sampling import Sampling, penalise, uniforms
-from engine.generation.scheduler import Plan
+from engine.generation.sampling import RawLogprobs, Sampling, penalise, raw_logprobs, uniforms
+from engine.generation.scheduler import ActiveSequence, Plan
 from engine.host_memory import upload
 from engine.kernels import sample
 
@@ -144,17 +144,17 @@ class DecodeState:
         return wait
 
 
-class DecodeStep:
-    """One step under fixed sampling settings over one cache.
+class Sampler:
+    """Sampling settings with the tensors that they need. A step may sample its rows under several settings.
 
-    The step ignores the seed of the settings. The caller shifts sample seeds by it (`sampling.under_seed`), so that one
-    captured step works for all seeds.
+    A sampler ignores the seed of the settings. The caller shifts sample seeds by it (`sampling.under_seed`), so that
+    one sampler works for all seeds.
     """
 
-    def __init__(self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling) -> None:
-        self.model, self.cache, self.state, self.sampling = model, cache, state, sampling
+    def __init__(self, sampling: Sampling, state: DecodeState, vocabulary: int) -> None:
+        self.sampling, self.state = sampling, state
+        self.raw_logprobs: dict[int, RawLogprobs] = {}  # by slot, of the newest token, if the settings need them
         device = state.rows.device
-        vocabulary: int = model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
         self._end_ids = torch.tensor(sampling.end_ids, dtype=torch.int64, device=device)
         self._seen: Tensor | None = None  # (slots + 1, V): the tokens of each sequence, for the repetition penalty
         self._forbidden: Tensor | None = None  # (V,): the tokens that end an answer, if there is a minimum length
@@ -164,6 +164,44 @@ class DecodeStep:
             self._forbidden = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self._forbidden.index_fill_(0, self._end_ids, True)
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may capture the sampling. The likeliest tokens are read on the host."""
+        return self.sampling.top_logprobs is None
+
+    def start(self, sequences: Sequence[ActiveSequence]) -> None:
+        """Mark the tokens of the prompts of starting sequences."""
+        if self._seen is None:
+            return
+        width, device = self._seen.shape[1], self._seen.device
+        self._seen.index_fill_(0, upload([sequence.slot for sequence in sequences], device), False)
+        indices = [sequence.slot * width + token for sequence in sequences for token in sequence.prompt.tokens]
+        self._seen.view(-1).index_fill_(0, upload(indices, device), True)
+
+    def __call__(self, slots: Tensor, sample_seeds: Tensor, sampled: Tensor, logits: Tensor) -> None:
+        """Sample a token of each slot, and write it into the table."""
+        raw = logits
+        if self._forbidden is not None:
+            too_short = sampled < self.sampling.min_new_tokens
+            logits = logits.masked_fill(self._forbidden & too_short[:, None], float("-inf"))
+        if self._seen is not None:
+            logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
+        numbers = uniforms(self.sampling.seed, sample_seeds, sampled)
+        tokens, logprobs = sample(logits, numbers, **self.sampling.filters)
+        self.state.write(slots, tokens, logprobs, self._end_ids, self._seen)
+        if self.sampling.top_logprobs is not None:
+            computed = raw_logprobs(raw, tokens, self.sampling.top_logprobs)
+            self.raw_logprobs = dict(zip(slots.tolist(), computed, strict=True))
+
+
+class DecodeStep:
+    """One step over one cache. `sampler` samples, unless `run` gets others."""
+
+    def __init__(self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling) -> None:
+        self.model, self.cache, self.state = model, cache, state
+        vocabulary: int = model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+        self.sampler = Sampler(sampling, state, vocabulary)
+
     @torch.inference_mode()
     def __call__(self, chosen: Tensor) -> None:
         """Run one token of each row; a CUDA graph can capture the call.
@@ -172,14 +210,18 @@ class DecodeStep:
         """
         inputs = self.state.read(chosen)
         logits = self.model(inputs.tokens, inputs.positions, Step(self.cache, inputs.rows))
-        self._sample(chosen[0], inputs.seeds, inputs.counts, logits)
+        self.sampler(chosen[0], inputs.seeds, inputs.counts, logits)
 
-    def run(self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]]) -> None:
+    def run(
+        self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]], samplers: Sequence[Sampler] = ()
+    ) -> None:
         """Run one token of each row of `chosen` (2, B) and the plan's chunks in one forward, and sample.
 
         starting: the rows (n, 8) of the table of the plan's starting sequences, whose first tokens are sampled too.
-        Call this in inference mode.
+        samplers: the sampler of each row of `chosen` and of each starting sequence (B + n); `sampler` for all rows if
+        empty. Call this in inference mode.
         """
+        samplers = samplers or [self.sampler] * (chosen.shape[1] + len(plan.starting))
         draws: list[Draws] = []
         inputs = None
         if chosen.shape[1]:
@@ -191,8 +233,23 @@ class DecodeStep:
             draws.append((chosen[0], inputs.seeds, inputs.counts, logits))
         if plan.starting:
             draws.append(self._start(plan, upload(starting, self.model.device)))
+            for sampler in dict.fromkeys(samplers[chosen.shape[1] :]):
+                by = zip(plan.starting, samplers[chosen.shape[1] :], strict=True)
+                sampler.start([sequence for sequence, its_sampler in by if its_sampler is sampler])
         if draws:
-            self._sample(*(each[0] if len(each) == 1 else torch.cat(each) for each in zip(*draws, strict=True)))
+            self._sample(
+                [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*draws, strict=True)], samplers
+            )
+
+    def _sample(self, draws: Sequence[Tensor], samplers: Sequence[Sampler]) -> None:
+        """Sample each row of `draws` with its sampler."""
+        different = dict.fromkeys(samplers)
+        for sampler in different:
+            if len(different) == 1:
+                sampler(*draws)
+                return
+            rows = upload([row for row, other in enumerate(samplers) if other is sampler], self.model.device)
+            sampler(*(each.index_select(0, rows) for each in draws))
 
     def _forward(self, inputs: StepInputs | None, plan: Plan) -> Tensor:
         """Run rows and chunks. Store the logits after complete prompts, and return the logits after the rows."""
@@ -219,21 +276,5 @@ class DecodeStep:
         device = self.model.device
         slots = upload([sequence.slot for sequence in plan.starting], device)
         self.state.rows.index_copy_(0, slots, rows)
-        if self._seen is not None:
-            self._seen.index_fill_(0, slots, False)
-            width = self._seen.shape[1]
-            indices = [sequence.slot * width + token for sequence in plan.starting for token in sequence.prompt.tokens]
-            self._seen.view(-1).index_fill_(0, upload(indices, device), True)
         prompts = upload([sequence.prompt.slot for sequence in plan.starting], device)
         return slots, rows[:, SEED].contiguous(), rows[:, COUNT].contiguous(), self.cache.logits_after(prompts)
-
-    def _sample(self, slots: Tensor, sample_seeds: Tensor, sampled: Tensor, logits: Tensor) -> None:
-        """Sample a token of each slot, and write it into the table."""
-        if self._forbidden is not None:
-            too_short = sampled < self.sampling.min_new_tokens
-            logits = logits.masked_fill(self._forbidden & too_short[:, None], float("-inf"))
-        if self._seen is not None:
-            logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
-        numbers = uniforms(self.sampling.seed, sample_seeds, sampled)
-        tokens, logprobs = sample(logits, numbers, **self.sampling.filters)
-        self.state.write(slots, tokens, logprobs, self._end_ids, self._seen)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation.decode_loop import DecodeLoop
+from engine.generation.decode_session import DecodeSession
 from engine.generation.parity_check import UnsupportedModel, frequency_change, max_positions
 from engine.generation.sampling import Ending, Sampled, Sampling
 from engine.generation.transformers_fallback import TransformersFallback
@@ -122,6 +123,18 @@ class Generator:
             if any(logprob != logprob for _, _, logprob in sampled):
                 raise FloatingPointError("the logits of the model are NaN; its weights may have diverged")
             yield sampled
+
+    def session(self, slots: int, prompt_tokens: int, new_tokens: int) -> DecodeSession:
+        """Return an empty batch to which requests can be added while others decode.
+
+        At most `slots` sequences decode at a time, or fewer with little memory. Prompts have at most `prompt_tokens`
+        tokens, answers at most `new_tokens`. Raises ValueError if the decode loop does not support the model.
+        """
+        runner = self._runner()
+        if not isinstance(runner, DecodeLoop):
+            name = type(self.module).__name__
+            raise ValueError(f"{name} cannot decode requests that arrive one by one: {self._reason}")
+        return runner.session(slots, prompt_tokens, new_tokens)
 
     def refresh(self) -> None:
         """Recompute the copies that were derived from the weights."""

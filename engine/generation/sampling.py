@@ -17,6 +17,7 @@ from torch import Tensor
 
 _mixed_seeds: dict[int, int] = {}
 Sampled = tuple[int, int, float]  # the index of the request, the token, its log-probability
+RawLogprobs = tuple[float, list[tuple[int, float]]]  # log-probability of the token; the likeliest tokens with theirs
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Sampling:
     An answer ends with the first of `end_ids` (included), with the token that completes one of the strings `stop`, or
     after `max_new_tokens`. No end token is sampled before the answer has `min_new_tokens` tokens.
     `pad_id` pads rows; it may be one of `end_ids`, because no mask is made from ids.
+    `top_logprobs` computes `raw_logprobs` of each token with this many of the likeliest tokens (`DecodeSession`).
     """
 
     max_new_tokens: int
@@ -42,6 +44,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -60,6 +63,8 @@ class Sampling:
             raise ValueError("stop must not hold the empty string: it would end every answer at once")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(f"min_new_tokens must be between 0 and {self.max_new_tokens}, not {self.min_new_tokens}")
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise ValueError(f"top_logprobs must be None (off), 0 or a positive number, not {self.top_logprobs}")
 
     @property
     def filters(self) -> dict[str, Any]:
@@ -95,6 +100,18 @@ def forbid(logits: Tensor, ids: tuple[int, ...]) -> Tensor:
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Return logits (B, V); those of tokens seen (B, V) are divided by `penalty` if positive, else multiplied."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def raw_logprobs(logits: Tensor, tokens: Tensor, count: int) -> list[RawLogprobs]:
+    """Return each row's log-probability of its token, and its `count` likeliest tokens with their log-probabilities.
+
+    logits: (B, V). tokens: (B,) int64. The distribution has temperature 1 and no filter or penalty.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    values, indices = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    likeliest = (list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True))
+    return list(zip(chosen, likeliest, strict=True))
 
 
 @dataclass

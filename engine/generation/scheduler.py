@@ -8,6 +8,7 @@ transformer-based generative models").
 """
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -76,7 +77,7 @@ class Scheduler:
     """The queue of one call, `slots` answer slots and `prompt_slots` prompt slots.
 
     A forward runs at most `prefill_tokens` tokens of prompts. Call `plan` once per step and `finish` when answers
-    have ended.
+    have ended. `add` appends a request to the queue at any time.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -88,7 +89,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         """Order the queue: long prompts first, to avoid a long tail, and equal prompts next to each other."""
         order = sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), tuple(self.prompts[i])))
-        self._waiting = order[::-1]  # the next request is the last
+        self._waiting = deque((request, self.prompts[request]) for request in order)
         self._free = list(range(self.slots))
         self._cached: dict[tuple[int, ...], CachedPrompt] = {}
         self._prompt_in: list[CachedPrompt | None] = [None] * self.prompt_slots
@@ -98,6 +99,10 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self.decoding or self._admitted or self._waiting)
+
+    def add(self, request: int, prompt: Sequence[int]) -> None:
+        """Append a request to the queue."""
+        self._waiting.append((request, prompt))
 
     def plan(self) -> Plan:
         """Fill free slots and return the work of the next step, which the caller must then run."""
@@ -119,24 +124,37 @@ class Scheduler:
 
     def finish(self, requests: set[int]) -> None:
         """Free the slots of these requests. A prompt stays cached until its slot is needed for another one."""
-        for sequence in self.decoding:
-            if sequence.request in requests:
-                heapq.heappush(self._free, sequence.slot)
-                sequence.prompt.readers -= 1
+        self._free_slots([sequence for sequence in self.decoding if sequence.request in requests])
         self.decoding = [sequence for sequence in self.decoding if sequence.request not in requests]
+
+    def abort(self, request: int) -> None:
+        """Remove a request in any state. Free its slot, and drop its prompt if the prompt is incomplete and unread."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != request)
+        self._free_slots([sequence for sequence in self._admitted if sequence.request == request])
+        self._admitted = [sequence for sequence in self._admitted if sequence.request != request]
+        for prompt in self._filling:
+            if not prompt.readers:
+                self._prompt_in[prompt.slot] = None
+                del self._cached[tuple(prompt.tokens)]
+        self._filling = [prompt for prompt in self._filling if prompt.readers]
+        self.finish({request})
+
+    def _free_slots(self, sequences: Sequence[ActiveSequence]) -> None:
+        for sequence in sequences:
+            heapq.heappush(self._free, sequence.slot)
+            sequence.prompt.readers -= 1
 
     def _admit(self) -> list[tuple[int, int, int]]:
         """Assign free slots to waiting requests; return the copies to make."""
         copies: list[tuple[int, int, int]] = []
         left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
         while self._waiting and self._free:
-            request = self._waiting.pop()
-            tokens = self.prompts[request]
+            request, tokens = self._waiting.popleft()
             prompt = self._cached.get(tuple(tokens))
             if prompt is None:
                 slot = self._free_prompt_slot()
                 if left <= 0 or slot is None:
-                    self._waiting.append(request)
+                    self._waiting.appendleft((request, tokens))
                     break
                 source, common = self._longest_cached_prefix(tokens)
                 prompt = self._place(tokens, slot, common)
