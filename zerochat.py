@@ -1,4 +1,4 @@
-"""The `zerochat` console script: `zerochat train`, `zerochat chat` and `zerochat report`.
+"""The `zerochat` console script: `zerochat train`, `zerochat chat`, `zerochat serve` and `zerochat report`.
 
 Each command imports its own code when it runs, so that `zerochat` itself starts at once.
 """
@@ -13,6 +13,7 @@ usage: zerochat COMMAND ...
 
   train KEY=VALUE ...   train a chat model (zerochat train --help lists the keys)
   chat RUN              chat with the result (zerochat chat --help)
+  serve RUN             serve the result to clients of OpenAI's API (zerochat serve --help)
   report RUN ...        write RUN/report.html again; with several runs, one page over their seeds
 
 zerochat trains a chat model from a base language model: SFT, a reward model and PPO, or SFT and DPO.
@@ -45,13 +46,24 @@ def _chat(arguments: list[str]) -> int:
     return chat(arguments)
 
 
+def _serve(arguments: list[str]) -> int:
+    from pipeline.serve.command import main as serve
+
+    return serve(arguments)
+
+
 def _report(arguments: list[str]) -> int:
     from pipeline.report.report import main as report
 
     return report(arguments)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "chat": _chat, "report": _report}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "chat": _chat,
+    "serve": _serve,
+    "report": _report,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,6 +17,7 @@ from benchmarks.record import RESULTS, Result, append
 BENCHES = {
     "stages": "benchmarks.stages",
     "rollout": "benchmarks.rollout",
+    "serve": "benchmarks.serve",
     "zero": "benchmarks.zero",
     "peers": "benchmarks.peers",
     "dschat": "benchmarks.dschat",

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from engine import Sampling
 from pipeline.chat import command
 from pipeline.chat.folder import ChatModel, find, find_each
 from pipeline.chat.participant import ChatParticipant, Detokenizer, fit, load
 from pipeline.chat.session import Session, printable, typed_lines
+from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RunConfig, SourceConfig
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
+from pipeline.models.build import EngineChoice, build_policy
+from pipeline.models.stage_models import adopt_special_ids, base_source
 
 TEXTS = ["hello there, how are you?", "two and three are five", "good morning", "ünïcödé 🙂 works"] * 20
 
@@ -90,8 +94,8 @@ def test_what_cannot_be_talked_to_is_told(tmp_path: Path) -> None:
         find(tmp_path / "b")
     with pytest.raises(UserError, match="no finished ppo stage"):
         find_each(empty_run(tmp_path / "c", sft="finished"), "sft,ppo")
-    with pytest.raises(UserError, match="--compare base: neither a stage that answers"):
-        find_each(tmp_path / "c", "base,sft")
+    with pytest.raises(UserError, match="--compare nose: neither a stage that answers"):
+        find_each(tmp_path / "c", "nose,sft")
     os.utime(tmp_path / "a", (0, 0))
     with pytest.raises(UserError, match=f"the newest run in it is {tmp_path / 'c'}$"):
         find(tmp_path)
@@ -101,6 +105,37 @@ def test_comparing_takes_stages_and_folders(tmp_path: Path) -> None:
     root = empty_run(tmp_path / "a", sft="finished", ppo="finished")
     chosen = find_each(root, f"sft, ppo,{root / 'ppo'}")
     assert [model.name for model in chosen] == ["sft", "ppo", "ppo"]
+
+
+def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
+    """One in a folder, and one with random weights, which are those that the engine draws from the run's seed."""
+    with pytest.raises(UserError, match=r"has no stage with a config\.yaml"):
+        find_each(run, "base")
+    root = tmp_path / "x"
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.save(root / "tokenizer")
+    fields = json.loads((run / "sft" / "model" / "config.json").read_text())
+    names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    drawn = ModelConfig(name="m", weights="random", architecture={name: fields[name] for name in names})
+    stored = ModelConfig(name="m", path=str(run / "sft" / "model"))
+    answers = {}
+    for model in (stored, drawn):
+        config = RunConfig(model=model, data=DataConfig(name="d", sources=[SourceConfig(builtin="demo")]), seed=3)
+        (root / "sft").mkdir(exist_ok=True)
+        (root / "sft" / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        (base,) = find_each(root, "base")
+        loaded = load(base)
+        assert loaded.name == "base"
+        answers[model.weights] = "".join(loaded.answer("", "hello", Sampling(20, seed=3), 1))
+        if model is drawn:
+            source = base_source(config)
+            adopt_special_ids(source, loaded.tokenizer)  # as the SFT stage does
+            built = build_policy(source, EngineChoice(EngineSettings()))
+            weights = {name.removeprefix("lm."): value for name, value in built.full_parameters()}
+            for name, value in loaded.rollouts.module.named_parameters():
+                assert torch.equal(value, weights[name]), name
+    alone = load(ChatModel("sft", run / "sft" / "model"))
+    assert answers["pretrained"] == "".join(alone.answer("", "hello", Sampling(20, seed=3), 1)) != answers["random"]
 
 
 def test_a_reward_model_and_a_pickle_are_refused(run: Path, tmp_path: Path) -> None:
@@ -347,7 +382,7 @@ def test_lines_from_a_pipe_are_turns(
     [
         (["nowhere"], "no such folder"),
         (["{run}/reward"], "reward model"),
-        (["{run}", "--compare", "sft,base"], "--compare base: neither a stage that answers"),
+        (["{run}", "--compare", "sft,nose"], "--compare nose: neither a stage that answers"),
         (["{run}", "--temperature", "-1"], "temperature must be"),
         (["{run}", "--prompt", "good morning " * 400], "too long"),
     ],

@@ -7,13 +7,19 @@ from pipeline.config.stages import ANSWERING, STAGES
 from pipeline.errors import UserError
 from pipeline.launch.manifest import Manifest
 
+BASE = "base"
+
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model folder with a display name."""
+    """A model folder with a display name.
+
+    is_base: `folder` is a run, and the model is the base model that the run started from
+    """
 
     name: str
     folder: Path
+    is_base: bool = False
 
 
 def find(path: Path) -> ChatModel:
@@ -42,21 +48,32 @@ def find(path: Path) -> ChatModel:
 def find_each(path: Path, names: str) -> list[ChatModel]:
     """Return the models to compare. Raises UserError for a name that is neither a finished stage nor a folder.
 
-    `names` are stages of the run at `path`, or folders, separated by commas.
+    `names` are stages of the run at `path`, `base` for its base model, or folders, separated by commas.
     """
     chosen = []
     for name in filter(None, (item.strip() for item in names.split(","))):
-        if name in ANSWERING:
+        if name == BASE:
+            if next(path.expanduser().glob("*/config.yaml"), None) is None:
+                raise UserError(f"{path} has no stage with a config.yaml, which names the base model; give a run")
+            chosen.append(ChatModel(BASE, path.expanduser(), is_base=True))
+        elif name in ANSWERING:
             if not _finished(path.expanduser(), name):
                 raise UserError(f"{path} has no finished {name} stage; --compare takes stages of the run, or folders")
             chosen.append(ChatModel(name, path.expanduser() / name / "model"))
         elif Path(name).expanduser().is_dir():
             chosen.append(find(Path(name)))
         else:
-            raise UserError(f"--compare {name}: neither a stage that answers ({', '.join(ANSWERING)}) nor a folder")
+            raise UserError(
+                f"--compare {name}: neither a stage that answers ({', '.join(ANSWERING)}), nor {BASE}, nor a folder"
+            )
     if not chosen:
         raise UserError("--compare needs names: sft,ppo, or folders")
     return chosen
+
+
+def finished_stages(path: Path) -> list[str]:
+    """Return the finished stages of a run that train a chat model, in the order of training."""
+    return [stage for stage in reversed(Manifest.read(path).answering()) if _finished(path, stage)]
 
 
 def _finished(run: Path, stage: str) -> bool:

@@ -3,13 +3,17 @@
 from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from engine import Generator, Sampling, attention
 from pipeline.chat.folder import ChatModel
 from pipeline.data.records import Message, whole_characters
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.models.source import ModelSource
 
 _UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
 
@@ -115,37 +119,24 @@ def fit(
 def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipant:
     """Load a model folder. Raises UserError if the folder has no chat model, or if the model cannot be loaded."""
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     from pipeline.config.schema import ModelConfig
     from pipeline.models.source import check_kind, resolve
-    from pipeline.models.weights import check_report
 
-    source = resolve(ModelConfig(name=model.name, trust_remote_code=trust_remote_code), 0, folder=model.folder)
+    if model.is_base:
+        source, tokenizer = _base_source(model.folder)
+    else:
+        settings = ModelConfig(name=model.name, trust_remote_code=trust_remote_code)
+        source, tokenizer = resolve(settings, 0, folder=model.folder), None
     kind = next(iter(source.config.architectures or []), "")
     if kind.endswith("ForSequenceClassification"):
         raise UserError(
             f"{model.folder} has a reward model ({kind}), which cannot generate answers: set the folder of a chat model"
         )
     check_kind(source, wanted="ForCausalLM")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model.folder,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-            dtype="auto",
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{model.folder} cannot be loaded: {reason}") from error
-    module, report = loaded
-    check_report(source, report)
-    tokenizer = load_tokenizer(str(model.folder))
+    module = _random_module(source) if source.folder is None else _stored_module(source)
+    tokenizer = tokenizer or load_tokenizer(str(source.folder))
     module = module.eval().to(device)
     rollouts = Generator(module, device)
     try:
@@ -153,3 +144,53 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
     except ValueError as error:
         raise UserError(f"{model.folder}: {error}") from error
     return ChatParticipant(model.name, rollouts, tokenizer, attention.max_positions(module))
+
+
+def _base_source(run: Path) -> tuple["ModelSource", ChatTokenizer]:
+    """Return the base model of a run, with the tokenizer and the chat template of the run."""
+    from pipeline.launch.worker import read_config
+    from pipeline.models.stage_models import adopt_special_ids, base_source
+
+    stage = next(run.glob("*/config.yaml")).parent
+    config = read_config(stage)
+    tokenizer = load_tokenizer(str(run / "tokenizer" if (run / "tokenizer").is_dir() else stage / "model"))
+    source = base_source(config)
+    adopt_special_ids(source, tokenizer)
+    return source, tokenizer
+
+
+def _stored_module(source: "ModelSource") -> Any:
+    """Return the model of a folder. Raises UserError if it cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from pipeline.models.weights import check_report
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(source.folder),
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=source.trust_remote_code,
+            dtype="auto",
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{source.folder} cannot be loaded: {reason}") from error
+    module, report = loaded
+    check_report(source, report)
+    return module
+
+
+def _random_module(source: "ModelSource") -> Any:
+    """Return a model with the random weights that the first stage of its run started from."""
+    from transformers import AutoModelForCausalLM
+
+    from pipeline.models.modules import Policy
+    from pipeline.models.weights import fill
+
+    policy = Policy(AutoModelForCausalLM.from_config(source.config))
+    fill(policy, "lm.", policy.lm, source)
+    return policy.lm

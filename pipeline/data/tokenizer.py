@@ -119,8 +119,19 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without control tokens and surrounding white space."""
+        return self.decode_unstripped(ids).strip()
+
+    def decode_unstripped(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids without control tokens."""
         content = [token for token in ids if token not in self._control]
-        return str(self.hf.decode(content, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+        return str(self.hf.decode(content, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a plain text, with the tokens that the tokenizer adds at its begin, and no template.
+
+        Names of control tokens in the text become control tokens.
+        """
+        return list(self.hf(text, verbose=False)["input_ids"])
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and its chat template in Hugging Face format."""

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server for the models of a run: requests, one decoding thread, answers."""

@@ -1,0 +1,241 @@
+"""The web application: routes, keys, errors, and clients that disconnect."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipeline.serve.answers import CHAT, COMPLETION, Choice, Endpoint, sample_jobs, usage
+from pipeline.serve.batcher import Batcher, Job
+from pipeline.serve.errors import ServeError
+from pipeline.serve.models import ServedModel
+from pipeline.serve.requests import ChatRequest, CompletionRequest, SharedFields, parse
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LARGEST_BODY = 8 * 2**20  # bytes
+OPEN_PATHS = ("/health",)
+
+
+def create_app(
+    models: Mapping[str, ServedModel],
+    *,
+    key: str | None,
+    routes: Sequence[BaseRoute] = (),
+    open_paths: Sequence[str] = (),
+) -> Starlette:
+    """Return the application. The first model answers requests that name none.
+
+    key: what clients must send as bearer token. Without a key, the server accepts requests to loopback names only.
+    routes: routes of a page; open_paths: those of them that need no key
+    """
+    batcher = Batcher({name: model.session for name, model in models.items()})
+    api = _Api(models, batcher)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with batcher:
+            yield
+
+    return Starlette(
+        routes=[
+            Route("/health", api.health),
+            Route("/v1/models", api.list_models),
+            Route("/v1/models/{name:path}", api.get_model),
+            Route("/v1/chat/completions", api.chat, methods=["POST"]),
+            Route("/v1/completions", api.complete, methods=["POST"]),
+            *routes,
+        ],
+        middleware=[Middleware(_Guard, key=key, open_paths=(*OPEN_PATHS, *open_paths))],
+        exception_handlers={ServeError: _error_response, HTTPException: _http_error, Exception: _failure},
+        lifespan=lifespan,
+    )
+
+
+class _Api:
+    """The handlers of the routes."""
+
+    def __init__(self, models: Mapping[str, ServedModel], batcher: Batcher) -> None:
+        self.models, self.batcher = models, batcher
+        self.started = int(time.time())
+
+    async def health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def list_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self.models]})
+
+    async def get_model(self, request: Request) -> Response:
+        return JSONResponse(self._described(self._model(request.path_params["name"]).name))
+
+    async def chat(self, request: Request) -> Response:
+        body = parse(ChatRequest, await read_json(request))
+        model = self._model(body.model)
+        return await self._respond(request, CHAT, model, body, model.chat_jobs(body))
+
+    async def complete(self, request: Request) -> Response:
+        body = parse(CompletionRequest, await read_json(request))
+        model = self._model(body.model)
+        return await self._respond(request, COMPLETION, model, body, model.completion_jobs(body))
+
+    async def _respond(
+        self, request: Request, endpoint: Endpoint, model: ServedModel, body: SharedFields, jobs: Sequence[Job]
+    ) -> Response:
+        """Answer at once, or as a stream of events."""
+        self.batcher.check_waiting(model.name)
+        choices = [model.choice(body) for _ in jobs]
+        prompt_tokens = sum(len(job.prompt) for job in jobs) // (body.n or 1)
+        if body.stream:
+            events = self._events(endpoint, model, body, jobs, choices, prompt_tokens)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        await until_disconnected(request, self._collect(model, jobs, choices))
+        content = endpoint.head(model.name, chunk=False) | {
+            "choices": [endpoint.full(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage(prompt_tokens, choices),
+        }
+        return JSONResponse(content)
+
+    async def _collect(self, model: ServedModel, jobs: Sequence[Job], choices: Sequence[Choice]) -> None:
+        async with aclosing(sample_jobs(self.batcher, model.name, jobs)) as sampled:
+            async for index, token in sampled:
+                choices[index].take(token)
+
+    async def _events(
+        self,
+        endpoint: Endpoint,
+        model: ServedModel,
+        body: SharedFields,
+        jobs: Sequence[Job],
+        choices: Sequence[Choice],
+        prompt_tokens: int,
+    ) -> AsyncIterator[str]:
+        """Yield the events of a streamed answer. An error after the start is an event too."""
+        head = endpoint.head(model.name, chunk=True)
+        counts = body.stream_options is not None and body.stream_options.include_usage
+        none: dict[str, Any] = {"usage": None} if counts else {}
+        try:
+            if endpoint.opening is not None:
+                for index in range(len(choices)):
+                    yield _event(head | {"choices": [endpoint.opening(index)]} | none)
+            async with aclosing(sample_jobs(self.batcher, model.name, jobs)) as sampled:
+                async for index, token in sampled:
+                    choice = choices[index]
+                    text = choice.take(token)
+                    if text or token.finish is not None or choice.entries:
+                        yield _event(head | {"choices": [endpoint.delta(index, choice, text)]} | none)
+            if counts:
+                yield _event(head | {"choices": [], "usage": usage(prompt_tokens, choices)})
+        except ServeError as problem:
+            yield _event(problem.body())
+        yield "data: [DONE]\n\n"
+
+    def _model(self, name: str | None) -> ServedModel:
+        if name is None:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise ServeError(404, f"there is no model {name}; this server has {known}", "model_not_found", "model")
+        return self.models[name]
+
+    def _described(self, name: str) -> dict[str, Any]:
+        fields = {"id": name, "object": "model", "created": self.started, "owned_by": "zerochat"}
+        return fields | {"max_model_len": self.models[name].context}
+
+
+class _Guard:
+    """Middleware that refuses requests without the key or, if there is no key, to names other than loopback.
+
+    The check of the name stops a web page from reaching the server through a name of its own (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, open_paths: Sequence[str]) -> None:
+        self.app, self.key, self.open_paths = app, key, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(scope) if scope["type"] == "http" else None
+        if problem is None:
+            await self.app(scope, receive, send)
+        else:
+            await JSONResponse(problem.body(), problem.status)(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ServeError | None:
+        headers = Headers(scope=scope)
+        if self.key is None:
+            host = headers.get("host", "").rpartition("]")[0].lstrip("[") or headers.get("host", "").partition(":")[0]
+            is_local = host in LOOPBACK
+            return None if is_local else ServeError(403, f"{host}: this server answers to loopback names only")
+        if scope["path"] in self.open_paths:
+            return None
+        sent = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if hmac.compare_digest(sent.encode("latin-1"), self.key.encode()):  # starlette decodes headers as latin-1
+            return None
+        return ServeError(401, "the key is missing or wrong; send it as Authorization: Bearer KEY", "invalid_api_key")
+
+
+async def read_json(request: Request) -> Any:
+    """Return the JSON body of a request. Raises ServeError for other content.
+
+    A content type other than JSON is refused, because a web page of another site may send such requests.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise ServeError(415, "send JSON with the header Content-Type: application/json")
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > LARGEST_BODY:
+            raise ServeError(413, f"the body is larger than {LARGEST_BODY} bytes")
+    try:
+        return json.loads(bytes(content))
+    except (ValueError, RecursionError) as problem:
+        raise ServeError(400, "the body is not valid JSON") from problem
+
+
+async def until_disconnected(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it if the client disconnects. Raises ServeError then, which nobody reads."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ServeError(499, "the client disconnected")
+        task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _error_response(_: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ServeError)
+    return JSONResponse(problem.body(), problem.status)
+
+
+async def _http_error(request: Request, problem: Exception) -> Response:
+    """Answer unknown paths and methods in the same form as other errors."""
+    assert isinstance(problem, HTTPException)
+    message = f"{request.method} {request.url.path}: {problem.detail}"
+    return JSONResponse(ServeError(problem.status_code, message).body(), problem.status_code)
+
+
+async def _failure(_: Request, problem: Exception) -> Response:
+    """Answer an error of the server itself. The log has the traceback, the client gets none."""
+    return JSONResponse(ServeError(500, f"the server failed: {type(problem).__name__}").body(), 500)

@@ -1,0 +1,157 @@
+"""The decoding thread: it admits the requests of all clients into the batches of their models.
+
+The event loop of the server submits requests and receives tokens. One thread runs all models, because a second thread
+would compete with it for the same cores or the same GPU.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine import Sampling
+from pipeline.serve.errors import ServeError
+
+log = logging.getLogger(__name__)
+WAITING_PER_SLOT = 32  # requests that may wait for each slot of a model
+
+
+class Token(Protocol):
+    """A sampled token of the engine's sessions (`Generator.session`)."""
+
+    @property
+    def request(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def raw(self) -> tuple[float, list[tuple[int, float]]] | None: ...
+    @property
+    def finish(self) -> str | None: ...
+
+
+class Session(Protocol):
+    """A batch that accepts requests while it decodes (`Generator.session`)."""
+
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def slots(self) -> int: ...
+    def add(
+        self,
+        request: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        sample_seed: int,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> None: ...
+    def abort(self, request: int) -> None: ...
+    def step(self) -> Sequence[Token]: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to generate. `text` turns token ids into text, for stop strings."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    sample_seed: int
+    text: Callable[[list[int]], str]
+
+
+class Batcher:
+    """Decodes the jobs of several models in one thread. Use it as an asynchronous context manager."""
+
+    def __init__(self, sessions: Mapping[str, Session]) -> None:
+        self._sessions = dict(sessions)
+        self._numbers = itertools.count()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: dict[int, asyncio.Queue[Token | Exception]] = {}
+        self._live: dict[str, set[int]] = {name: set() for name in sessions}  # submitted and not ended, by model
+        self._thread = threading.Thread(target=self._decode, name="decode", daemon=True)
+
+    async def __aenter__(self) -> "Batcher":
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def live(self, model: str) -> int:
+        """Return the number of requests of a model that wait or decode."""
+        return len(self._live[model])
+
+    def check_waiting(self, model: str) -> None:
+        """Raise ServeError if too many requests of a model wait."""
+        if len(self._live[model]) >= self._sessions[model].slots * (1 + WAITING_PER_SLOT):
+            raise ServeError(429, "too many requests are waiting; send the request again later", "rate_limit_exceeded")
+
+    async def stream(self, model: str, job: Job) -> AsyncGenerator[Token, None]:
+        """Yield the tokens of a job. Leaving the iteration early, or its cancellation, frees the slot.
+
+        Raises ServeError if generation fails.
+        """
+        session, live = self._sessions[model], self._live[model]
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.Queue()
+        live.add(number)
+        self._inbox.put(lambda: self._add(session, number, job))
+        try:
+            while True:
+                token = await answer.get()
+                if isinstance(token, Exception):
+                    raise ServeError(500, str(token), "server_error") from token
+                yield token
+                if token.finish is not None:
+                    return
+        finally:
+            del self._answers[number]
+            live.discard(number)
+            self._inbox.put(lambda: session.abort(number))
+
+    def _add(self, session: Session, number: int, job: Job) -> None:
+        try:
+            session.add(number, job.prompt, job.sampling, job.sample_seed, job.text)
+        except Exception as error:
+            self._send([(number, error)])
+
+    def _decode(self) -> None:
+        """Run the sessions in turn until the batcher is closed; wait while none has work."""
+        while True:
+            busy = [session for session in self._sessions.values() if session.busy]
+            try:
+                message = self._inbox.get(block=not busy)
+                while message is not None:
+                    message()
+                    message = self._inbox.get_nowait()
+                return
+            except queue.Empty:
+                pass
+            for session in busy:
+                self._step(session)
+
+    def _step(self, session: Session) -> None:
+        try:
+            self._send([(token.request, token) for token in session.step()])
+        except Exception as error:  # the requests of the batch fail, the server continues
+            log.exception("a decoding step failed")
+            live = next(live for name, live in self._live.items() if self._sessions[name] is session)
+            for number in list(live):
+                session.abort(number)
+            self._send([(number, error) for number in list(live)])
+
+    def _send(self, items: Sequence[tuple[int, Token | Exception]]) -> None:
+        """Hand tokens or errors over to the event loop."""
+        if items:
+            self._loop.call_soon_threadsafe(self._deliver, items)
+
+    def _deliver(self, items: Sequence[tuple[int, Token | Exception]]) -> None:
+        for number, item in items:
+            answer = self._answers.get(number)
+            if answer is not None:
+                answer.put_nowait(item)

@@ -1,0 +1,122 @@
+"""The command `zerochat serve`: options, models, and the socket of the server."""
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.chat.folder import ChatModel, find, find_each
+from pipeline.errors import UserError
+from pipeline.installation import SERVE
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+KEY_VARIABLE = "ZEROCHAT_KEY"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+USAGE = """\
+Serve the models of a run to clients of OpenAI's API.
+
+{serve} runs/x                          the newest finished stage, at http://127.0.0.1:8000/v1
+{serve} runs/x --models sft,ppo,base    several models; requests choose by name
+{serve} runs/x --host 0.0.0.0 --key K   other machines may connect; clients send the key K
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until the process is interrupted; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        listener = Listener.of(options)
+        models = find_each(options.path, options.models) if options.models else [find(options.path)]
+        return _serve(options, listener, models)
+    except UserError as mistake:
+        if options.debug:
+            raise
+        print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(options: argparse.Namespace, listener: "Listener", models: Sequence[ChatModel]) -> int:
+    from pipeline.serve.app import create_app
+    from pipeline.serve.models import load_all
+
+    served = load_all(models, options)
+    greeting = f"serving {', '.join(served)} at {listener.url}/v1 (Ctrl-C ends)"
+    listener.run(create_app(served, key=listener.key), greeting)
+    return 0
+
+
+class Listener:
+    """The socket of a server with its key. The socket is bound before models are loaded, so that errors come early."""
+
+    def __init__(self, host: str, port: int, key: str | None) -> None:
+        """Raises UserError if packages are missing, if the address needs a key, or if the port is taken."""
+        missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+        if missing:
+            raise UserError(f"{' and '.join(missing)} is not installed: run `pip install 'zerochat[serve]'`")
+        if host not in LOOPBACK and not key:
+            raise UserError(
+                f"--host {host} lets other machines connect, so a key is needed: set --key KEY or the environment "
+                f"variable {KEY_VARIABLE}"
+            )
+        self.host, self.key = host, key
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind((host, port))
+        except OSError as problem:
+            self.socket.close()
+            raise UserError(f"{host}:{port} cannot be used ({problem.strerror}); set another --port") from problem
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Listener":
+        """Return the listener of parsed options. The environment variable is used if --key is missing."""
+        return cls(options.host, options.port, options.key or os.environ.get(KEY_VARIABLE) or None)
+
+    @property
+    def url(self) -> str:
+        """The address with the port that the kernel assigned."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.socket.getsockname()[1]}"
+
+    def run(self, app: "Starlette", greeting: str) -> None:
+        """Serve until SIGINT or SIGTERM. Clients that connect after the greeting wait until the server answers."""
+        import uvicorn
+
+        self.socket.listen(128)
+        print(greeting, file=sys.stderr, flush=True)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        uvicorn.Server(config).run(sockets=[self.socket])
+
+
+def add_server_options(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the options that the server and the chat page share."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
+    parser.add_argument("--port", type=int, default=port, help=f"port; 0 takes a free one (default {port})")
+    parser.add_argument("--key", help=f"key that clients must send; also read from {KEY_VARIABLE}")
+    parser.add_argument("--slots", type=int, default=32, help="sequences of a model that decode at a time (default 32)")
+    parser.add_argument(
+        "--context",
+        type=int,
+        help="tokens of prompt and answer together (default: the model's positions, at most 4096)",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=SERVE, description=USAGE.format(serve=SERVE), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
+    parser.add_argument("--models", metavar="A,B", help="stages of the run (sft, dpo, ppo), base, or folders")
+    add_server_options(parser, 8000)
+    return parser

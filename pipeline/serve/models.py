@@ -1,0 +1,109 @@
+"""Models of a server: their tokenizers, their batches, and the jobs that requests become."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine import Generator
+from pipeline.chat.folder import ChatModel
+from pipeline.chat.participant import load
+from pipeline.data.records import Message
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.errors import UserError
+from pipeline.serve.answers import AnswerText, Choice
+from pipeline.serve.batcher import Job, Session, Token
+from pipeline.serve.errors import ServeError
+from pipeline.serve.requests import ChatRequest, CompletionRequest, SharedFields
+
+LONGEST_CONTEXT = 4096  # tokens of prompt and answer, unless --context is set; the key-value cache grows with it
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model of the server. `context` is the number of tokens that prompt and answer may have together."""
+
+    name: str
+    tokenizer: ChatTokenizer
+    session: Session
+    context: int
+
+    def chat_jobs(self, body: ChatRequest) -> list[Job]:
+        """Return the jobs of a chat request, one per choice. Raises ServeError."""
+        return self._jobs(body, self.encode(body.turns()))
+
+    def completion_jobs(self, body: CompletionRequest) -> list[Job]:
+        """Return the jobs of a completion request: the choices of the first prompt, then those of the next one."""
+        jobs = []
+        for prompt in body.prompts():
+            ids = self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt
+            if not ids or max(ids) >= self.tokenizer.vocab_size:
+                raise ServeError(400, f"prompt: token ids must be below {self.tokenizer.vocab_size}", param="prompt")
+            jobs += self._jobs(body, ids)
+        return jobs
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a conversation. Raises ServeError if the chat template refuses the turns."""
+        try:
+            return self.tokenizer.encode_prompt(messages)
+        except UserError as problem:
+            raise ServeError(400, f"messages: {problem}", param="messages") from problem
+
+    def choice(self, body: SharedFields) -> Choice:
+        """Return an empty choice for a job of this request."""
+        decode = self.tokenizer.decode if isinstance(body, ChatRequest) else self.tokenizer.decode_unstripped
+        return Choice(AnswerText(decode, body.stops), None if body.likeliest is None else self._describe)
+
+    def _jobs(self, body: SharedFields, ids: Sequence[int]) -> list[Job]:
+        room = self.context - len(ids)
+        if room < 1:
+            raise ServeError(
+                400,
+                f"the prompt has {len(ids)} tokens, and this model has a context of {self.context} tokens; send a "
+                "shorter prompt",
+                "context_length_exceeded",
+            )
+        sampling = body.sampling(room, self.tokenizer.end_ids, self.tokenizer.pad_id)
+        return [Job(ids, sampling, choice, self.tokenizer.decode_unstripped) for choice in range(body.n or 1)]
+
+    def _describe(self, token: Token) -> dict[str, Any]:
+        """Return the entry of a token in the log-probabilities of a response."""
+        assert token.raw is not None, "the sampler computes what the request needs"
+        logprob, likeliest = token.raw
+        return self._entry(token.token, logprob) | {"top_logprobs": [self._entry(*each) for each in likeliest]}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = str(self.tokenizer.hf.decode([token]))
+        is_whole = "\ufffd" not in text  # a token may be a part of a character
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode()) if is_whole else None}
+
+
+def load_all(models: Sequence[ChatModel], options: Namespace) -> dict[str, ServedModel]:
+    """Load models under different names, with the options of the command line. Raises UserError."""
+    if options.slots < 1 or (options.context is not None and options.context < 2):
+        raise UserError(f"--slots {options.slots} must be at least 1 and --context {options.context} at least 2")
+    served: dict[str, ServedModel] = {}
+    for model in models:
+        name = model.name
+        while name in served:
+            name += "+"
+        loaded = load_served(model, options.slots, options.context, trust_remote_code=options.trust_remote_code)
+        served[name] = replace(loaded, name=name)
+    return served
+
+
+def load_served(model: ChatModel, slots: int, context: int | None, *, trust_remote_code: bool = False) -> ServedModel:
+    """Load a model and create its batch. Raises UserError if the model cannot be served."""
+    participant = load(model, trust_remote_code=trust_remote_code)
+    generator: Generator = participant.rollouts
+    limit = participant.positions
+    if context is not None and limit is not None and context > limit:
+        raise UserError(
+            f"--context {context} is longer than the {limit} positions of {model.name}; set {limit} or less"
+        )
+    longest = context or min(limit or LONGEST_CONTEXT, LONGEST_CONTEXT)
+    try:
+        session = generator.session(slots, longest, longest)
+    except ValueError as problem:
+        raise UserError(f"{model.name}: {problem}") from problem
+    return ServedModel(model.name, participant.tokenizer, session, longest)

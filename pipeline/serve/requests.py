@@ -1,0 +1,181 @@
+"""The bodies of requests, in the form of OpenAI's API, and the sampling settings that they stand for.
+
+Fields that change the answer and that the server does not support are refused, and so are unknown fields: a client must
+not get an answer to another question. Fields that only annotate a request are ignored.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine import Sampling
+from pipeline.data.records import BadRow, Message, messages_of, whole_characters
+from pipeline.serve.errors import ServeError
+
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+MAX_CHOICES = 128
+# Fields that are accepted only with these values, which have no effect.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+}
+Stop = str | list[str] | None
+Body = TypeVar("Body", bound="SharedFields")
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class SharedFields(BaseModel):
+    """The fields that both endpoints have. `top_k`, `min_p`, `repetition_penalty` and `min_tokens` are extensions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(1.0, ge=0, le=2)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    seed: int | None = None
+    stop: Stop = None
+    top_k: int | None = Field(0, ge=0)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    repetition_penalty: float | None = Field(1.0, gt=0)
+    min_tokens: int | None = Field(0, ge=0)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in stop if text)
+
+    @property
+    def limit(self) -> int | None:
+        """The largest number of new tokens, if the request sets it."""
+        return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """The number of likeliest tokens to return with each token; None without log-probabilities."""
+        raise NotImplementedError
+
+    def sampling(self, room: int, end_ids: tuple[int, ...], pad_id: int) -> Sampling:
+        """Return the settings of the sampler for an answer of at most `room` tokens."""
+        longest = room if self.limit is None else self.limit
+        if longest > room:
+            raise ServeError(
+                400,
+                f"max_tokens={longest} is too large: {room} tokens remain after this prompt; set a smaller max_tokens",
+                "context_length_exceeded",
+                "max_tokens",
+            )
+        return Sampling(
+            max_new_tokens=longest,
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            min_new_tokens=min(self.min_tokens or 0, longest),
+            stop=self.stops,
+            seed=secrets.randbits(62) if self.seed is None else self.seed,
+            end_ids=end_ids,
+            pad_id=pad_id,
+            top_logprobs=self.likeliest,
+        )
+
+
+class ChatRequest(SharedFields):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def turns(self) -> tuple[Message, ...]:
+        """Return the conversation. Raises ServeError if it cannot be answered."""
+        try:
+            messages = messages_of(self.messages)
+        except BadRow as problem:
+            raise ServeError(400, f"messages: {problem}", param="messages") from problem
+        if messages[-1].role != "user":
+            raise ServeError(400, f"messages: the last message is from the {messages[-1].role}; end with a user's",
+                             param="messages")  # fmt: skip
+        return messages
+
+
+class CompletionRequest(SharedFields):
+    """The body of POST /v1/completions. A prompt is a text or token ids; several prompts are a list."""
+
+    prompt: str | list[str] | list[Annotated[int, Field(ge=0)]] | list[list[Annotated[int, Field(ge=0)]]]
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts. Raises ServeError for an empty one."""
+        prompt: Any = self.prompt
+        is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        prompts = [prompt] if is_single else list(prompt)
+        if not prompts or not all(prompts):
+            raise ServeError(400, "prompt is empty; send at least one token", param="prompt")
+        return [whole_characters(each) if isinstance(each, str) else each for each in prompts]
+
+
+def parse(kind: type[Body], content: Any) -> Body:
+    """Return the body of a request. Raises ServeError that names the wrong field and what it may be."""
+    if not isinstance(content, Mapping):
+        raise ServeError(400, "the body must be a JSON object")
+    fields = {key: value for key, value in content.items() if key not in IGNORED}
+    for key, neutral in NEUTRAL.items():
+        if key in fields and key not in kind.model_fields:
+            value = fields.pop(key)
+            if value not in neutral:
+                raise ServeError(400, f"{key} is not supported; leave it out", "unsupported_parameter", key)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as problem:
+        raise _first_error(problem.errors()) from problem
+
+
+def _first_error(errors: Sequence[Any]) -> ServeError:
+    """Return the error of the first wrong field."""
+    error = errors[0]
+    name = str(error["loc"][0])
+    reason = "there is no such field" if error["type"] == "extra_forbidden" else error["msg"]
+    return ServeError(400, f"{name}: {reason}", param=name)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,40 @@
+"""A server in a thread of the test, on a port that the kernel assigns."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from openai import OpenAI
+from starlette.applications import Starlette
+
+LIMIT = 120.0  # seconds; a condition that is not met by then fails its test
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return as soon as the condition holds."""
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "the condition was never met"
+        time.sleep(0.005)
+
+
+@contextmanager
+def served(app: Starlette) -> Iterator[str]:
+    """Run an application; provide its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def client_of(url: str, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=LIMIT)

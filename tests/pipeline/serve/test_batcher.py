@@ -1,0 +1,183 @@
+"""The decoding thread with a batch that the test controls: disconnects, failures, a full queue, stop strings."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import pytest
+
+from engine import Sampling
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.errors import UserError
+from pipeline.serve.answers import AnswerText
+from pipeline.serve.app import create_app
+from pipeline.serve.batcher import WAITING_PER_SLOT
+from pipeline.serve.command import Listener, main
+from pipeline.serve.models import ServedModel
+from tests.pipeline.serve.running import client_of, served, wait_until
+
+
+class Sampled(NamedTuple):
+    request: int
+    token: int
+    raw: None = None
+    finish: str | None = None
+
+
+class Endless:
+    """A batch of one slot whose answers never end; `failure` makes the next step fail."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self.live: list[int] = []
+        self.aborted: list[int] = []
+        self.failure: Exception | None = None
+        self.stepping = threading.Event()
+        self.stepping.set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live)
+
+    def add(
+        self,
+        request: int,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        sample_seed: int,
+        text: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        if sampling.seed == 13:
+            raise ValueError("no room for this one")
+        self.live.append(request)
+
+    def abort(self, request: int) -> None:
+        if request in self.live:
+            self.live.remove(request)
+            self.aborted.append(request)
+
+    def step(self) -> list[Sampled]:
+        self.stepping.wait(60)
+        time.sleep(0.02)  # a batch that takes no time would fill the queues of the event loop
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        return [Sampled(request, 70) for request in self.live]
+
+
+@pytest.fixture
+def session() -> Endless:
+    return Endless()
+
+
+@pytest.fixture
+def url(session: Endless) -> Iterator[str]:
+    tokenizer = train_tokenizer(["hello there"], 300)
+    with served(create_app({"m": ServedModel("m", tokenizer, session, 256)}, key=None)) as address:
+        yield address
+
+
+def send(url: str, *, stream: bool, seed: int = 1) -> socket.socket:
+    """Send a request, and return the connection without reading the answer."""
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "stream": stream, "seed": seed}).encode()
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_frees_its_slot(url: str, session: Endless, stream: bool) -> None:
+    with send(url, stream=stream) as connection:
+        wait_until(lambda: session.busy)
+        if stream:
+            assert connection.recv(100)
+        assert session.aborted == []
+    wait_until(lambda: not session.busy)
+    assert len(session.aborted) == 1
+
+
+def test_a_failing_step_fails_its_requests_and_nothing_else(url: str, session: Endless) -> None:
+    for stream in (False, True):
+        session.stepping.clear()
+        errors: list[openai.APIError] = []
+
+        def ask(stream: bool = stream, errors: list[openai.APIError] = errors) -> None:
+            with client_of(url) as client, pytest.raises(openai.APIError) as caught:
+                answer = client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "hello"}], stream=stream
+                )
+                if stream:
+                    list(answer)
+            errors.append(caught.value)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        wait_until(lambda: session.busy)
+        session.failure = FloatingPointError("the logits of the model are NaN")
+        session.stepping.set()
+        thread.join()
+        assert "the logits of the model are NaN" in str(errors[0])
+        wait_until(lambda: not session.busy)
+
+
+def test_a_request_that_the_batch_refuses_gets_an_error(url: str) -> None:
+    with client_of(url) as client, pytest.raises(openai.InternalServerError, match="no room for this one"):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], seed=13)
+
+
+def test_a_full_queue_refuses_further_requests(url: str, session: Endless) -> None:
+    session.stepping.clear()
+    connections = [send(url, stream=False) for _ in range(1 + WAITING_PER_SLOT)]
+    wait_until(lambda: bool(session.live))
+    session.stepping.set()
+    wait_until(lambda: len(session.live) == 1 + WAITING_PER_SLOT)
+    with client_of(url) as client, pytest.raises(openai.RateLimitError, match="too many requests"):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}])
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: not session.busy)
+
+
+# Stop strings
+
+
+def texts(stops: list[str], characters: str) -> list[str]:
+    """The text after each character, and after the end."""
+    answer = AnswerText(lambda ids: bytes(ids).decode(), stops)
+    return [*(answer.feed(ord(character)) for character in characters), answer.finish()]
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
+    assert texts(["END"], "aENbENDc") == ["a", "", "", "ENb", "", "", "", "", ""]
+    assert texts(["aab"], "aaab") == ["", "", "a", "", ""]
+    assert texts(["END"], "xEN") == ["x", "", "", "EN"]
+    assert texts(["bc", "abcd"], "abcd") == ["", "", "a", "", ""]
+    assert texts([], "ab") == ["a", "b", ""]
+
+
+# The command
+
+
+def test_another_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZEROCHAT_KEY", raising=False)
+    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 lets other machines connect, so a key is needed"):
+        Listener("0.0.0.0", 0, None)
+    Listener("127.0.0.1", 0, None).socket.close()
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        taken.listen()
+        assert main([str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "set another --port" in shown
+    assert main([str(tmp_path / "nothing"), "--port", "0"]) == 2
+    assert "no such folder" in capsys.readouterr().err

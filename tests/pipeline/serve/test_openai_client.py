@@ -1,0 +1,270 @@
+"""The server, seen through OpenAI's own client: answers, streams, many clients at once, refusals."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from engine import Sampling
+from pipeline.chat.folder import ChatModel
+from pipeline.chat.participant import ChatParticipant, load
+from pipeline.data.records import Message
+from pipeline.serve.app import create_app
+from pipeline.serve.models import ServedModel, load_served
+from tests.pipeline.serve.running import client_of, served
+from tests.test_chat import save_model
+
+HELLO = [{"role": "user", "content": "hello"}]
+Options = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("sft", "ppo")):
+        save_model(root / name, seed)
+    return {name: load_served(ChatModel(name, root / name), 32, None) for name in ("sft", "ppo")}
+
+
+@pytest.fixture(scope="module")
+def url(models: dict[str, ServedModel]) -> Iterator[str]:
+    with served(create_app(models, key=None)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with client_of(url) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> ChatParticipant:
+    """The model "sft" once more, which answers one prompt at a time without a server."""
+    folder = tmp_path_factory.mktemp("alone") / "sft"
+    save_model(folder, 0)
+    return load(ChatModel("sft", folder))
+
+
+def ask(client: openai.OpenAI, text: str = "hello", **options: Any) -> Any:
+    fields = {"model": "sft", "max_tokens": 20} | options
+    return client.chat.completions.create(messages=[{"role": "user", "content": text}], **fields)
+
+
+def expected(alone: ChatParticipant, text: str, sampling: Sampling) -> tuple[str, int]:
+    """The text and the number of tokens of an answer that nothing else decodes with."""
+    prompt = alone.tokenizer.encode_prompt([Message("user", text)])
+    answer = alone.rollouts.generate([prompt], sampling, [0])[0]
+    return alone.tokenizer.decode(answer.token_ids), len(answer.token_ids)
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [(model.id, model.object) for model in client.models.list()] == [("sft", "model"), ("ppo", "model")]
+    assert client.models.retrieve("ppo").id == "ppo"
+    with pytest.raises(openai.NotFoundError, match="there is no model x; this server has sft, ppo"):
+        client.models.retrieve("x")
+
+
+def test_an_answer_is_that_of_the_generator(client: openai.OpenAI, alone: ChatParticipant) -> None:
+    ends = alone.tokenizer.end_ids
+    answer = ask(client, seed=5, temperature=0.7, top_p=0.9)
+    text, count = expected(alone, "hello", Sampling(20, 0.7, top_p=0.9, end_ids=ends, seed=5))
+    assert answer.choices[0].message.content == text != ""
+    assert answer.choices[0].message.role == "assistant" and answer.object == "chat.completion"
+    prompt = len(alone.tokenizer.encode_prompt([Message("user", "hello")]))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, count)
+    assert answer.usage.total_tokens == prompt + count and answer.model == "sft"
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert ask(client, seed=5, temperature=0.7, top_p=0.9, model="ppo").choices[0].message.content != text
+
+
+def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI) -> None:
+    whole = ask(client, seed=3)
+    chunks = list(ask(client, seed=3, stream=True, stream_options={"include_usage": True}))
+    *pieces, last = chunks
+    assert last.choices == [] and last.usage == whole.usage
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
+    assert len([piece for piece in pieces if piece.choices[0].delta.content]) > 5
+    assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [
+        whole.choices[0].finish_reason
+    ]
+    assert len({chunk.id for chunk in chunks}) == 1 and pieces[0].usage is None
+
+
+def test_many_clients_share_batches_and_get_their_own_answers(
+    url: str, models: dict[str, ServedModel], alone: ChatParticipant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty threads, each with its own connection, text and settings."""
+    sizes: list[int] = []
+    session = models["sft"].session
+    step = session.step
+
+    def counted() -> Any:
+        tokens = step()
+        sizes.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(session, "step", counted)
+
+    def one(number: int) -> str:
+        with client_of(url) as own:
+            options: Options = {"seed": number, "temperature": 0.5 + number / 20, "max_tokens": 40}
+            if number % 2:
+                stream = ask(own, f"hello {number}", stream=True, **options)
+                return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            return str(ask(own, f"hello {number}", **options).choices[0].message.content)
+
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(one, range(20)))
+    ends = alone.tokenizer.end_ids
+    for number, answer in enumerate(answers):
+        sampling = Sampling(40, 0.5 + number / 20, end_ids=ends, seed=number)
+        assert answer == expected(alone, f"hello {number}", sampling)[0]
+    assert sum(sizes) > len(sizes), "no step decoded two answers"
+
+
+def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
+    whole = ask(client, seed=3).choices[0].message.content
+    stop = whole[3:6]
+    for options in ({}, {"stream": True}):
+        answer = ask(client, seed=3, stop=[stop, "never"], **options)
+        if options:
+            chunks = list(answer)
+            text, finish = (
+                "".join(c.choices[0].delta.content or "" for c in chunks),
+                chunks[-1].choices[0].finish_reason,
+            )
+        else:
+            text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
+        assert text == whole[: whole.index(stop)] and finish == "stop"
+    assert ask(client, seed=3, max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_several_choices_differ_and_repeat(client: openai.OpenAI) -> None:
+    first, second = (ask(client, n=3, seed=9) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2] and len(set(texts)) == 3
+    assert [choice.message.content for choice in second.choices] == texts
+    assert ask(client, seed=9).choices[0].message.content == texts[0]
+    assert len({ask(client).choices[0].message.content for _ in range(3)}) > 1, "without a seed answers vary"
+
+
+def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI, alone: ChatParticipant) -> None:
+    answer = ask(client, seed=3, temperature=0.3, logprobs=True, top_logprobs=2)
+    entries = answer.choices[0].logprobs.content
+    prompt = alone.tokenizer.encode_prompt([Message("user", "hello")])
+    sampling = Sampling(20, 0.3, end_ids=alone.tokenizer.end_ids, seed=3)
+    ids = alone.rollouts.generate([prompt], sampling, [0])[0].token_ids
+    with torch.no_grad():
+        logits = alone.rollouts.module(torch.tensor([prompt + ids]), use_cache=False).logits[0].double()
+    plain = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    assert [entry.logprob for entry in entries] == pytest.approx(
+        [float(row[token]) for row, token in zip(plain, ids, strict=True)], abs=1e-4
+    )
+    best = plain.topk(2).values.tolist()
+    for entry, values in zip(entries, best, strict=True):
+        assert [each.logprob for each in entry.top_logprobs] == pytest.approx(values, abs=1e-4)
+    assert [entry.token for entry in entries] == [alone.tokenizer.hf.decode([token]) for token in ids]
+    streamed = ask(client, seed=3, temperature=0.3, logprobs=True, top_logprobs=2, stream=True)
+    in_chunks = [each for c in streamed if c.choices[0].logprobs for each in c.choices[0].logprobs.content]
+    assert in_chunks == entries
+
+
+def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: ChatParticipant) -> None:
+    ids = alone.tokenizer.encode_text("hello there")
+    options: Options = {"model": "sft", "max_tokens": 9, "temperature": 0}
+    by_text = client.completions.create(prompt="hello there", **options)
+    by_ids = client.completions.create(prompt=ids, **options)
+    several = client.completions.create(prompt=["good morning", "hello there"], n=2, logprobs=2, **options)
+    whole = alone.rollouts.generate([ids], Sampling(9, 0, end_ids=alone.tokenizer.end_ids), [0])[0]
+    assert by_text.choices[0].text == by_ids.choices[0].text == alone.tokenizer.decode_unstripped(whole.token_ids)
+    assert [choice.text for choice in several.choices[2:]] == [by_text.choices[0].text] * 2
+    assert len(several.choices) == 4 and several.usage is not None
+    assert several.usage.prompt_tokens == len(ids) + len(alone.tokenizer.encode_text("good morning"))
+    logprobs = several.choices[2].logprobs
+    assert logprobs is not None and logprobs.token_logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    streamed = client.completions.create(prompt="hello there", stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == by_text.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 5000}, "max_tokens", "tokens remain after this prompt"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
+        ({"temprature": 1}, "temprature", "there is no such field"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "messages", "assistant"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages", "of the role 'robot'"),
+        ({"messages": [{"role": "user", "content": "good morning " * 400}]}, None, "has a context of 256 tokens"),
+        ({"seed": "x"}, "seed", "valid integer"),
+        ({"n": 1000}, "n", "less than or equal to 128"),
+    ],
+)
+def test_a_wrong_field_is_named(client: openai.OpenAI, fields: Options, param: str | None, told: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="sft", messages=HELLO, extra_body=fields)  # type: ignore[call-overload]
+    assert told in caught.value.body["message"] and caught.value.param == param  # type: ignore[index]
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_what_only_annotates_is_ignored(client: openai.OpenAI) -> None:
+    neutral: Options = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0, "tools": [], "stop": None}
+    assert ask(client, seed=1, extra_body=neutral).choices == ask(client, seed=1).choices
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"[1]", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b"{}", "text/plain", 415),
+        (b'{"messages": "hello"}', "application/json", 400),
+        (b" " * (8 * 2**20 + 1), "application/json", 413),
+    ],
+)
+def test_a_broken_body_is_an_error_in_json(url: str, content: bytes, kind: str, status: int) -> None:
+    request = urllib.request.Request(f"{url}/v1/chat/completions", content, {"Content-Type": kind})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request)
+    assert caught.value.code == status and json.load(caught.value)["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/chat/completions", 405)])
+def test_wrong_paths_and_methods_are_errors_in_json(url: str, path: str, status: int) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(url + path)
+    assert caught.value.code == status and path in json.load(caught.value)["error"]["message"]
+
+
+def test_only_loopback_names_reach_a_server_without_a_key(url: str) -> None:
+    """A page may point its own name at this machine (DNS rebinding)."""
+    port = url.rpartition(":")[2]
+    for host in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "localhost"):
+        assert urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers={"Host": host})).status == 200
+    for host in (f"evil.example:{port}", f"localhost.evil.example:{port}", ""):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers={"Host": host}))
+        assert caught.value.code in (400, 403)
+
+
+def test_a_server_with_a_key_refuses_others(models: dict[str, ServedModel]) -> None:
+    with served(create_app(models, key="sésame")) as url:
+        for wrong in ("none", "sesame", "sésamé"):
+            with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
+                client_of(url, wrong).models.list()
+        request = urllib.request.Request(
+            f"{url}/v1/models", headers={"Authorization": "Bearer sésame".encode().decode("latin-1")}
+        )
+        assert urllib.request.urlopen(request).status == 200
+        assert urllib.request.urlopen(f"{url}/health").status == 200
