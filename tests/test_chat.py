@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_manifest(root: Path, **status: str) -> None:
-    stages = {stage: {"status": word, "consumed": {}, "produced": {}} for stage, word in status.items()}
+    stages = {stage: {"status": word} for stage, word in status.items()}
     (root / "manifest.json").write_text(json.dumps({"identity": {}, "asked": "", "stages": stages}))
 
 
