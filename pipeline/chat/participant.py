@@ -152,7 +152,13 @@ def _base_source(run: Path) -> tuple["ModelSource", ChatTokenizer]:
     from pipeline.models.stage_models import adopt_special_ids, base_source
 
     stage = next(run.glob("*/config.yaml")).parent
-    config = read_config(stage)
+    try:
+        config = read_config(stage)
+    except ValueError as problem:
+        raise UserError(
+            f"{stage}/config.yaml was written by another version of zerochat, so the base model of {run} is unknown: "
+            "give the folder of the base model instead of base"
+        ) from problem
     tokenizer = load_tokenizer(str(run / "tokenizer" if (run / "tokenizer").is_dir() else stage / "model"))
     source = base_source(config)
     adopt_special_ids(source, tokenizer)
