@@ -22,6 +22,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.installation import CONF, TRAIN
 
+REMOVED_KEYS = (("rollout", "selfcheck_every"), ("engine", "pipeline_schedule"))
+"""Keys that earlier versions wrote into the config.yaml of their runs."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -188,7 +191,8 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     settings = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
     for key in ("name", "run_dir", "stage", "method", "actor", "reward_path", "ranks", "debug", "tracking", "profile"):
         settings.pop(key, None)
-    settings.get("rollout", {}).pop("selfcheck_every", None)  # the former name of a key
+    for group, key in REMOVED_KEYS:
+        settings.get(group, {}).pop(key, None)
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, keys in own.items() if keys):
         settings.pop(group, None)

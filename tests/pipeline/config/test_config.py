@@ -140,7 +140,9 @@ def test_the_actors_run_brings_its_settings(tmp_path):
     stage.mkdir(parents=True)
     own = ("name=x", "tracking=none", "profile.steps=[1,2]")  # of that run alone
     earlier = config_of("data=gsm8k", "seed=7", "engine=zero2", "rollout.max_new_tokens=99", *own)
-    (stage / "config.yaml").write_text(yaml.safe_dump(earlier.model_dump(mode="json")))
+    settings = earlier.model_dump(mode="json")
+    settings["engine"]["pipeline_schedule"] = "gpipe"  # a key of an earlier version
+    (stage / "config.yaml").write_text(yaml.safe_dump(settings))
     config = validate(compose([f"actor={stage}", "stage=ppo", "ppo.kl_coef=0.2"]))
     assert (config.model.name, config.data.name, config.rollout.max_new_tokens) == ("opt-1.3b", "gsm8k", 99)
     assert (config.engine.zero_stage, config.seed, config.ppo.kl_coef) == (2, 7, 0.2)
