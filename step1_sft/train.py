@@ -46,7 +46,7 @@ def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate and export. `folder` is RUN/sft."""
     source = base_source(config)
     records = stage_records(config, "sft")
-    ppo_prompts = check_data_to_come(config, "sft")
+    ppo_prompts = check_data_to_come(config, "sft", records)
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     _check_model(config, source, tokenizer)
     encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)

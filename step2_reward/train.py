@@ -45,7 +45,7 @@ def run(config: RunConfig, folder: Path) -> None:
     adopt_special_ids(source, tokenizer)
     require_context(config, "reward", source)
     records = stage_records(config, "reward")
-    check_data_to_come(config, "reward")
+    check_data_to_come(config, "reward", records)
     log_undecided("reward", records.train)
     encode = partial(encode_preferences, tokenizer, max_length=config.reward.max_length)
     data = examples("reward", config.reward, records, encode)

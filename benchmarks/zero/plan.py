@@ -35,6 +35,7 @@ OPT = (
     "model=opt-125m",
     "model.weights=random",
     "model.tokenizer=train",
+    "data=demo",
     "engine.dtype=bf16",
     "sft.batch_size=8",
     "reward.batch_size=4",

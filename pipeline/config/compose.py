@@ -10,7 +10,7 @@ working directory. Flags: -m (one job for each value of a list), --cfg job, --he
 import argparse
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from pipeline.installation import CONF, TRAIN
 
 REMOVED_KEYS = (("rollout", "selfcheck_every"), ("engine", "pipeline_schedule"))
 """Keys that earlier versions wrote into the config.yaml of their runs."""
+REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence MIT
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     inherited, replaced = _inherited(overrides)
+    overrides = [*overrides, *_real_data([*replaced, *overrides], skip="data" in inherited)]
     tokens = rewrite([*replaced, *overrides])
     tokens += _recipe(overrides, skip=bool(inherited))
     ConfigStore.instance().store("schema", _merged(defaults(RunConfig), inherited), provider="schema")
@@ -154,6 +156,22 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return {**base, **over, **both}
 
 
+def _real_data(overrides: Sequence[str], skip: bool) -> list[str]:
+    """Return the override that selects real preferences for any model but the default one.
+
+    The demo's generated data teach rude answers on purpose, so only the demo's own model trains on them by default.
+    """
+    values = {key: value for _, key, value in map(split, overrides)}
+    is_default = values.get("model") in (None, default_options()["model"]) and not _has_own_model(values)
+    has_data = bool(values.keys() & {"data", "data.path", "data.sources"})
+    return [] if skip or has_data or is_default else [f"data={REAL_DATA}"]
+
+
+def _has_own_model(values: Mapping[str, str | None]) -> bool:
+    """Return whether a folder or a hub id replaces the default model."""
+    return "model" not in values and bool(values.keys() & {"model.path", "model.hub"})
+
+
 def _recipe(overrides: Sequence[str], skip: bool) -> list[str]:
     """Return the override that selects the recipe for model and data, if `conf/recipe` has one.
 
@@ -162,7 +180,7 @@ def _recipe(overrides: Sequence[str], skip: bool) -> list[str]:
     values = {key: value for _, key, value in map(split, overrides)}
     if "recipe" in values:
         return []
-    own_model = "model" not in values and values.keys() & {"model.path", "model.hub"}
+    own_model = _has_own_model(values)
     own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
     default = default_options()
     model, data = values.get("model", default["model"]), values.get("data", default["data"])

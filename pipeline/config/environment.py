@@ -1,6 +1,6 @@
 """Check a configuration against the machine: the number of ranks, and the files and folders that the keys name."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from pipeline.config.engines import shard_ranks
@@ -8,7 +8,8 @@ from pipeline.config.messages import indivisible, no_divisor
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import ANSWERING, POLICIES, STAGES, wanted_stages
 from pipeline.data.files import find, missing
-from pipeline.data.sources import is_absent, is_remote
+from pipeline.data.hub import describe_hub_data
+from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
 
@@ -66,6 +67,17 @@ def check_paths(config: RunConfig) -> None:
         load_function(config.evaluation.judge, key=JUDGE)
     if config.evaluation.pair_judge is not None and set(POLICIES) & set(wanted_stages(config)):
         load_function(config.evaluation.pair_judge, key=PAIR_JUDGE)
+
+
+def hub_data(config: RunConfig, words: Sequence[str]) -> list[str]:
+    """Download the hub data of a run, and return a line for each data set. Raises UserError if one is unreachable.
+
+    words: the command line, which the error repeats with other data
+    """
+    kinds = {STAGES[stage].reads for stage in wanted_stages(config)}
+    sources = [] if config.stage == "plan" else configured_sources(config.data)
+    remote = [source for source in sources if is_remote(source) and kinds & set(source.stages)]
+    return describe_hub_data(config.data.name, remote, words)
 
 
 def _data_paths(data: DataConfig, kinds: Set[str]) -> Iterator[tuple[str, str]]:

@@ -138,7 +138,7 @@ class DataConfig(Section):
     )
     stage_shares: dict[Literal["sft", "reward", "ppo"], float] = Field(
         {"sft": 0.2, "reward": 0.4, "ppo": 0.4},
-        description="shares of the prompts that each stage reads if one source serves several stages; no two stages read the same prompt; dpo reads the shares of reward and ppo",
+        description="shares of the prompts if one source serves several stages of a run: no two stages read the same prompt, and dpo reads the shares of reward and ppo; with the default, a stage that runs alone reads all rows",
     )
     bad_row_limit: float = Field(
         0.05, ge=0, le=1, description="largest share of unusable rows; a file with more is rejected"

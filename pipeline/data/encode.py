@@ -3,6 +3,7 @@
 | record | longer than the limit |
 | --- | --- |
 | conversation | truncated on the right; dropped if no target token remains |
+| document | divided into rows of at most the limit |
 | preference | answers are truncated (without an end token); dropped if no answer token fits or both are equal |
 | labelled answer | truncated (without an end token); dropped if no answer token fits |
 | prompt | dropped |
@@ -21,7 +22,7 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.records import Conversation, LabelledAnswer, Preference, Prompt, Row
+from pipeline.data.records import Conversation, Document, LabelledAnswer, Preference, Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 
@@ -170,22 +171,30 @@ class PromptItems:
 
 def encode_conversations(
     tokenizer: ChatTokenizer,
-    records: Sequence[Conversation],
+    records: Sequence[Conversation | Document],
     *,
     max_length: int,
     loss_on: str = "assistant",
     name: str = "conversations",
 ) -> tuple[TokenItems, Counter[str]]:
-    """Return the conversations, and the numbers of cut and dropped records by reason.
+    """Return the conversations and documents, and the numbers of cut and dropped records by reason.
 
-    loss_on: "assistant" for answers and their end tokens, "all" for every token
+    loss_on: "assistant" for answers and their end tokens, "all" for every token; documents train every token
     name: what messages call the records
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
     items = TokenItems()
     for chunk in _chunks(records, name):
-        for ids, answers in tokenizer.encode_conversations([record.messages for record in chunk]):
+        documents = [record.messages[0].content for record in chunk if isinstance(record, Document)]
+        for ids in tokenizer.encode_documents(documents):
+            notes["documents divided at max_length"] += len(ids) > max_length
+            for start in range(0, len(ids), max_length):
+                part = ids[start : start + max_length]
+                if len(part) > 1:  # the loss begins with the second token
+                    items.append(part, [True] * len(part))
+        conversations = [record.messages for record in chunk if not isinstance(record, Document)]
+        for ids, answers in tokenizer.encode_conversations(conversations):
             counts = answers[:max_length] if loss_on == "assistant" else [True] * min(len(ids), max_length)
             if not any(counts[1:]):
                 notes["no answer within max_length"] += 1

@@ -25,6 +25,8 @@ from pipeline.installation import ROOT
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 SEPARATORS = (",", ";", "\t")
+NOT_JSON = "a line is not a JSON object"
+MORE_CELLS = "a line has more cells than the header (put a cell with commas in quotes)"
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
 _HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[-_ ]?out)", re.IGNORECASE)
@@ -32,13 +34,17 @@ _HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with one set of columns. `numbers[i]` is the position of row i in the file, counted from 1."""
+    """Rows with one set of columns. `numbers[i]` is the position of row i in the file, counted from 1.
+
+    broken: (position, reason) of each line that is no row, in the order of the file; these lines count as bad rows
+    """
 
     name: str
     rows: Sequence[Row]
     columns: frozenset[str]
     numbers: Sequence[int]
     unit: str = "row"
+    broken: tuple[tuple[str, str], ...] = ()
 
     def position(self, index: int) -> str:
         """Return the position of a row in its file, for messages: "line 3"."""
@@ -94,12 +100,22 @@ def read_table(path: Path) -> Table:
     return reader(path, _text(path))
 
 
-def table_of(name: str, rows: Sequence[Row], numbers: Sequence[int] | None = None, unit: str = "row") -> Table:
+def table_of(
+    name: str,
+    rows: Sequence[Row],
+    numbers: Sequence[int] | None = None,
+    unit: str = "row",
+    broken: Sequence[tuple[str, str]] = (),
+) -> Table:
     """Return a table. Its columns are those with a value other than null in at least one row."""
+    if not rows and broken:
+        position, reason = broken[0]
+        raise UserError(f"{name}: {reason} ({position}), and no other line has a row. Write one example per row.")
     if not rows:
         raise UserError(f"{name}: the file is empty. Write one example per row.")
     columns = frozenset(column for row in rows for column, value in row.items() if value is not None)
-    return Table(name, rows, columns, numbers if numbers is not None else range(1, len(rows) + 1), unit)
+    numbers = numbers if numbers is not None else range(1, len(rows) + 1)
+    return Table(name, rows, columns, numbers, unit, tuple(broken))
 
 
 def _is_data(file: Path, folder: Path) -> bool:
@@ -151,26 +167,32 @@ def _text(path: Path) -> str:
 
 
 def _json_lines(path: Path, text: str) -> Table:
-    rows, numbers = [], []
+    rows, numbers, broken = [], [], []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        rows.append(_object(path, line, number))
-        numbers.append(number)
-    return table_of(str(path), rows, numbers, unit="line")
+        try:
+            rows.append(_object(line))
+            numbers.append(number)
+        except (ValueError, RecursionError) as error:
+            broken.append((f"line {number}{_place(error)}", NOT_JSON))
+    return table_of(str(path), rows, numbers, unit="line", broken=broken)
 
 
-def _object(path: Path, line: str, number: int) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # the rest is advice to programmers
-        raise UserError(f"{path}: line {number} is not JSON: {reason}. Correct or remove the line.") from error
+def _object(line: str) -> Row:
+    """Return the object of one line. Raises ValueError or RecursionError."""
+    row = json.loads(line)
     if not isinstance(row, dict):
-        raise UserError(
-            f"{path}: line {number} is {type(row).__name__}, not a JSON object. Write one {{...}} per line."
-        )
+        raise ValueError(f"it is {type(row).__name__}, not {{...}}")
     return row
+
+
+def _place(error: Exception) -> str:
+    """Return the column and the cause of an error in a line of JSON, as a suffix of the line number."""
+    if isinstance(error, json.JSONDecodeError):
+        return f", column {error.colno}: {error.msg}"
+    reason = str(error).partition(";")[0]  # the rest is advice to programmers
+    return ": it is nested too deeply" if isinstance(error, RecursionError) else f": {reason}"
 
 
 def _json(path: Path, text: str) -> Table:
@@ -214,20 +236,24 @@ def _csv(path: Path, text: str) -> Table:
     header = text.lstrip().partition("\n")[0]
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(SEPARATORS, key=header.count), strict=True)
     rows, numbers = [], []
+    broken: list[tuple[str, str]] = []
+    end = 1  # the last line of the last row
     try:
         for row in reader:
+            end = reader.line_num
             beyond = row.pop(None, [])  # type: ignore[call-overload]
             if any(cell.strip() for cell in beyond):
-                raise csv.Error("it has more cells than the header")
+                broken.append((f"line {end}", MORE_CELLS))
+                continue
             rows.append(row)
-            numbers.append(reader.line_num)
+            numbers.append(end)
     except csv.Error as error:
-        begins = (numbers or [1])[-1] + 1
+        begins = end + 1
         raise UserError(
             f"{path}: the row in line {begins} is not CSV: {error}. Put a cell with commas, quotes or line "
             "breaks in quotes, and double the quotes inside it."
         ) from error
-    return table_of(str(path), rows, numbers, unit="line")
+    return table_of(str(path), rows, numbers, unit="line", broken=broken)
 
 
 def _columnar(path: Path, suffix: str) -> Table:

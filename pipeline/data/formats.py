@@ -8,6 +8,7 @@
 | completions | prompt + completion, question + answer, instruction (+ input) + output | sft, ppo |
 | labelled | completions or messages, and label: whether the answer is desirable | sft, ppo; dpo if dpo.loss=kto |
 | prompts | prompt (or question, instruction) alone | ppo |
+| text | text alone: documents for continued pre-training and for ppo.ptx_coef | sft |
 """
 
 import math
@@ -19,8 +20,10 @@ from typing import Any, Literal
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.records import (
+    TOOLS,
     BadRow,
     Conversation,
+    Document,
     LabelledAnswer,
     Message,
     Preference,
@@ -36,8 +39,8 @@ from pipeline.data.records import (
 )
 from pipeline.errors import UserError
 
-Form = Literal["preferences", "messages", "completions", "labelled", "prompts"]
-Record = Conversation | LabelledAnswer | Preference | Prompt
+Form = Literal["preferences", "messages", "completions", "labelled", "prompts", "text"]
+Record = Conversation | Document | LabelledAnswer | Preference | Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction")
 RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {their name: our name}}]"'
@@ -49,13 +52,16 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "completions": ("sft", "ppo"),
     "labelled": ("sft", "ppo"),
     "prompts": ("ppo",),
+    "text": ("sft",),
 }
 LABEL_COLUMN = "label"
 FP32_MAX = 3.4028234663852886e38
+TEXT_COLUMN = "text"
+TOOL_COLUMNS = ("tools", "functions")
 FORMS_TEXT = (
     "prompt + completion (or question + answer, or instruction + input + output); messages; "
     "prompt + chosen + rejected; chosen + rejected that begin with the same turns; prompt + completion + label; "
-    "prompt alone"
+    "prompt alone; text alone"
 )
 
 
@@ -73,8 +79,23 @@ class Parsed:
 
 
 def detect(columns: Collection[str], name: str = "the data") -> Form:
-    """Return the form of a table from its columns. Raises UserError with the columns and the supported forms."""
-    found = set(columns)
+    """Return the form of a table from its columns.
+
+    Raises UserError with the columns and the supported forms, also for a label that training would ignore.
+    """
+    form = _form(set(columns), name)
+    labels = sorted(column for column in columns if column.strip().lower() in (LABEL_COLUMN, f"{LABEL_COLUMN}s"))
+    if labels and form in ("messages", "completions", "text"):  # SFT imitates every row of these forms
+        raise UserError(
+            f"{name}: the column {labels[0]} would be ignored, so SFT would imitate answers that it may mark as bad. "
+            f"Columns found: {', '.join(sorted(columns))}. If the column marks desirable answers, name it label, with "
+            "the columns prompt + completion, or messages. If it has another meaning, rename it: "
+            f'"data.sources=[{{path: FILE, columns: {{{labels[0]}: note}}}}]".'
+        )
+    return form
+
+
+def _form(found: set[str], name: str) -> Form:
     if {"chosen", "rejected"} <= found:
         return "preferences"
     if len(found & {"chosen", "rejected"}) == 1:
@@ -91,6 +112,8 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
         return "messages"
     if found & set(PROMPT_COLUMNS):
         return "completions" if has_answer else "prompts"
+    if TEXT_COLUMN in found:
+        return "text"
     known = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *MESSAGE_COLUMNS, "chosen", "rejected"}
     nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
     case = f" {', '.join(nearly)}: write the name in lower case, without spaces around it." if nearly else ""
@@ -124,7 +147,10 @@ def to_records(
         except BadRow as reason:
             skipped[str(reason)] += 1
             first.setdefault(str(reason), table.position(index))
-    if sum(skipped.values()) > bad_row_limit * len(table.rows):
+    for position, fault in table.broken:
+        skipped[fault] += 1
+        first.setdefault(fault, position)
+    if sum(skipped.values()) > bad_row_limit * (len(table.rows) + len(table.broken)):
         raise UserError(_refusal(table, stage, skipped, first, bad_row_limit))
     return Parsed(records, skipped + unused)
 
@@ -132,7 +158,8 @@ def to_records(
 def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, str], limit: float) -> str:
     reasons = ", ".join(f"{count} x {reason} (first: {first[reason]})" for reason, count in skipped.most_common())
     return (
-        f"{table.name}: {sum(skipped.values())} of {len(table.rows)} rows cannot be used for {stage}: {reasons}. "
+        f"{table.name}: {sum(skipped.values())} of {len(table.rows) + len(table.broken)} rows cannot be used for "
+        f"{stage}: {reasons}. "
         f"data.bad_row_limit={limit:g} is the largest share: correct the file, or raise the limit."
     )
 
@@ -149,6 +176,8 @@ def _for_stage(record: Record, stage: str, *, labels: bool) -> Record:
                 raise UnusedRow("label is false, for dpo")
             raise BadRow("label is false, and only method=dpo dpo=kto learns from undesirable answers")
         record = Conversation(record.messages, record.source)
+    if isinstance(record, Document):
+        return record  # SFT learns its text; for other stages it is only held out
     if reads == "sft":
         if isinstance(record, Preference):
             return Conversation((*record.prompt, Message("assistant", record.chosen)), record.source)
@@ -199,6 +228,8 @@ def _labelled_row(row: Row, source: str) -> Record:
 
 def _messages_row(row: Row, source: str) -> Record:
     """Return the conversation up to the last turn of the assistant, or a prompt if there is no such turn."""
+    if any(row.get(column) not in (None, "", "[]", []) for column in TOOL_COLUMNS):
+        raise BadRow(TOOLS)
     messages = _with_system(row, messages_of(_first(row, MESSAGE_COLUMNS)))
     last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=None)
     if last is not None:
@@ -206,6 +237,10 @@ def _messages_row(row: Row, source: str) -> Record:
     if messages[-1].role != "user":
         raise BadRow("no user's turn")
     return Prompt(messages, source)
+
+
+def _text_row(row: Row, source: str) -> Record:
+    return Document((Message("text", text_of(row.get(TEXT_COLUMN), "text")),), source)
 
 
 def _preference_row(row: Row, source: str) -> Record:
@@ -279,4 +314,5 @@ _PARSERS: dict[Form, Callable[[Row, str], Record]] = {
     "completions": _completion_row,
     "labelled": _labelled_row,
     "prompts": _prompt_row,
+    "text": _text_row,
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.formats import FORMS_TEXT, RENAME, STAGES_BY_FORM, Record, detect, stages_of, to_records
-from pipeline.data.records import Conversation, LabelledAnswer, Message, Preference, Prompt
+from pipeline.data.records import Conversation, Document, LabelledAnswer, Message, Preference, Prompt
 from pipeline.data.sources import Source, configured_sources, is_absent, open_source
 from pipeline.errors import UserError
 
@@ -35,7 +35,7 @@ _Row = tuple[Record, bytes, Table]  # the record, the digest of its first turn, 
 
 @dataclass(frozen=True)
 class StageRecords:
-    """Training and held-out records of a stage: Conversation (sft), Preference (reward, dpo) or Prompt (ppo).
+    """Training and held-out records of a stage: Conversation or Document (sft), Preference (reward, dpo), Prompt (ppo).
 
     No stage trains on a conversation that starts like one of `held_out`. `held_out` is sorted by the hash of the
     prompt, so its first N records are a fair sample of all sources. `skipped` counts the excluded rows by reason.
@@ -254,7 +254,9 @@ def _held_out_turns(sources: Sequence[_Configured], data: "DataConfig") -> _Eval
 def _every_held_out(each: _Configured) -> Iterator[Record]:
     for stage in each.config.stages if each.source.dedicated else each.config.stages[:1]:
         for table in each.source.held_out(stage):
-            yield from to_records(table, "ppo", each.source.name, bad_row_limit=1.0).records  # every form has prompts
+            yield from to_records(
+                table, "ppo", each.source.name, bad_row_limit=1.0
+            ).records  # every row has a first turn
 
 
 def _at_least_one(evaluation: _Evaluation, turns: Set[bytes], name: str) -> _Evaluation:
@@ -285,7 +287,9 @@ def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
 
 
 def digest(record: Record) -> bytes:
-    """Return the SHA-256 of the prompt of a record: every message before the answer, with its role."""
+    """Return the SHA-256 of the prompt of a record (every message before the answer, with its role), or of its text."""
+    if isinstance(record, Document):
+        return digest_of(record.messages)
     if isinstance(record, Conversation | LabelledAnswer):
         return digest_of(record.messages[:-1])
     return digest_of(record.prompt if isinstance(record, Preference) else record.messages)
@@ -294,8 +298,8 @@ def digest(record: Record) -> bytes:
 def first_turn(record: Record) -> bytes:
     """Return the SHA-256 of the first turn of a record, in lower case and with single spaces.
 
-    The first turn is the system message, if there is one, and the first message of the user. Conversations with the
-    same first turn may contain each other's prompts and answers.
+    The first turn is the system message, if there is one, and the first message of the user, or a document's text.
+    Conversations with the same first turn may contain each other's prompts and answers.
     """
     messages = record.prompt if isinstance(record, Preference) else record.messages
     turn = messages[: 2 if messages[0].role == "system" else 1]

@@ -47,6 +47,14 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Document:
+    """A text without turns, for continued pre-training. Its only message has the role "text"."""
+
+    messages: tuple[Message, ...]
+    source: str
+
+
+@dataclass(frozen=True)
 class Preference:
     """A preferred and a rejected answer to one prompt. `margin`: strength of the preference (0: unknown)."""
 
@@ -78,6 +86,11 @@ ROLES = {
     "bot": "assistant",
     "model": "assistant",
 }
+TOOL_ROLES = {"tool", "function", "ipython", "observation", "tool_call", "tool_response", "function_call"}
+TOOL_KEYS = ("tool_calls", "function_call")
+TOOLS = (
+    "tool calls, which zerochat does not train on (remove these rows, or skip them with a higher data.bad_row_limit)"
+)
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
@@ -184,6 +197,8 @@ def _message(item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise BadRow("a message is not an object")
     name = item.get("role", item.get("from"))
+    if (isinstance(name, str) and name.lower() in TOOL_ROLES) or any(item.get(key) for key in TOOL_KEYS):
+        raise BadRow(TOOLS)
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         shown = f"of the role {name[:20]!r}" if isinstance(name, str) else "without a role"

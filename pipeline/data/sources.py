@@ -1,11 +1,13 @@
 """Sources of rows: local files, data sets of the Hugging Face hub, and the data that zerochat generates."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.data.files import Table, data_files, find, read_table, table_of
+from pipeline.data.hub import load_split
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -142,26 +144,9 @@ class HubSource:
     def _table(self, split: str) -> Table:
         config = self._config
         assert config.hub is not None
-        rows = _download(config.hub, config.subset, split)
+        rows = load_split(config.hub, config.subset, split)
         name = f"{config.hub} ({split})"
         return _renamed(Table(name, rows, frozenset(rows.column_names), range(1, len(rows) + 1)), config.columns)
-
-
-def _download(hub: str, subset: str | None, split: str) -> Any:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(hub, subset, split=split)
-    except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        raise UserError(
-            f"{hub} (split {split}) cannot be downloaded from the hub: {type(error).__name__}: "
-            f"{first_line.rstrip('.')}. Without access to the hub, download the data set on another machine, copy the "
-            "folder to this machine, and set data.path=FOLDER (or `path` of the source)."
-        ) from error
-    if len(rows) == 0:
-        raise UserError(f"{hub}: the split {split} is empty. Set another split in data.sources.")
-    return rows
 
 
 def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
@@ -175,7 +160,7 @@ def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
             f"Columns found: {', '.join(sorted(table.columns))}."
         )
     renamed = frozenset(columns.get(column, column) for column in table.columns)
-    return Table(table.name, _RenamedRows(table.rows, columns), renamed, table.numbers, table.unit)
+    return replace(table, rows=_RenamedRows(table.rows, columns), columns=renamed)
 
 
 class _RenamedRows(Sequence[Mapping[str, Any]]):

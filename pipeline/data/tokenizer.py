@@ -117,6 +117,15 @@ class ChatTokenizer:
             for (ids, counts), answer in zip(prompts, answers, strict=True)
         ]
 
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts without turns, each with eos, and with bos if the tokenizer writes it."""
+        empty = self.hf("", return_attention_mask=False)["input_ids"]
+        bos = [self.hf.bos_token_id] if empty[:1] == [self.hf.bos_token_id] else []
+        return [
+            [*bos, *(self._plain(text) if self._controls(ids) else ids), self.hf.eos_token_id]
+            for ids, text in zip(self._encode(texts), texts, strict=True)
+        ]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without control tokens and surrounding white space."""
         return self.decode_unstripped(ids).strip()

@@ -20,7 +20,7 @@ import yaml
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
-from pipeline.config.environment import check_paths, check_ranks
+from pipeline.config.environment import check_paths, check_ranks, hub_data
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
@@ -39,7 +39,7 @@ from pipeline.launch.failure import (
     advise,
 )
 from pipeline.launch.fingerprint import HashCache
-from pipeline.launch.folder import RunFolder, open_folder
+from pipeline.launch.folder import RunFolder, open_folder, with_stage_shares
 from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
@@ -113,6 +113,10 @@ def _run(arguments: list[str], stage: str | None) -> int:
         return _follow(ranks, control)
     status = CRASHED
     try:
+        for config in configs:
+            check_paths(config)
+        for line in dict.fromkeys(line for config in configs for line in hub_data(config, arguments)):
+            print(line, flush=True)
         status = _lead(jobs, configs, ranks, control)
     except UserError:
         status = USER_ERROR
@@ -152,8 +156,6 @@ def _ranks(configs: list[RunConfig]) -> Ranks:
 
 def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Control) -> int:
     """Run every job. A job that fails does not stop the other jobs of a multirun."""
-    for config in configs:
-        check_paths(config)
     statuses, runs = [], dict[str, tuple[str, Path | None]]()
     for job, config in zip(jobs, configs, strict=True):
         if job.label:
@@ -194,6 +196,7 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
         print(f"run folder: {folder.path}{_describe_earlier_run(folder)}", flush=True)
         cache = HashCache(folder.path / ".hashes.json")
         Manifest.read(folder.path).claim(config, stages)
+        config = with_stage_shares(config, folder.path, stages)
         ran = [_run_stage(config, folder.path, stage, ranks, control, cache) for stage in stages]
         verdict = report_verdict(folder.path, write=any(ran) or not (folder.path / "report.html").exists())
         print(summarize_run(folder.path, verdict), flush=True)

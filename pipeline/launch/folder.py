@@ -6,13 +6,19 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
-from pipeline.config.schema import RunConfig
+import yaml
+
+from pipeline.config.schema import DataConfig, RunConfig
+from pipeline.config.stages import STAGES
+from pipeline.data.sources import configured_sources
 from pipeline.errors import UserError
+from pipeline.launch.fingerprint import data_source
 from pipeline.launch.manifest import Manifest, hash_request
 
 RUNS = Path("runs")
@@ -62,6 +68,34 @@ def open_folder(config: RunConfig, stages: list[str], label: str = "") -> RunFol
         is_new = _create(path)
         return RunFolder(path, _lock(path), made=is_new)
     return _find_earlier(config, stages, suffix) or _create_numbered(config, suffix)
+
+
+def with_stage_shares(config: RunConfig, run_dir: Path, stages: list[str]) -> RunConfig:
+    """Return the configuration with the shares of the stages of this run.
+
+    A share that the user set stays. Otherwise only the stages of this run divide the rows: a stage that runs alone
+    reads all of them. A stage of a run folder, or one that starts from the model of another run with the same data, has
+    the shares of that run, so that no stage reads the prompts of an earlier one.
+    """
+    default = DataConfig.model_fields["stage_shares"].default
+    if config.data.stage_shares != default or any(source.builtin for source in configured_sources(config.data)):
+        return config
+    needed = {name for stage in stages for name in STAGES[stage].shares}
+    actor = [] if config.actor is None else [Path(config.actor), Path(config.actor).parent]
+    earlier = (_recorded_shares(folder, config) for folder in (*(run_dir / stage for stage in STAGES), *actor))
+    own = {name: share for name, share in default.items() if name in needed}
+    shares = next((shares for shares in earlier if needed <= shares.keys()), own)
+    return config.model_copy(update={"data": config.data.model_copy(update={"stage_shares": shares})})
+
+
+def _recorded_shares(stage_dir: Path, config: RunConfig) -> Mapping[Any, float]:
+    """Return the shares that a stage ran with; empty without such a stage, and for other data."""
+    try:
+        recorded = yaml.safe_load((stage_dir / "config.yaml").read_text(encoding="utf-8"))
+        data = DataConfig.model_validate(recorded["data"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return {}
+    return data.stage_shares if data_source(data) == data_source(config.data) else {}
 
 
 def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolder | None:

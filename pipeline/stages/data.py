@@ -14,6 +14,7 @@ from pipeline.distributed import is_rank_zero, on_rank_zero
 from pipeline.errors import UserError
 
 Encoded = TypeVar("Encoded", bound=Sequence[object])
+_SHARE_ROW, _SHARES = "  {:<9}{:>9}{:>8}  {}", ("stage", "rows", "share", "keys")
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,9 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
 
     skipped = on_rank_zero(load)
     records = loaded[0] if loaded else StageRecords([], [], skipped)
-    if is_rank_zero() and records.skipped:
-        print(f"{stage}: skipped rows: {_counted(records.skipped)}", flush=True)
-        if RESERVED in records.skipped:
-            print(
-                f"{stage}: trains on {len(records.train)} rows, because each prompt belongs to one stage: change the "
-                "shares with data.stage_shares, or the stages of a source with its key `stages`",
-                flush=True,
-            )
+    unusable = {reason: count for reason, count in records.skipped.items() if reason != RESERVED}
+    if is_rank_zero() and unusable:
+        print(f"{stage}: skipped rows: {_counted(unusable)}", flush=True)
     if is_rank_zero() and not made_here(config.data, stage):
         repeats = len(records.train) - len(set(records.train))
         if repeats:
@@ -90,10 +86,11 @@ def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
         )
 
 
-def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
+def check_data_to_come(config: RunConfig, stage: str, records: StageRecords) -> list[Prompt] | None:
     """Check the data of later stages in the first stage of a run, so that errors appear at once.
 
-    Returns the held-out prompts of PPO on rank 0 if they were read, else None.
+    `records` are those of the first stage. Prints how the stages divide the rows that serve several of them. Returns
+    the held-out prompts of PPO on rank 0 if they were read, else None.
     """
     first, *later = wanted_stages(config)
     to_read = [each for each in later if not made_here(config.data, each)]
@@ -103,10 +100,30 @@ def check_data_to_come(config: RunConfig, stage: str) -> list[Prompt] | None:
 
     def check() -> None:
         print(f"{stage}: checking the data of {' and '.join(to_read)}", flush=True)
-        held_out.update({each: _load(config, each).held_out for each in to_read})
+        loaded = {stage: records} | {each: _load(config, each) for each in to_read}
+        held_out.update({each: loaded[each].held_out for each in to_read})
+        if any(RESERVED in each.skipped for each in loaded.values()):
+            print("\n".join(share_table(config, loaded)), flush=True)
 
     on_rank_zero(check)
     return held_out.get("ppo")
+
+
+def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[str]:
+    """Return the lines of a table: the rows of each stage, and the keys that set its share."""
+    shares = config.data.stage_shares
+    lines = ["data: several stages read the same file; each prompt belongs to one of them", _SHARE_ROW.format(*_SHARES)]
+    for stage, records in loaded.items():
+        own = {f"data.stage_shares.{name}": shares[name] for name in STAGES[stage].shares if name in shares}
+        keys = " ".join(f"{key}={share:g}" for key, share in own.items())
+        rows = len(records.train)
+        share = f"{rows / max(1, rows + records.skipped.get(RESERVED, 0)):.0%}"
+        lines.append(_SHARE_ROW.format(stage, f"{rows:,}", share, keys).rstrip())
+    held_out = max(len(records.held_out) for records in loaded.values())
+    return [
+        *lines,
+        _SHARE_ROW.format("held out", f"{held_out:,}", "", f"data.eval_fraction={config.data.eval_fraction:g}"),
+    ]
 
 
 def evaluation_prompts(
@@ -128,7 +145,9 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
     chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
-    if not chosen:
+    if not held_out and not set(POLICIES) & set(wanted_stages(config)):
+        print("no held-out prompts: no prompt is answered", flush=True)
+    elif not chosen:
         problem = f"none of the {len(held_out)} held-out prompts fits into rollout.max_prompt_tokens={limit}"
         judged = [stage.upper() for stage in wanted_stages(config) if stage in POLICIES]
         if judged:

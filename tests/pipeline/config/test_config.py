@@ -91,6 +91,16 @@ def test_an_architecture_that_is_written_out_is_the_whole_one():
     assert message.endswith("model.architecture.KEY=VALUE changes one field of an option's architecture")
 
 
+def test_only_the_demo_model_reads_the_demos_data_by_default(tmp_path):
+    def data(*overrides: str) -> str:
+        return compose(overrides)["data"]["name"]
+
+    assert data() == data("model=tiny") == data("model=opt-1.3b", "data=demo") == "demo"
+    for model in ("model=opt-1.3b", "model.path=/models/x", "model.hub=a/b", f"actor={tmp_path}"):
+        assert data(model) == "ultrafeedback"
+    assert data("model=opt-1.3b", "data.path=/a/b.jsonl") == "b"
+
+
 def test_the_recipe_fits_model_and_data(tmp_path, monkeypatch):
     """Told by the learning rate of a made conf/: each recipe sets its own."""
     conf = tmp_path / "conf"
@@ -266,7 +276,7 @@ def test_the_best_model_is_one_of_several_and_no_average():
 
 def test_without_a_judge_and_without_the_kl_nothing_selects_the_best_step():
     words = ("ppo.export=best", "ppo.eval_every=5", "ppo.reference=false", "ppo.kl_coef=0")
-    assert config_of(*words).ppo.export == "best"  # the demo has a gold scorer
+    assert config_of(*words, "data=demo").ppo.export == "best"  # the demo has a gold scorer
     line = refusal(*words, "data=gsm8k")
     assert line.startswith("ppo.export=best without a judge selects by the reward within a KL budget")
     assert config_of(*words[:2], "data=gsm8k").ppo.export == "best"

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.data import encode
 from pipeline.data.encode import encode_conversations, encode_preferences, encode_prompts
-from pipeline.data.records import Conversation, Preference, Prompt
+from pipeline.data.records import Conversation, Document, Message, Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from tests.pipeline.data.templates import chat, tokenizer
@@ -35,6 +35,19 @@ def test_all_tokens_may_count(bytewise: ChatTokenizer) -> None:
         bytewise, [Conversation(tuple(chat("abc", "de")), "s")], max_length=9, loss_on="all"
     )
     assert item.counts.tolist() == [True] * 7
+
+
+def test_documents_are_divided_and_every_token_counts(bytewise: ChatTokenizer) -> None:
+    texts = ("abcdefgh", "xyz", "klmnopq")  # with </s> 9, 4 and 8 tokens
+    records = [Document((Message("text", text),), "s") for text in texts]
+    conversation = Conversation(tuple(chat("ab", "c")), "s")
+    items, notes = encode_conversations(bytewise, [*records, conversation], max_length=4)
+    rows = [item.ids.tolist() for item in items]
+    ids = {text: [*bytewise.encode_answer(text)[:-1], EOS] for text in texts}
+    assert rows[:2] == [ids["abcdefgh"][:4], ids["abcdefgh"][4:8]]  # the last piece, </s> alone, predicts nothing
+    assert rows[2:5] == [ids["xyz"], ids["klmnopq"][:4], ids["klmnopq"][4:]]
+    assert all(all(item.counts) for item in items[:5]) and items[5].counts.tolist() == [False] * 3 + [True]
+    assert notes == {"documents divided at max_length": 2, "cut to max_length": 1}
 
 
 def test_cut_answers_have_no_end(bytewise: ChatTokenizer) -> None:

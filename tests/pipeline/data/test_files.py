@@ -62,11 +62,10 @@ def test_rows_know_their_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": oops}\n', "line 2 is not JSON"),
-        ("a.jsonl", '{"prompt": "a"}\n[1, 2]\n', "line 2 is list, not a JSON object"),
         ("a.jsonl", "\n \n", "is empty"),
-        ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
-        ("a.jsonl", '{"prompt": %s}' % ("1" * 5000), r"line 1 is not JSON: Exceeds the limit \(4300 digits\)"),
+        ("a.jsonl", "[" * 100_000, r"a line is not a JSON object \(line 1: it is nested too deeply\), and no other"),
+        ("a.jsonl", "[1]\n", r"a line is not a JSON object \(line 1: it is list, not {...}\)"),
+        ("a.jsonl", '{"prompt": %s}' % ("1" * 5000), r"not a JSON object \(line 1: Exceeds the limit \(4300 digits\)"),
         ("a.json", '[{"prompt": %s}]' % ("1" * 5000), r"cannot be read: Exceeds the limit \(4300 digits\)"),
         ("a.json", '[{"prompt": "a"},\n{"prompt": }]', "line 2 is not JSON"),
         ("a.json", '["a", "b"]', "is not a list of objects"),
@@ -74,7 +73,7 @@ def test_rows_know_their_line(tmp_path: Path) -> None:
         ("a.csv", "prompt,completion\n", "is empty"),
         ("a.csv", 'prompt,completion\na,"b\nc,"d\n', "the row in line 2 is not CSV.* double the quotes inside it"),
         ("a.csv", 'prompt,completion\na,"b\nc,d\n', "the row in line 2 is not CSV"),
-        ("a.csv", "prompt,completion\na,b\na,well, yes\n", "the row in line 3 is not CSV: it has more cells than"),
+        ("a.csv", 'prompt,completion\na,b,c\na,"b\nc,d\n', "the row in line 3 is not CSV"),
         (
             "a.json",
             '{"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}',
@@ -90,6 +89,20 @@ def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, said: st
     with pytest.raises(UserError, match=said) as refused:
         read_table(write(tmp_path / name, text))
     assert name in str(refused.value)
+
+
+def test_lines_that_are_no_rows_are_named(tmp_path: Path) -> None:
+    text = '{"prompt": "a"}\n{"prompt": oops}\n[1, 2]\n{"prompt": "b"}\n'
+    table = read_table(write(tmp_path / "a.jsonl", text))
+    assert list(table.rows) == [{"prompt": "a"}, {"prompt": "b"}] and table.position(1) == "line 4"
+    reason = "a line is not a JSON object"
+    assert table.broken == (
+        ("line 2, column 12: Expecting value", reason),
+        ("line 3: it is list, not {...}", reason),
+    )
+    table = read_table(write(tmp_path / "a.csv", "prompt,completion\na,b\na,well, yes\nc,d\n"))
+    assert table.position(1) == "line 4"
+    assert table.broken == (("line 3", "a line has more cells than the header (put a cell with commas in quotes)"),)
 
 
 def test_empty_cells_beyond_the_header_are_nothing(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from pipeline.data.files import Table, table_of
-from pipeline.data.formats import detect, to_records
+from pipeline.data.formats import detect, stages_of, to_records
 from pipeline.data.records import (
     BadRow,
     Conversation,
+    Document,
     LabelledAnswer,
     Message,
     Preference,
@@ -48,15 +49,62 @@ def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
         (["messages", "label"], "labelled"),
         (["prompt", "label"], "prompts"),
         (["prompt", "chosen", "rejected", "label"], "preferences"),
+        (["id", "text"], "text"),
     ],
 )
 def test_columns_tell_the_form(columns: list[str], form: str) -> None:
     assert detect(columns) == form
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [["text", "label"], ["messages", "Label"], ["prompt", "completion", "labels"], ["question", "answer", " label"]],
+)
+def test_a_label_that_training_would_ignore_is_refused(columns: list[str]) -> None:
+    """SFT would imitate the rows that the column marks as bad."""
+    with pytest.raises(
+        UserError, match=rf"the column {columns[-1]} would be ignored.*columns: {{{columns[-1]}: note}}"
+    ):
+        detect(columns, "rows.jsonl")
+
+
+def test_broken_lines_count_as_bad_rows() -> None:
+    rows = [{"prompt": f"q {n}", "completion": "a"} for n in range(38)]
+    broken = [(f"line {n}", "a line is not a JSON object") for n in (7, 9)]
+    table = table_of("t", rows, broken=broken)
+    parsed = to_records(table, "sft", "s", bad_row_limit=0.05)  # 2 of 40
+    assert len(parsed.records) == 38 and parsed.skipped == {"a line is not a JSON object": 2}
+    with pytest.raises(UserError, match=r"2 of 39 rows cannot .*: 2 x a line is not a JSON object \(first: line 7\)"):
+        to_records(table_of("t", rows[:-1], broken=broken), "sft", "s", bad_row_limit=0.05)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "tool", "content": "7"}]},
+        {"messages": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "{}"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "tools": [{"a": 1}]},
+    ],
+)
+def test_tool_calls_are_refused_by_name(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="1 x tool calls, which zerochat does not train on"):
+        to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
+
+
+def test_an_empty_list_of_tools_is_no_tool_call() -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": None}]
+    assert one({"messages": turns, "tools": "[]"}, "sft").messages == chat("q", "a")
+
+
+def test_a_text_is_a_document_of_sft_alone() -> None:
+    assert one({"id": 1, "text": " Once. "}, "sft") == Document((Message("text", "Once."),), "s")
+    assert stages_of("text", labels=True) == ("sft",)
+
+
 def test_unknown_columns_are_named_with_the_forms() -> None:
-    with pytest.raises(UserError, match=r"chats\.csv.*Columns found: label, text.*prompt \+ completion.*columns: {"):
-        detect(["text", "label"], "chats.csv")
+    with pytest.raises(UserError, match=r"chats\.csv.*Columns found: label, txt.*prompt \+ completion.*columns: {"):
+        detect(["txt", "label"], "chats.csv")
 
 
 def test_a_column_in_capitals_is_told() -> None:

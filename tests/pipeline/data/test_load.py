@@ -10,8 +10,8 @@ import yaml
 
 from pipeline.config.schema import DataConfig, SourceConfig
 from pipeline.data import files
-from pipeline.data.load import digest, first_turn, held_out_point, load_stage
-from pipeline.data.records import Conversation, LabelledAnswer, Message, Preference, Prompt
+from pipeline.data.load import digest, first_turn, held_out_point, load_held_out, load_stage
+from pipeline.data.records import Conversation, Document, LabelledAnswer, Message, Preference, Prompt
 from pipeline.errors import UserError
 
 STAGES = ("sft", "reward", "ppo")
@@ -224,6 +224,19 @@ def test_a_source_that_is_not_there_is_left_out_of_the_stages_that_do_not_read_i
     assert load_stage(data, "sft", seed=1) == load_stage(of(told), "sft", seed=1)
     with pytest.raises(UserError, match=r"data\.sources\.1\.path=.*no such file"):
         load_stage(data, "dpo", seed=1)
+
+
+def test_texts_and_conversations_serve_sft_together(tmp_path: Path) -> None:
+    texts = [{"text": f"Once, {i} dwarfs lived in a forest."} for i in range(100)]
+    data = of({"path": write(tmp_path / "texts.jsonl", texts)}, {"path": write(tmp_path / "a.jsonl", chats(range(50)))})
+    records = load_stage(data, "sft", seed=1)
+    kinds = [type(record) for record in records.train + records.held_out]
+    assert kinds.count(Document) == 100 and Conversation in kinds
+    assert not prompts(records.train) & prompts(records.held_out)
+    assert {type(record) for record in load_stage(data, "ppo", seed=1).train} == {Prompt}
+    assert load_held_out(data, seed=1)
+    with pytest.raises(UserError, match=r"Stage ppo needs prompts.*texts\.jsonl \(columns text\) has text.* for sft"):
+        load_stage(of({"path": str(tmp_path / "texts.jsonl")}), "ppo", seed=1)
 
 
 def test_renamed_columns(tmp_path: Path) -> None:

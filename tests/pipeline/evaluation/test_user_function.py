@@ -288,7 +288,7 @@ def test_it_is_looked_at_before_the_first_stage(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     where = written(tmp_path, "def score(answer): return 1")
-    assert main(["model=gpt2", "tracking=none", f"ppo.reward_function={where}"]) == 2
+    assert main(["model=gpt2", "data=demo", "tracking=none", f"ppo.reward_function={where}"]) == 2
     assert capsys.readouterr().err.startswith(f"error: ppo.reward_function={where}: score can't be called")
     assert not Path("runs").exists()
     check_paths(config_of("stage=sft", f"ppo.reward_function={where}"))  # which this command does not come to

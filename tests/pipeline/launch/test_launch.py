@@ -279,7 +279,7 @@ def test_ranks_belong_to_whoever_started_them():
 # Whole commands
 
 
-ARGUMENTS = ["model=gpt2", "tracking=none", "name=x"]
+ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x"]
 
 
 NAMES = {

@@ -22,7 +22,7 @@ from tests.forked_launch import launch
 from tests.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
-BASE = ["model=gpt2", "tracking=none"]
+BASE = ["model=gpt2", "data=demo", "tracking=none"]
 
 
 FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")

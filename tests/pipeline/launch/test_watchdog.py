@@ -144,7 +144,7 @@ def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypat
 
 # Whole commands, of which fake_stage.py is the stage
 
-ARGUMENTS = ["model=gpt2", "tracking=none", "name=x", "stage=sft", "engine.hang_seconds=2"]
+ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x", "stage=sft", "engine.hang_seconds=2"]
 
 
 def start(folder: Path, *more: str, **environment: str) -> Worker:
@@ -211,7 +211,7 @@ def test_a_kill_by_the_kernel_is_named(tmp_path, monkeypatch):
 
 def _config(stage: Path) -> None:
     stage.mkdir(parents=True)
-    config = validate(compose(["model=gpt2", "tracking=none"]))
+    config = validate(compose(["model=gpt2", "data=demo", "tracking=none"]))
     (stage / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
 

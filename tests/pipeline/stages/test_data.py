@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
 ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
+NONE = StageRecords([], [], {})
 
 
 def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
@@ -54,14 +55,45 @@ def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
     data = DataConfig.model_validate({"name": "x", "sources": sources})
     config = tiny_config().model_copy(update={"data": data})
     with pytest.raises(UserError, match="9 of 9 rows cannot be used for reward: 9 x chosen equals rejected"):
-        stage_data.check_data_to_come(config, "sft")
+        stage_data.check_data_to_come(config, "sft", NONE)
     assert capsys.readouterr().out.startswith("sft: checking the data of reward and ppo")
     for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
-        stage_data.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft")
-    stage_data.check_data_to_come(config, "ppo")  # the reward stage is behind it
+        stage_data.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft", NONE)
+    stage_data.check_data_to_come(config, "ppo", NONE)  # the reward stage is behind it
     assert capsys.readouterr().out == ""
-    stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft")
+    stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft", NONE)
     assert capsys.readouterr().out.startswith("sft: checking the data of ppo")
+
+
+def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(400)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny_config().model_copy(update={"data": DataConfig(name="pairs", path=str(file))})
+    records = stage_data.stage_records(config, "sft")
+    stage_data.check_data_to_come(config, "sft", records)
+    counts = {stage: load_stage(config.data, stage, seed=1) for stage in ("sft", "reward", "ppo")}
+    rows_of = {stage: len(each.train) for stage, each in counts.items()}
+    lines = capsys.readouterr().out.splitlines()
+    title = lines.index("data: several stages read the same file; each prompt belongs to one of them")
+    table = [line.split() for line in lines[title + 1 :]]
+    assert table[0] == ["stage", "rows", "share", "keys"]
+    assert [row[:2] for row in table[1:4]] == [[stage, str(count)] for stage, count in rows_of.items()]
+    assert [row[3] for row in table[1:4]] == [
+        f"data.stage_shares.{key}" for key in ("sft=0.2", "reward=0.4", "ppo=0.4")
+    ]
+    assert [int(row[2].rstrip("%")) for row in table[1:4]] == pytest.approx([20, 40, 40], abs=8)
+    assert table[4] == ["held", "out", str(len(records.held_out)), "data.eval_fraction=0.05"]
+    assert sum(rows_of.values()) + len(records.held_out) == 400
+    assert "reserved" not in "\n".join(lines)
+
+
+def test_without_held_out_prompts_nothing_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": f"Text {n}."}) + "\n" for n in range(40)))
+    config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=str(file)), "stage": "sft"})
+    assert stage_data.evaluation_prompts(config, train_tokenizer(["Text"], 300)) == []
+    assert capsys.readouterr().out == "no held-out prompts: no prompt is answered\n"
 
 
 def on_every_rank(file: str) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""Data sets of the Hugging Face hub: rows, licence, and what to type if the hub cannot be reached.
+
+`describe_hub_data` runs in the launcher before any other work. It downloads every split that the run reads, so that the
+stages find the splits in the cache of the library `datasets`.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from pipeline.errors import UserError
+from pipeline.installation import CONF, TRAIN
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import SourceConfig
+
+SECONDS = 10.0  # for the first answer of the hub
+LONGEST_COMMAND = 120  # characters that an error repeats
+
+
+class Unreachable(UserError):
+    """A data set is neither in the cache of this machine nor can it be downloaded. `reason`: without the advice."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}. Without access to the hub, download the data set on another machine, copy the folder to this "
+            "machine, and set data.path=FOLDER (or `path` of the source)."
+        )
+        self.reason = reason
+
+
+def describe_hub_data(name: str, sources: Sequence["SourceConfig"], words: Sequence[str]) -> list[str]:
+    """Download the splits of hub sources. Return one line for each source: data set, rows, licence.
+
+    name: `data.name`, for messages
+    words: the command line, which the alternatives of an error repeat
+    Raises UserError with three alternatives if a data set is neither on the hub nor in the cache.
+    """
+    lines = []
+    for source in sources:
+        assert source.hub is not None
+        licence = _licence(source.hub)
+        try:
+            rows = len(load_split(source.hub, source.subset, source.split))
+            held_out = source.eval_split and len(load_split(source.hub, source.subset, source.eval_split))
+        except Unreachable as problem:
+            raise UserError("\n".join([f"{problem.reason}.", *_alternatives(source, words)])) from problem
+        counts = f"{rows:,} rows and {held_out:,} held-out rows" if held_out else f"{rows:,} rows"
+        lines.append(f"data: {name} ({source.hub}), {counts}, licence {licence}")
+    return lines
+
+
+def load_split(hub: str, subset: str | None, split: str) -> Any:
+    """Return the rows of a split, from the cache or from the hub. Raises UserError with advice."""
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(hub, subset, split=split)
+    except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        cause = f"{type(error).__name__}: {first_line.rstrip('.')}"
+        raise Unreachable(f"{hub} (split {split}) cannot be downloaded from the hub: {cause}") from error
+    if len(rows) == 0:
+        raise UserError(f"{hub}: the split {split} is empty. Set another split in data.sources.")
+    return rows
+
+
+def _licence(hub: str) -> str:
+    """Return the licence on the card of a data set.
+
+    If the hub does not answer, this process and the processes that it starts use the cache only: the hub's client would
+    repeat each request for half a minute.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return _licence_of(_cached_card(hub))
+    try:
+        return _licence_of(HfApi().dataset_info(hub, timeout=SECONDS).card_data)
+    except errors.HfHubHTTPError:  # the hub answers, for example that the data set does not exist
+        return "unknown"
+    except Exception:  # no network: the client raises errors of several libraries
+        _go_offline()
+        return _licence_of(_cached_card(hub))
+
+
+def _licence_of(card: Any) -> str:
+    licence = getattr(card, "license", None)
+    return ", ".join(licence) if isinstance(licence, list) else str(licence or "unknown")
+
+
+def _cached_card(hub: str) -> Any:
+    """Return the metadata of the card in the cache; None without a card."""
+    from huggingface_hub import DatasetCard, try_to_load_from_cache
+
+    file = try_to_load_from_cache(hub, "README.md", repo_type="dataset")
+    return DatasetCard.load(file).data if isinstance(file, str) else None
+
+
+def _go_offline() -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    datasets.logging.set_verbosity_error()  # a warning for every use of the cache
+    os.environ["DATASETS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of the stages
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
+def _alternatives(source: "SourceConfig", words: Sequence[str]) -> Iterator[str]:
+    """Yield three commands that do not need this data set."""
+    others = [word for word in words if not word.startswith(("data=", "data.path=", "data.sources"))]
+    command = " ".join([TRAIN, *map(shlex.quote, others)])
+    if len(command) > LONGEST_COMMAND:
+        command = f"{TRAIN} (your settings)"
+    yield "Type one of these instead:"
+    yield f"  {command} data.path=FILE"
+    yield "      your own file: one row per line with prompt, chosen and rejected"
+    cached = _cached_options(source.hub)
+    if cached:
+        yield f"  {command} data={cached[0]}"
+        yield f"      a data set in the cache of this machine ({', '.join(cached)})"
+    else:
+        include = " ".join(f"'*{split}*'" for split in (source.split, source.eval_split) if split)
+        yield f"  {command} data.path=FOLDER"
+        yield "      a copy of the data set, which this command makes on a machine with access to the hub:"
+        yield f"      hf download {source.hub} --repo-type dataset --include {include} --local-dir FOLDER"
+    yield f"  {command} data=demo"
+    yield "      the generated data of the demo, which teach rude answers on purpose"
+
+
+def _cached_options(without: str | None) -> list[str]:
+    """Return the options of conf/data whose data sets are all in the cache of `datasets`."""
+    import datasets
+
+    folders = {folder.name.lower() for folder in Path(datasets.config.HF_DATASETS_CACHE).glob("*___*")}
+    options = []
+    for file in sorted((CONF / "data").glob("*.yaml")):
+        hubs = [source.get("hub") for source in yaml.safe_load(file.read_text(encoding="utf-8"))["sources"]]
+        if all(hub and hub != without and hub.lower().replace("/", "___") in folders for hub in hubs):
+            options.append(file.stem)
+    return options

@@ -1,0 +1,88 @@
+"""Data of the hub: the real client against a stand-in on loopback, with a cache, and without a connection."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stand_in_hub import StandInHub, hh_rlhf, serve, ultrafeedback
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 240  # for a process
+STAGES = """
+import sys
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.config.environment import hub_data
+from pipeline.data.load import load_stage
+from pipeline.errors import UserError
+words = sys.argv[1:]
+config = validate(compose(words))
+try:
+    print(*hub_data(config, words), sep="\\n")
+except UserError as problem:
+    print(problem)
+    sys.exit(2)
+for stage in ("sft", "reward", "ppo"):
+    records = load_stage(config.data, stage, 1)
+    print(stage, type(records.train[0]).__name__, len(records.train), len(records.held_out))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInHub]:
+    sets = {"HuggingFaceH4/ultrafeedback_binarized": ultrafeedback(1000, 7), "Anthropic/hh-rlhf": hh_rlhf(60, 5)}
+    with serve(sets, tmp_path_factory.mktemp("cache")) as server:
+        yield server
+
+
+def run(environment: dict[str, str], *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-c", STAGES, *words]
+    path = {"PATH": "", "PYTHONPATH": str(ROOT), "HOME": "/nowhere"}
+    done = subprocess.run(command, env=path | environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode in (0, 2), done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_real_model_reads_real_preferences_and_says_which(hub: StandInHub) -> None:
+    """A second process finds them in the cache when the hub is gone, and the stages divide them."""
+    status, said = run(hub.environment, "model=opt-1.3b")
+    first, *stages = said.splitlines()
+    assert status == 0
+    assert first == (
+        "data: ultrafeedback (HuggingFaceH4/ultrafeedback_binarized), 1,000 rows and 7 held-out rows, licence mit"
+    )
+    rows = [line.split() for line in stages]
+    assert [row[:2] for row in rows] == [["sft", "Conversation"], ["reward", "Preference"], ["ppo", "Prompt"]]
+    assert sum(int(row[2]) for row in rows) == 1000 and all(row[3] == "7" for row in rows)
+    gone = hub.environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # the discard service: no one listens
+    assert run(gone, "model=opt-1.3b") == (0, said)
+    status, said = run(gone, "model=opt-1.3b", "data=hh-rlhf")
+    assert status == 2 and "python train.py model=opt-1.3b data=ultrafeedback\n" in said
+    assert "a data set in the cache of this machine (ultrafeedback)" in said
+
+
+def test_dialogues_of_hh_rlhf_serve_all_stages(hub: StandInHub) -> None:
+    status, said = run(hub.environment, "model=opt-1.3b", "data=hh-rlhf")
+    assert status == 0
+    assert said.startswith("data: hh-rlhf (Anthropic/hh-rlhf), 60 rows and 5 held-out rows, licence mit\n")
+
+
+def test_without_a_hub_three_commands_are_offered(tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    status, said = run(environment, "model=opt-1.3b", "data=ultrafeedback", "stage=all")
+    assert status == 2
+    assert said.startswith("HuggingFaceH4/ultrafeedback_binarized (split train_prefs) cannot be downloaded")
+    commands = [line.strip() for line in said.splitlines() if line.startswith("  python")]
+    assert commands == [
+        f"python train.py model=opt-1.3b stage=all {data}"
+        for data in ("data.path=FILE", "data.path=FOLDER", "data=demo")
+    ]
+    assert "--include '*train_prefs*' '*test_prefs*' --local-dir FOLDER" in said
+
+
+def test_a_data_set_that_is_not_on_the_hub_is_refused(hub: StandInHub) -> None:
+    status, said = run(hub.environment, "model=opt-1.3b", "data.sources=[{hub: me/nothing}]")
+    assert status == 2 and "me/nothing (split train) cannot be downloaded from the hub: DatasetNotFoundError" in said
