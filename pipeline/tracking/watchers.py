@@ -121,6 +121,8 @@ def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Any:
 def _init(wandb: Any, config: RunConfig, stage: str, stage_dir: Path, mode: str) -> Any:
     name = stage_dir.parent.name
     offline = mode != "online"
+    if "weave" not in sys.modules:
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # no advertisement if a judge imports openai
     settings = wandb.Settings(
         silent=True,
         console="off",
