@@ -116,8 +116,11 @@ def _call(tensors: Sequence[Tensor], lses: Tensor, families: Families, scale: fl
     function = found.ragged_attention
     function.argtypes, function.restype = _ARGUMENTS, ctypes.c_int
     query, key = tensors[0], tensors[1]
-    places = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    steps = (ctypes.c_int64 * (2 * len(tensors)))(*(step for tensor in tensors for step in tensor.stride()[:2]))
+    places = (ctypes.c_void_p * len(tensors))()
+    steps = (ctypes.c_int64 * (2 * len(tensors)))()
+    for number, tensor in enumerate(tensors):
+        places[number] = tensor.data_ptr()
+        steps[2 * number : 2 * number + 2] = tensor.stride()[:2]
     failed = function(
         places,
         steps,
