@@ -120,7 +120,7 @@ def _call(tensors: Sequence[Tensor], lses: Tensor, families: Families, scale: fl
     steps = (ctypes.c_int64 * (2 * len(tensors)))()
     for number, tensor in enumerate(tensors):
         places[number] = tensor.data_ptr()
-        steps[2 * number : 2 * number + 2] = tensor.stride()[:2]
+        steps[2 * number : 2 * number + 2] = list(tensor.stride()[:2])
     failed = function(
         places,
         steps,
