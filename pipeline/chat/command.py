@@ -17,11 +17,18 @@ Chat with a model in the terminal.
 {chat} path/to/model --temperature 0     any model folder in Hugging Face format
 {chat} runs/x --prompt "What is 2 + 3?"  one answer, for scripts
 {chat} runs/x < questions.txt            one turn per line
+{chat} runs/x --web                      a page in the browser (--web --help lists its options)
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the chat and return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--web" in arguments:
+        require_packages()
+        from pipeline.serve.command import page_main  # the page has options of its own
+
+        return page_main(arguments)
     options = _parser().parse_args(arguments)
     require_packages()
     try:
@@ -76,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=CHAT, description=USAGE.format(chat=CHAT), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
+    parser.add_argument("--web", action="store_true", help="serve a chat page on this machine")
     parser.add_argument("--prompt", metavar="TEXT", help="answer one prompt and exit")
     parser.add_argument("--compare", metavar="A,B", help="answer with each of these stages (sft, dpo, ppo) or folders")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")

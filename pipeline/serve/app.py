@@ -1,11 +1,14 @@
 """The web application: routes, keys, errors, and clients that disconnect."""
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,7 +28,8 @@ from pipeline.serve.requests import ChatRequest, CompletionRequest, SharedFields
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LARGEST_BODY = 8 * 2**20  # bytes
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/", "/health")  # the page has no secrets; its requests send the key
+PAGE = Path(__file__).with_name("page.html")
 
 
 def create_app(
@@ -50,6 +54,7 @@ def create_app(
 
     return Starlette(
         routes=[
+            Route("/", chat_page),
             Route("/health", api.health),
             Route("/v1/models", api.list_models),
             Route("/v1/models/{name:path}", api.get_model),
@@ -181,6 +186,18 @@ class _Guard:
         if hmac.compare_digest(sent.encode("latin-1"), self.key.encode()):  # starlette decodes headers as latin-1
             return None
         return ServeError(401, "the key is missing or wrong; send it as Authorization: Bearer KEY", "invalid_api_key")
+
+
+async def chat_page(_: Request) -> Response:
+    """Return the chat page. Its policy allows its own script and requests to this server, and nothing else."""
+    text = PAGE.read_text(encoding="utf-8")
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
 
 async def read_json(request: Request) -> Any:

@@ -4,14 +4,14 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chat.folder import ChatModel, find, find_each
+from pipeline.chat.folder import ChatModel, find, find_each, finished_stages
 from pipeline.errors import UserError
-from pipeline.installation import SERVE
+from pipeline.installation import CHAT, SERVE
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -29,10 +29,32 @@ Serve the models of a run to clients of OpenAI's API.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until the process is interrupted; return the exit status."""
-    options = _parser().parse_args(arguments)
+    return _run(_parser().parse_args(arguments), find_default)
+
+
+def page_main(arguments: Sequence[str]) -> int:
+    """Serve the chat page of `chat RUN --web` until the process is interrupted; return the exit status."""
+    return _run(_page_parser().parse_args(arguments), find_all)
+
+
+def find_default(path: Path) -> list[ChatModel]:
+    """Return the model of the newest finished stage. Raises UserError if there is no model."""
+    return [find(path)]
+
+
+def find_all(path: Path) -> list[ChatModel]:
+    """Return the models of all finished stages of a run, newest first. Raises UserError if there is no model."""
+    newest = find(path)
+    run = path.expanduser()
+    if newest.folder != run / newest.name / "model":
+        return [newest]  # a model folder or a stage
+    return find_each(path, ",".join(reversed(finished_stages(run))))
+
+
+def _run(options: argparse.Namespace, default: Callable[[Path], list[ChatModel]]) -> int:
     try:
         listener = Listener.of(options)
-        models = find_each(options.path, options.models) if options.models else [find(options.path)]
+        models = find_each(options.path, options.models) if options.models else default(options.path)
         return _serve(options, listener, models)
     except UserError as mistake:
         if options.debug:
@@ -48,7 +70,7 @@ def _serve(options: argparse.Namespace, listener: "Listener", models: Sequence[C
     from pipeline.serve.models import load_all
 
     served = load_all(models, options)
-    greeting = f"serving {', '.join(served)} at {listener.url}/v1 (Ctrl-C ends)"
+    greeting = f"serving {', '.join(served)} at {listener.url}/v1, chat page at {listener.url}/ (Ctrl-C ends)"
     listener.run(create_app(served, key=listener.key), greeting)
     return 0
 
@@ -119,4 +141,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
     parser.add_argument("--models", metavar="A,B", help="stages of the run (sft, dpo, ppo), base, or folders")
     add_server_options(parser, 8000)
+    return parser
+
+
+def _page_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"{CHAT} --web", description="Serve a page that chats with the models.")
+    parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
+    parser.add_argument("--web", action="store_true", help="serve the page instead of a chat in the terminal")
+    parser.add_argument(
+        "--models", metavar="A,B", help="stages of the run (sft, dpo, ppo), base, or folders (default: finished stages)"
+    )
+    add_server_options(parser, 0)
     return parser
