@@ -9,6 +9,8 @@ working directory. Flags: -m (one job for each value of a list), --cfg job, --he
 
 import argparse
 import itertools
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from pipeline.installation import CONF, TRAIN
 
 REMOVED_KEYS = (("rollout", "selfcheck_every"), ("engine", "pipeline_schedule"))
 """Keys that earlier versions wrote into the config.yaml of their runs."""
+SIZE_CLASSES = ((0.5e9, "up-to-0.5b"), (3e9, "0.5b-to-3b"), (15e9, "3b-to-15b"), (math.inf, "above-15b"))
+"""The largest number of parameters of each size class, and its recipe."""
+UNKNOWN_SIZE = "3b-to-15b"
 REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence MIT
 
 
@@ -40,10 +45,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a command line. `label` ("seed=1") identifies a job of a multirun; otherwise it is empty."""
+    """One run of a command line. `label` ("seed=1") identifies a job of a multirun; otherwise it is empty.
+
+    `recipe` is the line that names the selected recipe and the reason, or empty.
+    """
 
     raw: dict[str, Any]
     label: str = ""
+    recipe: str = ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,14 +75,19 @@ def parse_command(argv: Sequence[str]) -> Command:
 def compose_jobs(command: Command) -> list[Job]:
     """Return the configuration of each job, before validation. Without -m there is one job."""
     if not command.multirun:
-        return [Job(compose(command.overrides))]
+        return [Job(compose(command.overrides), recipe=_recipe_line(command.overrides))]
     combinations = [_sweep_values(token) for token in command.overrides]
     swept = [len(values) > 1 for values in combinations]
     jobs = []
     for tokens in itertools.product(*combinations):
         label = ",".join(token for token, varies in zip(tokens, swept, strict=True) if varies)
-        jobs.append(Job(compose(tokens), label))
+        jobs.append(Job(compose(tokens), label, _recipe_line(tokens)))
     return jobs
+
+
+def _recipe_line(overrides: Sequence[str]) -> str:
+    name, reason = chosen_recipe(overrides)
+    return f"recipe={name}: {reason} (settings on the command line win; ~recipe uses none)" if name else ""
 
 
 def _sweep_values(token: str) -> list[str]:
@@ -104,9 +118,10 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     inherited, replaced = _inherited(overrides)
+    recipe, _ = chosen_recipe(overrides)
     overrides = [*overrides, *_real_data([*replaced, *overrides], skip="data" in inherited)]
     tokens = rewrite([*replaced, *overrides])
-    tokens += _recipe(overrides, skip=bool(inherited))
+    tokens += [f"recipe={recipe}"] if recipe else []
     ConfigStore.instance().store("schema", _merged(defaults(RunConfig), inherited), provider="schema")
     GlobalHydra.instance().clear()
     try:
@@ -172,21 +187,82 @@ def _has_own_model(values: Mapping[str, str | None]) -> bool:
     return "model" not in values and bool(values.keys() & {"model.path", "model.hub"})
 
 
-def _recipe(overrides: Sequence[str], skip: bool) -> list[str]:
-    """Return the override that selects the recipe for model and data, if `conf/recipe` has one.
+def chosen_recipe(overrides: Sequence[str]) -> tuple[str | None, str]:
+    """Return the recipe that zerochat selects, and the reason. None: the command line or the run of `actor=` decides.
 
-    The first that exists counts: `<model>-<data>.yaml`, `<data>.yaml` (only for the default model), `<model>.yaml`.
+    The first that exists counts: `<model>-<data>.yaml`, `<data>.yaml` (only for the default model), `<model>.yaml`,
+    the recipe of the model's size class. A model whose size is unknown without network gets `UNKNOWN_SIZE`.
     """
-    values = {key: value for _, key, value in map(split, overrides)}
-    if "recipe" in values:
-        return []
+    inherited, replaced = _inherited(overrides)
+    values = {key: value for _, key, value in map(split, [*replaced, *overrides])}
+    if "recipe" in values or inherited:
+        return None, ""
     own_model = _has_own_model(values)
     own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
-    default = default_options()
-    model, data = values.get("model", default["model"]), values.get("data", default["data"])
+    default, recipes = default_options(), groups().get("recipe", [])
+    implied = {key: value for _, key, value in map(split, _real_data([*replaced, *overrides], skip=False))}
+    model, data = values.get("model", default["model"]), {**default, **implied, **values}["data"]
     names = [f"{model}-{data}", *([data] if model == default["model"] else []), model]
-    found = next((name for name in (names[-1:] if own_data else names) if name in groups().get("recipe", [])), None)
-    return [f"recipe={found}"] if found and not own_model and not skip else []
+    found = next((name for name in (names[-1:] if own_data else names) if name in recipes), None)
+    if found and not own_model:
+        return found, f"made for model={model}"
+    count = parameter_count(_architecture(values))
+    if count is None:
+        name, reason = UNKNOWN_SIZE, "the size of the model is unknown without network"
+    else:
+        name = next(name for most, name in SIZE_CLASSES if count <= most)
+        reason = f"the model has about {count / 1e9:.2g} B parameters"
+    return (name, reason) if name in recipes else (None, "")
+
+
+def _architecture(values: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the fields of the model's configuration that are on this machine. Empty if there are none."""
+    import yaml
+    from huggingface_hub import try_to_load_from_cache
+
+    option = CONF / "model" / f"{values.get('model')}.yaml"
+    settings = yaml.safe_load(option.read_text(encoding="utf-8")) if option.is_file() else {}
+    try:
+        for key in ("path", "hub"):
+            settings[key] = (values.get(f"model.{key}") or settings.get(key) or "").strip("'\"")
+        file: Any = Path(settings["path"]).expanduser() / "config.json" if settings["path"] else None
+        if file is None and settings["hub"] and not settings.get("architecture"):
+            file = try_to_load_from_cache(settings["hub"], "config.json")
+        fields = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
+        fields = fields or settings.get("architecture") or {}
+        for key, value in values.items():
+            if key == "model.architecture":
+                fields = yaml.safe_load(value or "{}")
+            elif key.startswith("model.architecture."):
+                fields = {**fields, key.rsplit(".", 1)[1]: yaml.safe_load(value or "null")}
+    except (OSError, ValueError, yaml.YAMLError):  # later checks report an unusable model with advice
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def parameter_count(fields: Mapping[str, Any]) -> float | None:
+    """Return the approximate number of parameters of an architecture, or None if a size is missing.
+
+    Counts embeddings, attention and MLP. Norms and biases are left out: they are below 1 % of the parameters. A family
+    that names its key-value heads or an RMS norm has a gated MLP of three matrices; others have two.
+    """
+    fields = fields.get("text_config") or fields
+
+    def size(*names: str, default: float = 0) -> float:
+        found = next((fields[name] for name in names if fields.get(name)), default)
+        return found if isinstance(found, int | float) else 0
+
+    width, layers, vocabulary = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer"), size("vocab_size")
+    heads = size("num_attention_heads", "n_head")
+    if not (width and layers and vocabulary and heads):
+        return None
+    head = size("head_dim", default=width / heads)
+    attention = 2 * width * head * (heads + size("num_key_value_heads", default=heads))
+    matrices = 3 if fields.keys() & {"num_key_value_heads", "rms_norm_eps"} else 2
+    mlp = matrices * width * size("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+    mlp *= size("num_local_experts", "num_experts", default=1)
+    copies = 1 if fields.get("tie_word_embeddings", True) else 2
+    return layers * (attention + mlp) + copies * vocabulary * size("word_embed_proj_dim", default=width)
 
 
 def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -117,6 +117,8 @@ def _run(arguments: list[str], stage: str | None) -> int:
             check_paths(config)
         for line in dict.fromkeys(line for config in configs for line in hub_data(config, arguments)):
             print(line, flush=True)
+        for line in dict.fromkeys(job.recipe for job in jobs if job.recipe):
+            print(line, flush=True)
         status = _lead(jobs, configs, ranks, control)
     except UserError:
         status = USER_ERROR

@@ -41,7 +41,7 @@ def test_groups_and_keys_reach_the_configuration():
 
 
 def test_defaults_come_from_the_schema():
-    assert config_of().ppo == RunConfig.model_fields["ppo"].get_default()
+    assert config_of("~recipe").ppo == RunConfig.model_fields["ppo"].get_default()
 
 
 def test_reward_model_of_another_size():

@@ -1,0 +1,67 @@
+"""Each model gets the recipe of its size class, and the command line overrides the recipe."""
+
+import json
+
+import pytest
+import yaml
+
+from pipeline.config.check import validate
+from pipeline.config.compose import SIZE_CLASSES, chosen_recipe, compose, compose_jobs, parameter_count, parse_command
+from pipeline.config.overrides import groups
+from pipeline.installation import CONF
+from tests.tiny import ROOT
+
+CLASSES = {
+    "up-to-0.5b": "gpt2 gpt2-medium opt-125m opt-350m pythia-160m pythia-410m qwen2.5-0.5b smollm2-135m",
+    "0.5b-to-3b": "gemma-2-2b gpt2-large gpt2-xl llama-3.2-1b opt-1.3b opt-2.7b pythia-1.4b pythia-1b pythia-2.8b "
+    "qwen2.5-1.5b qwen3-0.6b qwen3-1.7b",
+    "3b-to-15b": "llama-3.1-8b llama-3.2-3b mistral-7b opt-13b opt-6.7b qwen2.5-7b qwen3-4b qwen3-8b",
+    "above-15b": "opt-30b opt-66b",
+}
+TABLE = {"sft.lr", "reward.lr", "dpo.lr", "ppo.lr", "ppo.critic_lr", "ppo.kl_coef", "ppo.update_epochs", "sft.epochs"}
+
+
+def test_each_model_of_conf_has_its_class():
+    expected = {model: name for name, models in CLASSES.items() for model in models.split()}
+    assert expected.keys() == set(groups()["model"]) - {"tiny"}
+    assert {model: chosen_recipe([f"model={model}"])[0] for model in expected} == expected
+    assert [chosen_recipe(words)[0] for words in ([], ["data=gsm8k"])] == ["tiny-demo", "tiny"]
+
+
+@pytest.mark.parametrize(("model", "published"), [("llama-3.1-8b", 8.03e9), ("opt-350m", 331e6), ("gpt2", 124e6)])
+def test_counts_agree_with_published_sizes(model, published):
+    fields = yaml.safe_load((CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"))["architecture"]
+    assert parameter_count(fields) == pytest.approx(published, rel=0.02)
+
+
+def test_the_command_line_overrides_the_recipe():
+    ppo = validate(compose(["model=llama-3.1-8b", "data=ultrafeedback"])).ppo
+    assert (ppo.lr, ppo.critic_lr, ppo.kl_coef, ppo.update_epochs) == (1e-6, 9e-6, 0.01, 1)
+    assert validate(compose(["model=llama-3.1-8b", "ppo.lr=3e-6"])).ppo.lr == 3e-6
+    assert validate(compose(["model=llama-3.1-8b", "recipe=up-to-0.5b"])).ppo.lr == 1.41e-5
+    assert validate(compose(["model=llama-3.1-8b", "~recipe"])).ppo.lr == 1e-5
+    assert validate(compose(["model=llama-3.1-8b", "ppo=lora"])).ppo.lr == 1e-4
+
+
+def test_an_own_model_is_measured_by_its_config_and_the_line_names_the_reason(tmp_path):
+    fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    job = compose_jobs(parse_command([f"model.path={tmp_path}"]))[0]
+    assert job.raw["reward"]["lr"] == 5e-5
+    assert job.recipe.startswith("recipe=up-to-0.5b: the model has about 0.00016 B parameters")
+    unknown = compose_jobs(parse_command(["model.hub=nobody/nothing"]))[0]
+    assert unknown.recipe.startswith("recipe=3b-to-15b: the size of the model is unknown without network")
+    assert compose_jobs(parse_command(["model=opt-30b", "~recipe"]))[0].recipe == ""
+
+
+def test_the_table_of_the_guide_has_the_values_of_the_recipes():
+    lines = (ROOT / "docs" / "guides" / "settings.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    start = next(number for number, row in enumerate(rows) if row[1:] == [name for _, name in SIZE_CLASSES])
+    shown = {row[0]: [float(cell) for cell in row[1:]] for row in rows[start + 2 : start + 2 + len(TABLE)]}
+    assert shown.keys() == TABLE
+    for column, (_, name) in enumerate(SIZE_CLASSES):
+        recipe = yaml.safe_load((CONF / "recipe" / f"{name}.yaml").read_text(encoding="utf-8"))
+        for key, values in shown.items():
+            stage, setting = key.split(".")
+            assert values[column] == recipe[stage][setting], (key, name)
