@@ -137,7 +137,7 @@ class RankWatch:
 
     def _read_stack(self) -> str:
         size = os.fstat(self._stack.fileno()).st_size
-        return main_thread(os.pread(self._stack.fileno(), size, 0).decode(errors="replace"))
+        return frames(os.pread(self._stack.fileno(), size, 0).decode(errors="replace"))
 
     def close(self) -> None:
         self.row.close()
@@ -145,10 +145,9 @@ class RankWatch:
         self._nccl_pipe.unlink(missing_ok=True)
 
 
-def main_thread(dump: str) -> str:
-    """Return the frames of the main thread, which faulthandler writes last, the innermost call first."""
-    threads = re.split(r"^(?:Current thread|Thread) .*\n", dump, flags=re.MULTILINE)
-    return threads[-1].rstrip()
+def frames(dump: str) -> str:
+    """Return the frames of a stack that faulthandler wrote, the innermost call first, without the line before them."""
+    return dump.partition("\n")[2].rstrip()
 
 
 def _process_state(process: int) -> str:

@@ -58,7 +58,7 @@ def stage_main(stage: str, module: str) -> None:
 def run_worker(stage: str, run_dir: Path, module: str) -> None:
     """Run a stage as one rank, and end the process with its exit status."""
     _end_with_launcher()
-    _write_stacks_on_request()
+    write_stack_on_request()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set SIGINT to ignored
     try:
         with handle_signals(raise_stopped):
@@ -86,10 +86,14 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
     sys.exit(0)
 
 
-def _write_stacks_on_request() -> None:
-    """Write the Python stacks when the launcher sends SIGUSR2; the handler in C also works inside a collective."""
+def write_stack_on_request() -> None:
+    """Write the Python stack when the launcher sends SIGUSR2; the handler in C also works inside a collective.
+
+    Only the stack of the thread that gets the signal, which is the main thread: to read the stack of a thread that runs
+    crashes the process.
+    """
     if STACK in os.environ:
-        faulthandler.register(signal.SIGUSR2, file=int(os.environ[STACK]), all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=int(os.environ[STACK]), all_threads=False)
     progress.own()  # the first change of the row allows the launcher to send the signal
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.launch import processes, ranks, watchdog
 from pipeline.launch.failure import CRASHED, END_ORDER, HUNG, StageEnd, merge_ends
-from pipeline.launch.watchdog import RankState, RankWatch, is_hung, main_thread, report, stacks
+from pipeline.launch.watchdog import RankState, RankWatch, frames, is_hung, report, stacks
 from tests import hosts
 from tests.forked_launch import launch
 from tests.ranks import Worker
@@ -31,13 +32,31 @@ WAITING = '  File "/x/lib/python3.11/site-packages/torch/distributed/c10d.py", l
 
 
 IDLE = """
-import faulthandler, signal, sys, time
+import os, sys, time
+from pipeline.launch.worker import STACK, write_stack_on_request
 from pipeline.progress import Row
 def wait_for_ever():
     time.sleep(600)
-faulthandler.register(signal.SIGUSR2, file=int(sys.argv[2]), all_threads=True)
+os.environ[STACK] = sys.argv[2]
+write_stack_on_request()
 Row(int(sys.argv[1])).write(1, 0.0, 0, 0, False, phase="train", collective="")
 wait_for_ever()
+"""
+
+BUSY = """
+import os, sys, threading, time
+from pipeline.launch.worker import STACK, write_stack_on_request
+def descend(depth):
+    return depth and descend(depth - 1)
+def work():
+    while True:
+        descend(200)
+os.environ[STACK] = sys.argv[1]
+write_stack_on_request()
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+work()
 """
 
 
@@ -97,12 +116,9 @@ def test_ranks_in_the_same_collective_lack_a_connection():
     assert "a connection between hosts is cut: rank 0" in report([state(0), state(1)])
 
 
-def test_the_main_thread_is_the_last_one_of_a_dump():
-    dump = (
-        f"Thread 0x1 (most recent call first):\n{WAITING}\n\nCurrent thread 0x2 (most recent call first):\n{FRAMES}\n"
-    )
-    assert main_thread(dump) == FRAMES
-    assert main_thread("") == ""
+def test_the_frames_of_a_dump_are_shown():
+    assert frames(f"Stack (most recent call first):\n{FRAMES}\n") == FRAMES
+    assert frames("") == ""
     text = stacks([state(0, stack=FRAMES), state(1)])
     assert FRAMES in text and "no stack: the process does not run Python code" in text
 
@@ -114,6 +130,22 @@ def test_the_cause_of_several_ends_is_the_lost_rank():
     consequence = StageEnd(CRASHED, order=END_ORDER["consequence"], stop_status=143)
     assert merge_ends([consequence, later, crash]).message == "connection closed"
     assert merge_ends([StageEnd(0), crash, consequence, lost]) == replace(lost, stop_status=143)
+
+
+def test_a_rank_with_busy_threads_survives_the_request_for_its_stack(tmp_path):
+    with open(tmp_path / "stack", "w+") as stack:
+        command = [sys.executable, "-c", BUSY, str(stack.fileno())]
+        process = subprocess.Popen(command, pass_fds=(stack.fileno(),), cwd=ROOT, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            for _ in range(1000):
+                process.send_signal(signal.SIGUSR2)
+                time.sleep(0.001)
+            assert process.poll() is None
+            assert "in work" in Path(stack.name).read_text()
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypatch):
