@@ -138,6 +138,14 @@ def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
     assert answers["pretrained"] == "".join(alone.answer("", "hello", Sampling(20, seed=3), 1)) != answers["random"]
 
 
+def test_the_base_of_another_version_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.yaml").write_text("a_key_of_another_version: 1\n")
+    (base,) = find_each(tmp_path, "base")
+    with pytest.raises(UserError, match=r"written by another version of zerochat.*give the folder of the base model"):
+        load(base)
+
+
 def test_a_reward_model_and_a_pickle_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="reward model"):
         load(ChatModel("reward", run / "reward" / "model"))

@@ -1,7 +1,10 @@
 """The decoding thread with a batch that the test controls: disconnects, failures, a full queue, stop strings."""
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +23,7 @@ from pipeline.serve.batcher import WAITING_PER_SLOT
 from pipeline.serve.command import Listener, main
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.running import client_of, served, wait_until
+from tests.test_chat import save_model
 
 
 class Sampled(NamedTuple):
@@ -181,3 +185,30 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert shown.count("\n") == 1 and "set another --port" in shown
     assert main([str(tmp_path / "nothing"), "--port", "0"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
+    save_model(tmp_path / "sft" / "model", 0)
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"identity": {}, "asked": "", "stages": {"sft": {"status": "finished"}}})
+    )
+    # A shell starts background commands with SIGINT ignored, and Python then raises no KeyboardInterrupt.
+    program = "import signal, sys, zerochat; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", program + "sys.exit(zerochat.main(sys.argv[1:]))", "serve", str(tmp_path)]
+    with subprocess.Popen(
+        [*command, "--port", "0"], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            greeting = next((line for line in process.stderr if line.startswith("serving sft at ")), "")
+            assert greeting, "the command ended without an address"
+            with client_of(greeting.split()[3].partition("/v1")[0]) as client:
+                answer = client.chat.completions.create(
+                    model="sft", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+                )
+            assert answer.choices[0].finish_reason in ("stop", "length")
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+            assert process.wait() == 130 and rest == ""
+        finally:
+            process.kill()
