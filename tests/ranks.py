@@ -157,6 +157,10 @@ class Worker:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def read_line(self) -> str:
+        """Wait for the next line of the output; "" at its end."""
+        return self._output.readline().decode()
+
     def communicate(self, timeout: float = SECONDS) -> tuple[str, None]:
         """Return the output when the process has ended. Kill it, and raise AssertionError, after `timeout` seconds."""
         timer = threading.Timer(timeout, self.send_signal, [signal.SIGKILL])

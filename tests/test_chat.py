@@ -232,6 +232,22 @@ def test_characters_spread_over_tokens_come_out_whole() -> None:
     assert [broken.feed(0xF0), broken.feed(0x9F), broken.finish()] == ["", "", "\ufffd"]
 
 
+def test_a_long_answer_is_decoded_in_short_pieces() -> None:
+    """The text is that of one call, with white space and characters of several tokens at every offset."""
+    text = "ab é🙂  中, end\n\nof " * 20
+    longest = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return bytes(ids).decode("utf-8", errors="replace").strip()
+
+    pieces = Detokenizer(decode)
+    shown = [pieces.feed(token) for token in text.encode()] + [pieces.finish()]
+    assert "".join(shown) == pieces.text == text.strip()
+    assert longest < 40 < len(text.encode())
+
+
 def test_streamed_text_is_the_decoded_answer(run: Path) -> None:
     voice = load(ChatModel("sft", run / "sft" / "model"))
     sampling = Sampling(40, seed=3)

@@ -16,28 +16,44 @@ if TYPE_CHECKING:
     from pipeline.models.source import ModelSource
 
 _UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
+_CONTEXT = 8  # tokens that are decoded again, because their text may depend on their neighbours
 
 
 class Detokenizer:
     """Converts a stream of tokens to text.
 
     A character may consist of several tokens. Text that ends with the replacement character is held until more tokens
-    arrive.
+    arrive. Only the last tokens are decoded again for each token, so the time per token does not grow with the answer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # the tokens after `_settled`
+        self._settled = ""
         self.text = ""
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that is complete now."""
         self._ids.append(token)
-        return self._advance(self._decode(self._ids).rstrip(_UNFINISHED))
+        text = self._decode(self._ids)
+        new = self._advance(self._settled + text.rstrip(_UNFINISHED))
+        if len(self._ids) > 2 * _CONTEXT:
+            self._settle(text)
+        return new
 
     def finish(self) -> str:
         """Return the rest of the text after the last token."""
-        return self._advance(self._decode(self._ids))
+        return self._advance(self._settled + self._decode(self._ids))
+
+    def _settle(self, text: str) -> None:
+        """Decode the older tokens for the last time, if both parts decode to `text` without each other.
+
+        Parts of a character and white space that `decode` strips do not. A later token is then tried.
+        """
+        older, newer = self._decode(self._ids[:-_CONTEXT]), self._decode(self._ids[-_CONTEXT:])
+        if newer and _UNFINISHED not in text and older + newer == text:
+            self._settled += older
+            del self._ids[:-_CONTEXT]
 
     def _advance(self, text: str) -> str:
         """Return the text after the text that was returned before."""

@@ -1,15 +1,13 @@
 """Answers in the form of OpenAI's API: text without stop strings, log-probabilities, chunks of a stream."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.chat.participant import Detokenizer
-from pipeline.serve.batcher import Batcher, Job, Token
+from pipeline.serve.batcher import Token
 
 
 class AnswerText:
@@ -146,33 +144,3 @@ def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": prompt_tokens + sampled,
     }
-
-
-async def sample_jobs(batcher: Batcher, model: str, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Token], None]:
-    """Yield (index of the job, token) of several jobs as the tokens are sampled. Raises ServeError."""
-    arrived: asyncio.Queue[tuple[int, Token] | BaseException | None] = asyncio.Queue()
-
-    async def pump(index: int, job: Job) -> None:
-        try:
-            async with aclosing(batcher.stream(model, job)) as tokens:
-                async for token in tokens:
-                    arrived.put_nowait((index, token))
-            arrived.put_nowait(None)
-        except Exception as error:
-            arrived.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(index, job)) for index, job in enumerate(jobs)]
-    try:
-        remaining = len(tasks)
-        while remaining:
-            item = await arrived.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                remaining -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

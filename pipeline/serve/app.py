@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipeline.serve.answers import CHAT, COMPLETION, Choice, Endpoint, sample_jobs, usage
+from pipeline.serve.answers import CHAT, COMPLETION, Choice, Endpoint, usage
 from pipeline.serve.batcher import Batcher, Job
 from pipeline.serve.errors import ServeError
 from pipeline.serve.models import ServedModel
@@ -112,7 +112,7 @@ class _Api:
         return JSONResponse(content)
 
     async def _collect(self, model: ServedModel, jobs: Sequence[Job], choices: Sequence[Choice]) -> None:
-        async with aclosing(sample_jobs(self.batcher, model.name, jobs)) as sampled:
+        async with aclosing(self.batcher.stream(model.name, jobs)) as sampled:
             async for index, token in sampled:
                 choices[index].take(token)
 
@@ -133,7 +133,7 @@ class _Api:
             if endpoint.opening is not None:
                 for index in range(len(choices)):
                     yield _event(head | {"choices": [endpoint.opening(index)]} | none)
-            async with aclosing(sample_jobs(self.batcher, model.name, jobs)) as sampled:
+            async with aclosing(self.batcher.stream(model.name, jobs)) as sampled:
                 async for index, token in sampled:
                     choice = choices[index]
                     text = choice.take(token)

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from engine import Sampling
@@ -69,7 +70,7 @@ class Batcher:
         self._sessions = dict(sessions)
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._answers: dict[int, asyncio.Queue[Token | Exception]] = {}
+        self._answers: dict[int, asyncio.Queue[tuple[int, Token | Exception]]] = {}
         self._live: dict[str, set[int]] = {name: set() for name in sessions}  # submitted and not ended, by model
         self._thread = threading.Thread(target=self._decode, name="decode", daemon=True)
 
@@ -91,28 +92,36 @@ class Batcher:
         if len(self._live[model]) >= self._sessions[model].slots * (1 + WAITING_PER_SLOT):
             raise ServeError(429, "too many requests are waiting; send the request again later", "rate_limit_exceeded")
 
-    async def stream(self, model: str, job: Job) -> AsyncGenerator[Token, None]:
-        """Yield the tokens of a job. Leaving the iteration early, or its cancellation, frees the slot.
+    async def stream(self, model: str, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Token], None]:
+        """Yield (index of the job, token) of several jobs. Ending or cancelling the iteration frees their slots.
 
-        Raises ServeError if generation fails.
+        The jobs share one queue, so that a token wakes one task. Raises ServeError if generation fails.
         """
         session, live = self._sessions[model], self._live[model]
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.Queue()
-        live.add(number)
-        self._inbox.put(lambda: self._add(session, number, job))
+        answer: asyncio.Queue[tuple[int, Token | Exception]] = asyncio.Queue()
+        indices = {next(self._numbers): index for index in range(len(jobs))}
+        for number, index in indices.items():
+            self._answers[number] = answer
+            live.add(number)
+            self._inbox.put(partial(self._add, session, number, jobs[index]))
         try:
-            while True:
-                token = await answer.get()
+            while indices:
+                number, token = await answer.get()
                 if isinstance(token, Exception):
                     raise ServeError(500, str(token), "server_error") from token
-                yield token
+                index = indices[number]
                 if token.finish is not None:
-                    return
+                    self._forget(model, number)
+                    del indices[number]
+                yield index, token
         finally:
-            del self._answers[number]
-            live.discard(number)
-            self._inbox.put(lambda: session.abort(number))
+            for number in indices:
+                self._forget(model, number)
+                self._inbox.put(partial(session.abort, number))
+
+    def _forget(self, model: str, number: int) -> None:
+        del self._answers[number]
+        self._live[model].discard(number)
 
     def _add(self, session: Session, number: int, job: Job) -> None:
         try:
@@ -154,4 +163,4 @@ class Batcher:
         for number, item in items:
             answer = self._answers.get(number)
             if answer is not None:
-                answer.put_nowait(item)
+                answer.put_nowait((number, item))

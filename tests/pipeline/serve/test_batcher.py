@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import openai
 import pytest
 
+import zerochat
 from engine import Sampling
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
@@ -23,6 +23,7 @@ from pipeline.serve.batcher import WAITING_PER_SLOT
 from pipeline.serve.command import Listener, main
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.running import client_of, served, wait_until
+from tests.ranks import Worker
 from tests.test_chat import save_model
 
 
@@ -187,28 +188,28 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no such folder" in capsys.readouterr().err
 
 
+def serve_with_ctrl_c(run: Path) -> None:
+    # A shell starts background commands with SIGINT ignored, and Python then raises no KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(zerochat.main(["serve", str(run), "--port", "0"]))
+
+
 def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
     save_model(tmp_path / "sft" / "model", 0)
     (tmp_path / "manifest.json").write_text(
         json.dumps({"identity": {}, "asked": "", "stages": {"sft": {"status": "finished"}}})
     )
-    # A shell starts background commands with SIGINT ignored, and Python then raises no KeyboardInterrupt.
-    program = "import signal, sys, zerochat; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    command = [sys.executable, "-c", program + "sys.exit(zerochat.main(sys.argv[1:]))", "serve", str(tmp_path)]
-    with subprocess.Popen(
-        [*command, "--port", "0"], cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None
-            greeting = next((line for line in process.stderr if line.startswith("serving sft at ")), "")
-            assert greeting, "the command ended without an address"
-            with client_of(greeting.split()[3].partition("/v1")[0]) as client:
-                answer = client.chat.completions.create(
-                    model="sft", messages=[{"role": "user", "content": "hello"}], max_tokens=4
-                )
-            assert answer.choices[0].finish_reason in ("stop", "length")
-            process.send_signal(signal.SIGINT)
-            rest = process.stderr.read()
-            assert process.wait() == 130 and rest == ""
-        finally:
-            process.kill()
+    process = Worker(serve_with_ctrl_c, tmp_path, environment={})
+    try:
+        greeting = next((line for line in iter(process.read_line, "") if line.startswith("serving sft at ")), "")
+        assert greeting, "the command ended without an address"
+        with client_of(greeting.split()[3].partition("/v1")[0]) as client:
+            answer = client.chat.completions.create(
+                model="sft", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+            )
+        assert answer.choices[0].finish_reason in ("stop", "length")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate()
+        assert (process.returncode, rest) == (130, "")
+    finally:
+        process.send_signal(signal.SIGKILL)
