@@ -279,6 +279,8 @@ def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
         for table, form in zip(unused, forms, strict=True)
     ]
     other = f"a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})" if forms else "another stage"
+    if stage == "reward":
+        other += ", or PPO without a reward model (ppo.reward_model=false ppo.reward_function=FILE.py:NAME)"
     return (
         f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
         f"{'; '.join(found) or 'no source lists the stage'}. Set data.path=FILE or another data=NAME, or run "

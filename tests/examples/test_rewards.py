@@ -45,6 +45,58 @@ def test_every_worked_solution_is_right_by_its_own_number() -> None:
 
 
 @pytest.mark.parametrize(
+    ("reference", "answer", "score"),
+    [
+        ("10 * 100 = <<10*100=1000>>1000\n#### 1,000", "so 5 + 5\n#### $1000.00", 1), ("#### 1,000", "#### 1,001", 0),
+        ("#### 12", "#### 12 dollars.", 1), ("#### 12", "#### $12", 1), ("#### 12", "#### 12,", 1),
+        ("#### 5", "#### 5 km/h", 1), ("#### 20", "#### 20%", 1), ("#### 4", "#### -4", 0), ("#### -4", "#### -4", 1),
+        ("#### 2.5", "#### 2 1/2", 1), ("#### 2.5", "$\\frac{5}{2}$", 1), ("#### 1", "#### 2 1/2", 0),
+        ("\\boxed{\\frac{1}{3}}", "1/3", 1), ("#### 18", "She has 9 + 9 = 18 eggs.", 1), ("#### 5", "5 or 6", 0),
+        ("#### 12", "#### 13 #### 12", 1), ("#### 12", "#### 12 #### 13", 0), ("#### 12", "#### 13\n12", 0),
+        ("#### 12", "", 0), ("#### 12", "####", 0), ("#### 12", "#### twelve", 0), ("#### 12", "#### 1/0", 0),
+        ("#### 12", "(" * 3000, 0), ("#### 12", "12 \x00\ud800", 1), ("Paris", " paris", 1), ("Paris", "12", 0),
+    ],
+)  # fmt: skip
+def test_the_final_answer_has_to_equal_the_reference(reference: str, answer: str, score: int) -> None:
+    function = load_function(f"{REWARDS}/math_answers.py:correct")
+    assert function.score(answer, {"question": "How much?", "answer": reference}) == score
+
+
+def test_a_formula_that_takes_too_long_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = load_function(f"{REWARDS}/math_answers.py:correct")
+    monkeypatch.setitem(function.call.__globals__, "SECONDS", 1)
+    assert function.score("#### 9**387420489", {"answer": "#### 12"}) == 0
+    assert function.score("#### 12", {"answer": "#### 12"}) == 1  # the limit of the call before has no effect
+
+    def fail(*_: Any, **__: Any) -> bool:
+        raise RecursionError
+
+    monkeypatch.setitem(function.call.__globals__, "verify", fail)
+    assert function.score("#### 12", {"answer": "#### 12"}) == 0
+
+
+def test_math_answers_need_a_reference_and_the_main_thread() -> None:
+    function = load_function(f"{REWARDS}/math_answers.py:correct")
+    assert function.score("7", {"question": "How much?", "solution": "It is 7."}) == 1
+    with pytest.raises(UserError, match="none of the columns answer, solution"):
+        function.score("7", {"question": "How much?"})
+    threads = load_function(f"{REWARDS}/math_answers.py:correct", 2)
+    with pytest.raises(UserError, match=r"set ppo\.reward_threads=1"):
+        threads.scores([("7", {"answer": "7"})])
+
+
+def test_solutions_of_gsm8k_are_right_and_those_of_other_questions_are_wrong() -> None:
+    folder = find("../shared/data/gsm8k")
+    if folder is None:
+        pytest.skip("no shared/data/gsm8k beside this checkout")
+    ours, exact = (load_function(f"{REWARDS}/{name}") for name in ("math_answers.py:correct", "gsm8k.py:exact_match"))
+    rows = read_table(folder / "test.jsonl").rows[:100]
+    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
+        assert ours.score(row["answer"], row) == 1
+        assert ours.score(other["answer"], row) == exact.score(other["answer"], row)
+
+
+@pytest.mark.parametrize(
     ("question", "answer", "score"),
     [
         ("What is 3 plus 4?", "The answer is 7.", 1), ("What is 3 plus 4?", "3 plus 4 is 7.", 1),

@@ -207,7 +207,10 @@ def test_a_folder_of_several_forms_gives_each_stage_what_it_can_use(tmp_path: Pa
 
 def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "chats.jsonl", chats(range(100))))
-    said = r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) has completions.*=sft.*rename"
+    said = (
+        r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) has completions.*=sft.*"
+        r"ppo\.reward_model=false.*rename"
+    )
     with pytest.raises(UserError, match=said):
         load_stage(data, "reward", seed=1)
     with pytest.raises(UserError, match="no source lists the stage"):
