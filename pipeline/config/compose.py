@@ -9,26 +9,22 @@ working directory. Flags: -m (one job for each value of a list), --cfg job, --he
 
 import argparse
 import itertools
-import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from pipeline.config.overrides import default_options, groups, quoted, rewrite, split
+from pipeline.config.overrides import default_options, quoted, rewrite, split
+from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.installation import CONF, TRAIN
 
 REMOVED_KEYS = (("rollout", "selfcheck_every"), ("engine", "pipeline_schedule"))
 """Keys that earlier versions wrote into the config.yaml of their runs."""
-SIZE_CLASSES = ((0.5e9, "up-to-0.5b"), (3e9, "0.5b-to-3b"), (15e9, "3b-to-15b"), (math.inf, "above-15b"))
-"""The largest number of parameters of each size class, and its recipe."""
-UNKNOWN_SIZE = "3b-to-15b"
 REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence MIT
 
 
@@ -86,8 +82,10 @@ def compose_jobs(command: Command) -> list[Job]:
 
 
 def _recipe_line(overrides: Sequence[str]) -> str:
-    name, reason = chosen_recipe(overrides)
-    return f"recipe={name}: {reason} (settings on the command line win; ~recipe uses none)" if name else ""
+    recipe = chosen_recipe(overrides)
+    if recipe is None:
+        return ""
+    return f"recipe={recipe.name}: {recipe.reason} (settings on the command line win; ~recipe uses none)"
 
 
 def _sweep_values(token: str) -> list[str]:
@@ -118,11 +116,14 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     inherited, replaced = _inherited(overrides)
-    recipe, _ = chosen_recipe(overrides)
+    recipe = chosen_recipe(overrides)
     overrides = [*overrides, *_real_data([*replaced, *overrides], skip="data" in inherited)]
     tokens = rewrite([*replaced, *overrides])
-    tokens += [f"recipe={recipe}"] if recipe else []
-    ConfigStore.instance().store("schema", _merged(defaults(RunConfig), inherited), provider="schema")
+    store = ConfigStore.instance()
+    store.store("schema", _merged(defaults(RunConfig), inherited), provider="schema")
+    if recipe is not None:
+        store.store("chosen", recipe.settings, group="recipe", package="_global_", provider="recipe")
+        tokens.append("recipe=chosen")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
@@ -130,6 +131,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException, ValueError) as problem:
         raise UserError(_explain(problem)) from problem
     assert isinstance(raw, dict)
+    if not any(key.partition(".")[0] == LORA_RATES for _, key, _ in map(split, overrides)):
+        raw.pop(LORA_RATES, None)  # read by the options lora.yaml; otherwise no key, which the validation reports
     return {str(key): value for key, value in raw.items()}
 
 
@@ -177,92 +180,29 @@ def _real_data(overrides: Sequence[str], skip: bool) -> list[str]:
     The demo's generated data teach rude answers on purpose, so only the demo's own model trains on them by default.
     """
     values = {key: value for _, key, value in map(split, overrides)}
-    is_default = values.get("model") in (None, default_options()["model"]) and not _has_own_model(values)
+    is_default = values.get("model") in (None, default_options()["model"]) and not has_own_model(values)
     has_data = bool(values.keys() & {"data", "data.path", "data.sources"})
     return [] if skip or has_data or is_default else [f"data={REAL_DATA}"]
 
 
-def _has_own_model(values: Mapping[str, str | None]) -> bool:
-    """Return whether a folder or a hub id replaces the default model."""
-    return "model" not in values and bool(values.keys() & {"model.path", "model.hub"})
-
-
-def chosen_recipe(overrides: Sequence[str]) -> tuple[str | None, str]:
-    """Return the recipe that zerochat selects, and the reason. None: the command line or the run of `actor=` decides.
-
-    The first that exists counts: `<model>-<data>.yaml`, `<data>.yaml` (only for the default model), `<model>.yaml`,
-    the recipe of the model's size class. A model whose size is unknown without network gets `UNKNOWN_SIZE`.
-    """
+def chosen_recipe(overrides: Sequence[str]) -> Recipe | None:
+    """Return the recipe that zerochat selects. None: the command line or the run of `actor=` decides."""
     inherited, replaced = _inherited(overrides)
-    values = {key: value for _, key, value in map(split, [*replaced, *overrides])}
-    if "recipe" in values or inherited:
-        return None, ""
-    own_model = _has_own_model(values)
-    own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
-    default, recipes = default_options(), groups().get("recipe", [])
-    implied = {key: value for _, key, value in map(split, _real_data([*replaced, *overrides], skip=False))}
-    model, data = values.get("model", default["model"]), {**default, **implied, **values}["data"]
-    names = [f"{model}-{data}", *([data] if model == default["model"] else []), model]
-    found = next((name for name in (names[-1:] if own_data else names) if name in recipes), None)
-    if found and not own_model:
-        return found, f"made for model={model}"
-    count = parameter_count(_architecture(values))
-    if count is None:
-        name, reason = UNKNOWN_SIZE, "the size of the model is unknown without network"
-    else:
-        name = next(name for most, name in SIZE_CLASSES if count <= most)
-        reason = f"the model has about {count / 1e9:.2g} B parameters"
-    return (name, reason) if name in recipes else (None, "")
+    values = _values([*replaced, *overrides])
+    return None if "recipe" in values or inherited else select(values)
 
 
-def _architecture(values: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the fields of the model's configuration that are on this machine. Empty if there are none."""
-    import yaml
-    from huggingface_hub import try_to_load_from_cache
-
-    option = CONF / "model" / f"{values.get('model')}.yaml"
-    settings = yaml.safe_load(option.read_text(encoding="utf-8")) if option.is_file() else {}
-    try:
-        for key in ("path", "hub"):
-            settings[key] = (values.get(f"model.{key}") or settings.get(key) or "").strip("'\"")
-        file: Any = Path(settings["path"]).expanduser() / "config.json" if settings["path"] else None
-        if file is None and settings["hub"] and not settings.get("architecture"):
-            file = try_to_load_from_cache(settings["hub"], "config.json")
-        fields = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
-        fields = fields or settings.get("architecture") or {}
-        for key, value in values.items():
-            if key == "model.architecture":
-                fields = yaml.safe_load(value or "{}")
-            elif key.startswith("model.architecture."):
-                fields = {**fields, key.rsplit(".", 1)[1]: yaml.safe_load(value or "null")}
-    except (OSError, ValueError, yaml.YAMLError):  # later checks report an unusable model with advice
-        return {}
-    return fields if isinstance(fields, dict) else {}
+def reference_recipe(overrides: Sequence[str]) -> Recipe | None:
+    """Return the recipe to compare settings with: the one of the command line, or the one for the model."""
+    values = _values([*_inherited(overrides)[1], *overrides])
+    named = values.get("recipe")
+    return read_recipe(named, "selected with recipe=") if named else select(values)
 
 
-def parameter_count(fields: Mapping[str, Any]) -> float | None:
-    """Return the approximate number of parameters of an architecture, or None if a size is missing.
-
-    Counts embeddings, attention and MLP. Norms and biases are left out: they are below 1 % of the parameters. A family
-    that names its key-value heads or an RMS norm has a gated MLP of three matrices; others have two.
-    """
-    fields = fields.get("text_config") or fields
-
-    def size(*names: str, default: float = 0) -> float:
-        found = next((fields[name] for name in names if fields.get(name)), default)
-        return found if isinstance(found, int | float) else 0
-
-    width, layers, vocabulary = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer"), size("vocab_size")
-    heads = size("num_attention_heads", "n_head")
-    if not (width and layers and vocabulary and heads):
-        return None
-    head = size("head_dim", default=width / heads)
-    attention = 2 * width * head * (heads + size("num_key_value_heads", default=heads))
-    matrices = 3 if fields.keys() & {"num_key_value_heads", "rms_norm_eps"} else 2
-    mlp = matrices * width * size("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
-    mlp *= size("num_local_experts", "num_experts", default=1)
-    copies = 1 if fields.get("tie_word_embeddings", True) else 2
-    return layers * (attention + mlp) + copies * vocabulary * size("word_embed_proj_dim", default=width)
+def _values(overrides: Sequence[str]) -> dict[str, str | None]:
+    """Return the values of a command line by key, with the data set that it implies."""
+    tokens = [*overrides, *_real_data(overrides, skip=False)]
+    return {key: value for _, key, value in map(split, tokens)}
 
 
 def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -113,6 +113,7 @@ def test_the_recipe_fits_model_and_data(tmp_path, monkeypatch):
     (conf / "model" / "tiny.yaml").write_text("name: tiny\nhub: a/b\n")
     monkeypatch.setattr("pipeline.config.overrides.CONF", conf)
     monkeypatch.setattr("pipeline.config.compose.CONF", conf)
+    monkeypatch.setattr("pipeline.config.recipes.CONF", conf)
 
     def lr(*overrides: str) -> float:
         return compose(overrides)["sft"]["lr"]

@@ -6,8 +6,10 @@ import pytest
 import yaml
 
 from pipeline.config.check import validate
-from pipeline.config.compose import SIZE_CLASSES, chosen_recipe, compose, compose_jobs, parameter_count, parse_command
+from pipeline.config.compose import chosen_recipe, compose, compose_jobs, parse_command, reference_recipe
 from pipeline.config.overrides import groups
+from pipeline.config.recipes import SIZE_CLASSES, parameter_count
+from pipeline.errors import UserError
 from pipeline.installation import CONF
 from tests.tiny import ROOT
 
@@ -18,14 +20,35 @@ CLASSES = {
     "3b-to-15b": "llama-3.1-8b llama-3.2-3b mistral-7b opt-13b opt-6.7b qwen2.5-7b qwen3-4b qwen3-8b",
     "above-15b": "opt-30b opt-66b",
 }
-TABLE = {"sft.lr", "reward.lr", "dpo.lr", "ppo.lr", "ppo.critic_lr", "ppo.kl_coef", "ppo.update_epochs", "sft.epochs"}
+TABLE = {
+    "sft.lr",
+    "reward.lr",
+    "dpo.lr",
+    "ppo.lr",
+    "ppo.critic_lr",
+    "ppo.kl_coef",
+    "ppo.update_epochs",
+    "sft.epochs",
+    "sft.max_length",
+    "rollout.max_prompt_tokens",
+    "rollout.max_new_tokens",
+    "lora_lr.sft",
+    "lora_lr.reward",
+    "lora_lr.dpo",
+    "lora_lr.ppo",
+}
+
+
+def name_of(*overrides: str) -> str | None:
+    recipe = chosen_recipe(overrides)
+    return recipe.name if recipe is not None else None
 
 
 def test_each_model_of_conf_has_its_class():
     expected = {model: name for name, models in CLASSES.items() for model in models.split()}
     assert expected.keys() == set(groups()["model"]) - {"tiny"}
-    assert {model: chosen_recipe([f"model={model}"])[0] for model in expected} == expected
-    assert [chosen_recipe(words)[0] for words in ([], ["data=gsm8k"])] == ["tiny-demo", "tiny"]
+    assert {model: name_of(f"model={model}") for model in expected} == expected
+    assert [name_of(), name_of("data=gsm8k")] == ["tiny-demo", "tiny"]
 
 
 @pytest.mark.parametrize(("model", "published"), [("llama-3.1-8b", 8.03e9), ("opt-350m", 331e6), ("gpt2", 124e6)])
@@ -40,7 +63,47 @@ def test_the_command_line_overrides_the_recipe():
     assert validate(compose(["model=llama-3.1-8b", "ppo.lr=3e-6"])).ppo.lr == 3e-6
     assert validate(compose(["model=llama-3.1-8b", "recipe=up-to-0.5b"])).ppo.lr == 1.41e-5
     assert validate(compose(["model=llama-3.1-8b", "~recipe"])).ppo.lr == 1e-5
-    assert validate(compose(["model=llama-3.1-8b", "ppo=lora"])).ppo.lr == 1e-4
+
+
+def test_adapters_have_learning_rates_of_the_size_class():
+    lora = ["sft=lora", "reward=lora", "dpo=lora", "ppo=lora"]
+    config = validate(compose(["model=llama-3.1-8b", *lora]))
+    assert (config.sft.lr, config.reward.lr, config.dpo.lr, config.ppo.lr) == (2e-4, 1e-4, 5e-6, 1e-5)
+    assert config.ppo.critic_lr == 9e-6  # the critic has no adapters
+    assert validate(compose(["model=opt-66b", *lora])).sft.lr == 1e-4
+    assert validate(compose(["model=opt-66b", *lora, "sft.lr=3e-4"])).sft.lr == 3e-4
+    assert validate(compose(["model=opt-66b", "~recipe", *lora])).ppo.lr == 1e-4
+    with pytest.raises(UserError, match="lora_lr: there is no such key"):
+        validate(compose(["model=opt-66b", "lora_lr.sft=1e-4"]))
+
+
+def test_a_separate_reward_model_has_the_rates_of_its_own_size():
+    overrides = ["model=opt-13b", "reward_model=opt-350m", "reward=default"]
+    config = validate(compose(overrides))
+    assert (config.reward.lr, config.ppo.critic_lr) == (5e-5, 1.41e-5)
+    assert (config.ppo.lr, config.reward.max_length) == (1e-6, 2048)
+    assert validate(compose([*overrides[:2], "reward=lora"])).reward.lr == 1e-4
+    line = compose_jobs(parse_command(overrides))[0].recipe
+    assert "3b-to-15b: the model has about 13 B" in line and "as up-to-0.5b, which has about 0.33 B" in line
+    assert validate(compose(["model=opt-13b", "reward_model=opt-6.7b"])).reward.lr == 1e-5
+    assert validate(compose([*overrides, "reward.lr=7e-5"])).reward.lr == 7e-5
+
+
+def test_the_sequences_of_a_recipe_fit_the_positions_of_its_models():
+    for name, models in CLASSES.items():
+        recipe = yaml.safe_load((CONF / "recipe" / f"{name}.yaml").read_text(encoding="utf-8"))
+        stages, rollout = [recipe[stage]["max_length"] for stage in ("sft", "reward", "dpo")], recipe["rollout"]
+        needed = max(*stages, rollout["max_prompt_tokens"] + rollout["max_new_tokens"])
+        for model in models.split():
+            fields = yaml.safe_load((CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"))["architecture"]
+            assert needed <= fields.get("max_position_embeddings", fields.get("n_positions", 1024)), (name, model)
+
+
+def test_settings_are_compared_with_the_named_recipe_or_that_of_the_model():
+    names = [reference_recipe(["model=opt-13b", *words]) for words in ([], ["recipe=tiny"], ["~recipe"])]
+    assert [recipe and recipe.name for recipe in names] == ["3b-to-15b", "tiny", "3b-to-15b"]
+    with pytest.raises(UserError, match="recipe=nope is not an option of recipe"):
+        reference_recipe(["recipe=nope"])
 
 
 def test_an_own_model_is_measured_by_its_config_and_the_line_names_the_reason(tmp_path):

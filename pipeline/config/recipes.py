@@ -1,0 +1,166 @@
+"""Select the recipe of `conf/recipe` for a command line: by the model and its data, or by the number of parameters.
+
+A recipe contains learning rates, batch sizes, epochs, lengths and the KL coefficient, each with its source in the file.
+Its mapping `lora_lr` holds the learning rates of adapters, which the options `sft=lora`, `ppo=lora` and so on read.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.overrides import default_options, groups
+from pipeline.errors import UserError
+from pipeline.installation import CONF
+
+SIZE_CLASSES = ((0.5e9, "up-to-0.5b"), (3e9, "0.5b-to-3b"), (15e9, "3b-to-15b"), (math.inf, "above-15b"))
+"""The largest number of parameters of each size class, and its recipe."""
+UNKNOWN_SIZE = "3b-to-15b"
+LORA_RATES = "lora_lr"
+SCORER_SETTINGS = (("reward", "lr"), ("ppo", "critic_lr"), (LORA_RATES, "reward"))
+"""The settings of reward model and critic, which depend on the size of `reward_model`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe with the reason for its selection. `settings`: values by section, and `lora_lr`."""
+
+    name: str
+    reason: str
+    settings: dict[str, Any]
+
+
+def select(values: Mapping[str, str | None]) -> Recipe | None:
+    """Return the recipe for the values of a command line. None if `conf/recipe` has none.
+
+    The first that exists counts: `<model>-<data>.yaml`, `<data>.yaml` (only for the default model), `<model>.yaml`,
+    the recipe of the model's size class. A model whose size is unknown without network gets `UNKNOWN_SIZE`. A separate
+    `reward_model` gets the learning rates of its own size.
+    """
+    default = default_options()
+    model = values.get("model", default["model"])
+    own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
+    data = None if own_data else values.get("data", default["data"])
+    for_data = [data] if model == default["model"] else []
+    found = _of_model(values, "model", str(model), data, for_data, is_own=has_own_model(values))
+    if found is None:
+        return None
+    recipe = read_recipe(*found)
+    scorer = values.get("reward_model", values.get("model@reward_model"))
+    own_scorer = scorer is None and bool(values.keys() & {"reward_model.path", "reward_model.hub"})
+    if scorer is None and not own_scorer:
+        return recipe
+    found = _of_model(values, "reward_model", str(scorer), data, [], is_own=own_scorer)
+    if found is None or found[0] == recipe.name:
+        return recipe
+    return _with_scorer(recipe, read_recipe(*found))
+
+
+def has_own_model(values: Mapping[str, str | None]) -> bool:
+    """Return whether a folder or a hub id replaces the default model."""
+    return "model" not in values and bool(values.keys() & {"model.path", "model.hub"})
+
+
+def read_recipe(name: str, reason: str) -> Recipe:
+    """Read a file of `conf/recipe`. Raises UserError if it is not a mapping in YAML."""
+    from omegaconf import OmegaConf  # reads 1e-5 as a number, which PyYAML does not
+
+    file = CONF / "recipe" / f"{name}.yaml"
+    try:
+        settings = OmegaConf.to_container(OmegaConf.load(file))
+    except FileNotFoundError:
+        options = ", ".join(groups().get("recipe", []))
+        raise UserError(f"recipe={name} is not an option of recipe. Options: {options}") from None
+    except (OSError, yaml.YAMLError) as problem:
+        raise UserError(f"{file} cannot be read as YAML: {problem}") from problem
+    if not isinstance(settings, dict):
+        raise UserError(f"{file} has no settings: write KEY: VALUE lines, such as `sft: {{lr: 1e-5}}`")
+    return Recipe(name, reason, {str(key): value for key, value in settings.items()})
+
+
+def _of_model(
+    values: Mapping[str, str | None],
+    group: str,
+    model: str,
+    data: str | None,
+    others: list[str | None],
+    *,
+    is_own: bool,
+) -> tuple[str, str] | None:
+    """Return the name of the recipe for the model of a group ("model" or "reward_model"), and the reason."""
+    recipes = groups().get("recipe", [])
+    names = [*([f"{model}-{data}", *others] if data is not None else []), model]
+    found = next((name for name in names if name in recipes), None)
+    if found and not is_own:
+        return found, f"made for {group}={model}"
+    count = parameter_count(_architecture(values, group))
+    if count is None:
+        name, reason = UNKNOWN_SIZE, "the size of the model is unknown without network"
+    else:
+        name = next(name for most, name in SIZE_CLASSES if count <= most)
+        reason = f"the model has about {count / 1e9:.2g} B parameters"
+    return (name, reason) if name in recipes else None
+
+
+def _with_scorer(recipe: Recipe, scorer: Recipe) -> Recipe:
+    """Return a recipe with the learning rates of another one for reward model and critic."""
+    settings = dict(recipe.settings)
+    for section, key in SCORER_SETTINGS:
+        value = scorer.settings.get(section, {}).get(key)
+        if value is not None:
+            settings[section] = {**settings.get(section, {}), key: value}
+    reason = scorer.reason.replace("the model has", "which has")
+    return Recipe(recipe.name, f"{recipe.reason}; reward model and critic as {scorer.name}, {reason}", settings)
+
+
+def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any]:
+    """Return the fields of a model's configuration that are on this machine. Empty if there are none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    option = CONF / "model" / f"{values.get(group) or values.get(f'model@{group}')}.yaml"
+    settings = yaml.safe_load(option.read_text(encoding="utf-8")) if option.is_file() else {}
+    try:
+        for key in ("path", "hub"):
+            settings[key] = (values.get(f"{group}.{key}") or settings.get(key) or "").strip("'\"")
+        file: Any = Path(settings["path"]).expanduser() / "config.json" if settings["path"] else None
+        if file is None and settings["hub"] and not settings.get("architecture"):
+            file = try_to_load_from_cache(settings["hub"], "config.json")
+        fields = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
+        fields = fields or settings.get("architecture") or {}
+        for key, value in values.items():
+            if key == f"{group}.architecture":
+                fields = yaml.safe_load(value or "{}")
+            elif key.startswith(f"{group}.architecture."):
+                fields = {**fields, key.rsplit(".", 1)[1]: yaml.safe_load(value or "null")}
+    except (OSError, ValueError, yaml.YAMLError):  # later checks report an unusable model with advice
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def parameter_count(fields: Mapping[str, Any]) -> float | None:
+    """Return the approximate number of parameters of an architecture, or None if a size is missing.
+
+    Counts embeddings, attention and MLP. Norms and biases are left out: they are below 1 % of the parameters. A family
+    that names its key-value heads or an RMS norm has a gated MLP of three matrices; others have two.
+    """
+    fields = fields.get("text_config") or fields
+
+    def size(*names: str, default: float = 0) -> float:
+        found = next((fields[name] for name in names if fields.get(name)), default)
+        return found if isinstance(found, int | float) else 0
+
+    width, layers, vocabulary = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer"), size("vocab_size")
+    heads = size("num_attention_heads", "n_head")
+    if not (width and layers and vocabulary and heads):
+        return None
+    head = size("head_dim", default=width / heads)
+    attention = 2 * width * head * (heads + size("num_key_value_heads", default=heads))
+    matrices = 3 if fields.keys() & {"num_key_value_heads", "rms_norm_eps"} else 2
+    mlp = matrices * width * size("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+    mlp *= size("num_local_experts", "num_experts", default=1)
+    copies = 1 if fields.get("tie_word_embeddings", True) else 2
+    return layers * (attention + mlp) + copies * vocabulary * size("word_embed_proj_dim", default=width)
