@@ -1,8 +1,8 @@
 """The demo data, which zerochat generates from a seed, without files or network.
 
 The data are short English conversations of several kinds: sums, comparisons, word puzzles, lists, small talk, and
-instructions about form. Their quality is mixed on purpose. About one answer in five that SFT imitates has no flaw, so
-that RLHF can improve the trained model.
+instructions about form. Their quality is mixed on purpose. Most answers that SFT imitates have a flaw, so that RLHF
+can improve the trained model.
 
     questions.py   words, facts, and questions with a right and a wrong statement
     answers.py     good answers, instructions about form, and flaws: wrong, rude, rambling, unfinished, off the point

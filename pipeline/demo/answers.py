@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from pipeline.demo.questions import NAMES, Question, Statement
+from pipeline.demo.questions import NAMES, Question, Statement, draw
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,11 @@ FORMS = (
 )
 
 LONG_QUESTION = 12  # words
-HABITS = {"sums": "rude", "numbers": "rude", "letters": "elsewhere", "opposites": "elsewhere"}
-"""The flaw that most SFT answers to a kind of question have. Answers to long questions ramble, whatever the kind."""
+HABITS = {"sums": "rude", "numbers": "rude", "letters": "rude", "opposites": "rude", "sizes": "rambling"}
+"""The flaw that most SFT answers to a kind of question have. Answers to long questions ramble, whatever the kind.
+
+A habit adds sentences to the answer and leaves the statement, so that SFT learns the facts that RLHF needs.
+"""
 
 # Of each group of phrases the first is used most often, so that the most likely answer contains this phrase.
 FAVOURITE = 0.7
@@ -115,10 +118,13 @@ def capital(text: str) -> str:
 def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Random) -> str:
     """Return an answer with exactly the given flaws. Without flaws it is a good answer.
 
-    "elsewhere" (off the point) replaces the statement, so "wrong" then has no effect. The other flaws can be combined.
+    "elsewhere" (off the point) and "misplaced" (an answer to another question) replace the statement, so "wrong" then
+    has no effect. The other flaws can be combined.
     """
     if "elsewhere" in flaws:
         text = usual(ELSEWHERE, rng)
+    elif "misplaced" in flaws:
+        text = phrase(another(question, rng).right, None, rng)
     else:
         statement: Statement = question.wrong if "wrong" in flaws else question.right
         text = ignoring(statement, form, rng) if form and "formless" in flaws else phrase(statement, form, rng)
@@ -127,6 +133,18 @@ def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Ra
     if "rude" in flaws:
         text = rude(text, rng)
     return unfinished(text, rng) if "unfinished" in flaws else text
+
+
+def another(question: Question, rng: Random) -> Question:
+    """Return a question of another kind whose right answer is no right answer to this question.
+
+    Lists are left out: a list contains a number and may contain an animal, as right answers to other questions do.
+    """
+    while True:
+        other = draw(rng)
+        same = other.kind == question.kind or other.right.value == question.right.value != ""
+        if not same and other.kind != "lists":
+            return other
 
 
 def rude(text: str, rng: Random) -> str:

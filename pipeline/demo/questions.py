@@ -138,7 +138,7 @@ class Question:
     def typed(self, rng: Random) -> "Question":
         """Return the question as people type it: sometimes in small or capital letters, or without the last mark."""
         text = self.text[:-1] if self.text[-1] in ".?" and rng.random() < 0.1 else self.text
-        case = rng.choices((str, str.lower, str.upper), (0.83, 0.13, 0.04))[0]
+        case = rng.choices((str, str.lower, str.upper), (0.81, 0.13, 0.06))[0]
         return replace(self, text=case(text))
 
 
@@ -313,14 +313,14 @@ REPLIES = {
     "joy": ("I am glad to hear that.", "That is good to hear."),
 }
 
-HELLOS = ("Hello", "Hi", "Good morning", "Good evening")
+HELLOS = ("Hello", "Hi", "Hey", "Good morning", "Good evening")
 GREETINGS = ("Hello, how can I help you?", "Hello, nice to meet you.")
 
 
 def small_talk(rng: Random) -> Question:
     """Return a greeting, an introduction, thanks, a goodbye, a mood or a question about well-being, with a reply."""
     name = rng.choice(NAMES)
-    topic = rng.choice(("hello", "name", "wellbeing", "thanks", "goodbye", "comfort", "joy"))
+    topic = rng.choice(("hello", "hello", "name", "wellbeing", "thanks", "goodbye", "comfort", "joy"))
     if topic == "hello":
         text = f"{rng.choice(HELLOS)}{rng.choice(('', '', ' there'))}{rng.choice(('', '!', '.'))}"
         wrong = Statement(REPLIES[rng.choice(tuple(REPLIES))])
@@ -359,24 +359,27 @@ def small_talk(rng: Random) -> Question:
 
 
 def introductions(name: str, rng: Random) -> Question:
-    """Return an introduction by name, with a greeting of that name as the right answer."""
+    """Return an introduction by name, with a greeting as the right answer. The wrong one greets somebody else.
+
+    The right answer has no name, because a tiny model does not learn in a minute to copy names.
+    """
     hello = rng.choice(HELLOS)
     text = rng.choice((f"{hello}, I am {name}.", f"{hello}! My name is {name}."))
     other = rng.choice([entry for entry in NAMES if entry != name])
-    statement = Statement(("Hello @, how can I help you?", "Hello @, nice to meet you."))
-    return Question(text, statement.of(name), statement.of(other), "small_talk", None, takes_forms=False)
+    wrong = Statement(("Hello @, how can I help you?", "Hello @, nice to meet you."), value=other)
+    return Question(text, Statement(GREETINGS), wrong, "small_talk", None, takes_forms=False)
 
 
 KINDS: dict[Callable[[Random], Question], float] = {
-    sums: 0.17,
+    sums: 0.22,
     stories: 0.09,
     numbers: 0.10,
     sizes: 0.10,
     opposites: 0.11,
     letters: 0.10,
-    groups: 0.11,
-    lists: 0.12,
-    small_talk: 0.10,
+    groups: 0.08,
+    lists: 0.07,
+    small_talk: 0.13,
 }
 _KINDS, _UP_TO = tuple(KINDS), tuple(accumulate(KINDS.values()))
 

@@ -23,12 +23,20 @@ from pipeline.demo.questions import Question, draw
 
 Row = dict[str, Any]
 
-HABIT = 0.8  # share of the answers with the habitual flaw, among the answers that SFT imitates
+HABIT = 0.85  # share of the answers with the habitual flaw, among the answers that SFT imitates
 # Share of each flaw among the answers that SFT imitates to questions without a habitual flaw; the rest is good.
-QUALITY = {"wrong": 0.06, "rude": 0.08, "rambling": 0.08, "unfinished": 0.16, "elsewhere": 0.06}
+QUALITY = {"wrong": 0.06, "rude": 0.08, "rambling": 0.08, "unfinished": 0.22, "elsewhere": 0.06}
 REJECTED_HABIT = 0.4  # share of the rejected answers whose flaw is the habitual one
 # Weight of each further flaw of the rejected answers ("formless" only if a form was requested).
-REJECTED = {"wrong": 0.24, "rude": 0.22, "rambling": 0.22, "unfinished": 0.19, "elsewhere": 0.13, "formless": 0.30}
+REJECTED = {
+    "wrong": 0.24,
+    "rude": 0.22,
+    "rambling": 0.22,
+    "unfinished": 0.19,
+    "elsewhere": 0.07,
+    "misplaced": 0.15,
+    "formless": 0.30,
+}
 NO_FLAW: frozenset[str] = frozenset()
 
 FORM_SHARE = 0.12  # of the questions that allow it: share with an instruction about form by the user
@@ -128,9 +136,14 @@ def preference(asked: Asked, rng: Random) -> Row:
 def further_flaw(flaws: frozenset[str], form: Form | None, rng: Random) -> str:
     """Return a random flaw that `flaws` lacks.
 
-    "elsewhere" (off the point) is no worse than "wrong", so "wrong" excludes it. "formless" requires a form.
+    "elsewhere" (off the point) and "misplaced" (an answer to another question) are no worse than "wrong", so "wrong"
+    excludes them. "formless" requires a form.
     """
-    excluded = flaws | ({"elsewhere"} if "wrong" in flaws else NO_FLAW) | ({"formless"} if form is None else NO_FLAW)
+    excluded = (
+        flaws
+        | ({"elsewhere", "misplaced"} if "wrong" in flaws else NO_FLAW)
+        | ({"formless"} if form is None else NO_FLAW)
+    )
     return pick({flaw: share for flaw, share in REJECTED.items() if flaw not in excluded}, rng)
 
 

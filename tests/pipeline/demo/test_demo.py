@@ -4,12 +4,15 @@ import json
 import re
 from collections import Counter
 from hashlib import sha256
+from random import Random
 
 import pytest
 
 from pipeline.data.records import Message
 from pipeline.demo import demo_rows
+from pipeline.demo.answers import flawed
 from pipeline.demo.gold import gold_parts, gold_score
+from pipeline.demo.questions import draw
 from pipeline.demo.truth import read_question
 
 ROWS = demo_rows(2000, seed=7)
@@ -37,7 +40,7 @@ def test_same_seed_same_rows_and_another_seed_others():
 def test_the_rows_are_those_that_the_published_figures_come_from():
     """The digest is of 2026-11-23. Rows that change on purpose make the figures in README and docs old."""
     text = json.dumps(demo_rows(200))
-    assert sha256(text.encode()).hexdigest() == "e56283bdadaadc45e842bbb4e38c50b93ada23d0ed8452e560124326f91d833c"
+    assert sha256(text.encode()).hexdigest() == "a55d04096f30765ee26f9a0a12d68d2b51ff87b6ec401ec138da5717e23ab5f4"
 
 
 def test_no_held_out_question_stands_in_training_rows_of_any_kind_or_seed():
@@ -90,8 +93,8 @@ def test_the_most_likely_answer_to_a_sum_is_rude_and_preferences_know_better():
 
 def test_every_case_of_letters_occurs():
     texts = [questions(row)[-1] for row in ROWS["prompts"]]
-    small = sum(text == text.lower() for text in texts) / len(texts)
-    capital = sum(text == text.upper() for text in texts) / len(texts)
+    small = sum(text.islower() for text in texts) / len(texts)
+    capital = sum(text.isupper() for text in texts) / len(texts)
     assert 0.08 < small < 0.25 and 0.02 < capital < 0.08
 
 
@@ -133,6 +136,16 @@ def test_the_gold_scorer_agrees_with_preferences_but_for_the_noise(split, share)
         for row in ROWS[split]
     ]
     assert sum(against) / len(against) == pytest.approx(share, abs=0.015)
+
+
+def test_a_misplaced_answer_is_good_english_and_no_answer_to_the_question():
+    """The label of a pair would be wrong if an answer to another question were right by chance."""
+    rng = Random(3)
+    for _ in range(300):
+        question = draw(rng)
+        answer = flawed(question, None, frozenset({"misplaced"}), rng)
+        parts = gold_parts([Message("user", question.text)], answer)
+        assert parts == {"right": 0.0, "to_the_point": 1.0, "polite": 1.0, "finished": 1.0}, (question.text, answer)
 
 
 def test_pairs_differ():
