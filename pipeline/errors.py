@@ -2,6 +2,7 @@
 
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -26,6 +27,22 @@ class UserError(ValueError):
 def printable(text: str) -> str:
     """Return a text with escapes for control characters, which a terminal would obey. Line breaks and tabs stay."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def exit_status(command: Callable[[], int], *, debug: bool) -> int:
+    """Run a command and return its exit status: 2 after a UserError, which is printed, and 130 after Ctrl-C.
+
+    With `debug`, a UserError is raised, so that its traceback appears.
+    """
+    try:
+        return command()
+    except UserError as mistake:
+        if debug:
+            raise
+        print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 class SharedError(UserError):

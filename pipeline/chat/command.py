@@ -6,7 +6,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, exit_status
 from pipeline.installation import CHAT, require_packages
 
 USAGE = """\
@@ -18,13 +18,14 @@ Chat with a model in the terminal.
 {chat} runs/x --prompt "What is 2 + 3?"  one answer, for scripts
 {chat} runs/x < questions.txt            one turn per line
 {chat} runs/x --web                      a page in the browser (--web --help lists its options)
+{chat} runs/x --arena                    a page where people vote between two models without their names
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the chat and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--web" in arguments:
+    if "--web" in arguments or "--arena" in arguments:
         require_packages()
         from pipeline.serve.command import page_main  # the page has options of its own
 
@@ -32,14 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     require_packages()
     try:
-        return _chat(options)
-    except UserError as mistake:
-        if options.debug:
-            raise
-        print(f"error: {mistake}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return exit_status(lambda: _chat(options), debug=options.debug)
     except BrokenPipeError:  # the reader of the output closed the pipe
         sys.stderr.close()
         return 1
@@ -84,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
     parser.add_argument("--web", action="store_true", help="serve a chat page on this machine")
+    parser.add_argument("--arena", action="store_true", help="serve a page of blind votes between two models")
     parser.add_argument("--prompt", metavar="TEXT", help="answer one prompt and exit")
     parser.add_argument("--compare", metavar="A,B", help="answer with each of these stages (sft, dpo, ppo) or folders")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")

@@ -57,6 +57,7 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
 LABEL_COLUMN = "label"
 FP32_MAX = 3.4028234663852886e38
 TEXT_COLUMN = "text"
+VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences
 TOOL_COLUMNS = ("tools", "functions")
 FORMS_TEXT = (
     "prompt + completion (or question + answer, or instruction + input + output); messages; "
@@ -96,7 +97,7 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
 
 
 def _form(found: set[str], name: str) -> Form:
-    if {"chosen", "rejected"} <= found:
+    if {"chosen", "rejected"} <= found or found >= VOTE_COLUMNS:
         return "preferences"
     if len(found & {"chosen", "rejected"}) == 1:
         (present,) = found & {"chosen", "rejected"}
@@ -244,6 +245,8 @@ def _text_row(row: Row, source: str) -> Record:
 
 
 def _preference_row(row: Row, source: str) -> Record:
+    if set(row) >= VOTE_COLUMNS and row.get("chosen") is None and row.get("rejected") is None:
+        raise UnusedRow("vote that prefers no answer")
     for side in ("chosen", "rejected"):
         if row.get(side) is None:
             raise BadRow(f"no {side}")

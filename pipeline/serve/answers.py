@@ -1,8 +1,9 @@
 """Answers in the form of OpenAI's API: text without stop strings, log-probabilities, chunks of a stream."""
 
+import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,11 @@ CHAT = Endpoint(
     "chatcmpl-", "chat.completion", "chat.completion.chunk", full=_chat_full, delta=_chat_delta, opening=_chat_opening
 )
 COMPLETION = Endpoint("cmpl-", "text_completion", "text_completion", full=_completion_full, delta=_completion_delta)
+
+
+def event(content: Mapping[str, Any]) -> str:
+    """Return one event of a stream."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:

@@ -4,9 +4,8 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,32 +16,31 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipeline.serve.answers import CHAT, COMPLETION, Choice, Endpoint, usage
+from pipeline.serve.answers import CHAT, COMPLETION, Choice, Endpoint, event, usage
+from pipeline.serve.arena import Arena
 from pipeline.serve.batcher import Batcher, Job
 from pipeline.serve.errors import ServeError
 from pipeline.serve.models import ServedModel
-from pipeline.serve.requests import ChatRequest, CompletionRequest, SharedFields, parse
+from pipeline.serve.requests import ChatRequest, CompletionRequest, SharedFields, parse, read_json
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LARGEST_BODY = 8 * 2**20  # bytes
 OPEN_PATHS = ("/", "/health")  # the page has no secrets; its requests send the key
-PAGE = Path(__file__).with_name("page.html")
+FOLDER = Path(__file__).parent
 
 
 def create_app(
     models: Mapping[str, ServedModel],
     *,
     key: str | None,
-    routes: Sequence[BaseRoute] = (),
-    open_paths: Sequence[str] = (),
+    arena: Callable[[Batcher], Arena] | None = None,
 ) -> Starlette:
     """Return the application. The first model answers requests that name none.
 
     key: what clients must send as bearer token. Without a key, the server accepts requests to loopback names only.
-    routes: routes of a page; open_paths: those of them that need no key
+    arena: creates the arena, whose page replaces the chat page
     """
     batcher = Batcher({name: model.session for name, model in models.items()})
     api = _Api(models, batcher)
@@ -54,15 +52,15 @@ def create_app(
 
     return Starlette(
         routes=[
-            Route("/", chat_page),
+            Route("/", page("chat" if arena is None else "arena")),
             Route("/health", api.health),
             Route("/v1/models", api.list_models),
             Route("/v1/models/{name:path}", api.get_model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.complete, methods=["POST"]),
-            *routes,
+            *(arena(batcher).routes() if arena is not None else ()),
         ],
-        middleware=[Middleware(_Guard, key=key, open_paths=(*OPEN_PATHS, *open_paths))],
+        middleware=[Middleware(_Guard, key=key)],
         exception_handlers={ServeError: _error_response, HTTPException: _http_error, Exception: _failure},
         lifespan=lifespan,
     )
@@ -132,17 +130,17 @@ class _Api:
         try:
             if endpoint.opening is not None:
                 for index in range(len(choices)):
-                    yield _event(head | {"choices": [endpoint.opening(index)]} | none)
+                    yield event(head | {"choices": [endpoint.opening(index)]} | none)
             async with aclosing(self.batcher.stream(model.name, jobs)) as sampled:
                 async for index, token in sampled:
                     choice = choices[index]
                     text = choice.take(token)
                     if text or token.finish is not None or choice.entries:
-                        yield _event(head | {"choices": [endpoint.delta(index, choice, text)]} | none)
+                        yield event(head | {"choices": [endpoint.delta(index, choice, text)]} | none)
             if counts:
-                yield _event(head | {"choices": [], "usage": usage(prompt_tokens, choices)})
+                yield event(head | {"choices": [], "usage": usage(prompt_tokens, choices)})
         except ServeError as problem:
-            yield _event(problem.body())
+            yield event(problem.body())
         yield "data: [DONE]\n\n"
 
     def _model(self, name: str | None) -> ServedModel:
@@ -164,8 +162,8 @@ class _Guard:
     The check of the name stops a web page from reaching the server through a name of its own (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, open_paths: Sequence[str]) -> None:
-        self.app, self.key, self.open_paths = app, key, open_paths
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self.app, self.key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._problem(scope) if scope["type"] == "http" else None
@@ -180,7 +178,7 @@ class _Guard:
             host = headers.get("host", "").rpartition("]")[0].lstrip("[") or headers.get("host", "").partition(":")[0]
             is_local = host in LOOPBACK
             return None if is_local else ServeError(403, f"{host}: this server answers to loopback names only")
-        if scope["path"] in self.open_paths:
+        if scope["path"] in OPEN_PATHS:
             return None
         sent = headers.get("authorization", "").removeprefix("Bearer ").strip()
         if hmac.compare_digest(sent.encode("latin-1"), self.key.encode()):  # starlette decodes headers as latin-1
@@ -188,34 +186,22 @@ class _Guard:
         return ServeError(401, "the key is missing or wrong; send it as Authorization: Bearer KEY", "invalid_api_key")
 
 
-async def chat_page(_: Request) -> Response:
-    """Return the chat page. Its policy allows its own script and requests to this server, and nothing else."""
-    text = PAGE.read_text(encoding="utf-8")
+def page(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of a page. Its policy allows its own script and requests to this server, and nothing else."""
+    text = (FOLDER / f"{name}.html").read_text(encoding="utf-8")
+    for part in ("page.css", "page.js"):  # what both pages share
+        text = text.replace(f"/* {part} */", (FOLDER / part).read_text(encoding="utf-8"))
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
+    async def show(_: Request) -> Response:
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-store"})
 
-async def read_json(request: Request) -> Any:
-    """Return the JSON body of a request. Raises ServeError for other content.
-
-    A content type other than JSON is refused, because a web page of another site may send such requests.
-    """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise ServeError(415, "send JSON with the header Content-Type: application/json")
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > LARGEST_BODY:
-            raise ServeError(413, f"the body is larger than {LARGEST_BODY} bytes")
-    try:
-        return json.loads(bytes(content))
-    except (ValueError, RecursionError) as problem:
-        raise ServeError(400, "the body is not valid JSON") from problem
+    return show
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, None]) -> None:
@@ -235,10 +221,6 @@ async def until_disconnected(request: Request, work: Coroutine[Any, Any, None]) 
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-
-
-def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 async def _error_response(_: Request, problem: Exception) -> Response:

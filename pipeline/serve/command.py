@@ -5,13 +5,15 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chat.folder import ChatModel, find, find_each, finished_stages
-from pipeline.errors import UserError
+from pipeline.chat.folder import BASE, ChatModel, find, find_each, finished_stages
+from pipeline.errors import UserError, exit_status
 from pipeline.installation import CHAT, SERVE
+from pipeline.launch.manifest import Manifest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -29,12 +31,15 @@ Serve the models of a run to clients of OpenAI's API.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until the process is interrupted; return the exit status."""
-    return _run(_parser().parse_args(arguments), find_default)
+    options = _parser().parse_args(arguments)
+    return exit_status(lambda: _serve(options, default=find_default), debug=options.debug)
 
 
 def page_main(arguments: Sequence[str]) -> int:
-    """Serve the chat page of `chat RUN --web` until the process is interrupted; return the exit status."""
-    return _run(_page_parser().parse_args(arguments), find_all)
+    """Serve the page of `chat RUN --web` or `--arena` until the process is interrupted; return the exit status."""
+    options = _page_parser().parse_args(arguments)
+    command = _serve_arena if options.arena else partial(_serve, default=find_all)
+    return exit_status(lambda: command(options), debug=options.debug)
 
 
 def find_default(path: Path) -> list[ChatModel]:
@@ -43,36 +48,57 @@ def find_default(path: Path) -> list[ChatModel]:
 
 
 def find_all(path: Path) -> list[ChatModel]:
-    """Return the models of all finished stages of a run, newest first. Raises UserError if there is no model."""
+    """Return the models of all finished stages of a run, newest first, and its base model, if the run names it.
+
+    Raises UserError if there is no model.
+    """
     newest = find(path)
     run = path.expanduser()
     if newest.folder != run / newest.name / "model":
         return [newest]  # a model folder or a stage
-    return find_each(path, ",".join(reversed(finished_stages(run))))
+    base = [BASE] if next(run.glob("*/config.yaml"), None) is not None else []
+    return find_each(path, ",".join([*reversed(finished_stages(run)), *base]))
 
 
-def _run(options: argparse.Namespace, default: Callable[[Path], list[ChatModel]]) -> int:
-    try:
-        listener = Listener.of(options)
-        models = find_each(options.path, options.models) if options.models else default(options.path)
-        return _serve(options, listener, models)
-    except UserError as mistake:
-        if options.debug:
-            raise
-        print(f"error: {mistake}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _serve(options: argparse.Namespace, listener: "Listener", models: Sequence[ChatModel]) -> int:
+def _serve(options: argparse.Namespace, *, default: Callable[[Path], list[ChatModel]]) -> int:
+    listener = Listener.of(options)
+    models = find_each(options.path, options.models) if options.models else default(options.path)
     from pipeline.serve.app import create_app
     from pipeline.serve.models import load_all
 
-    served = load_all(models, options)
+    served = load_all(models, options, skip_base=not options.models)
     greeting = f"serving {', '.join(served)} at {listener.url}/v1, chat page at {listener.url}/ (Ctrl-C ends)"
     listener.run(create_app(served, key=listener.key), greeting)
     return 0
+
+
+def _serve_arena(options: argparse.Namespace) -> int:
+    listener = Listener.of(options)
+    models = find_each(options.path, options.models) if options.models else find_all(options.path)[:2]
+    manifest = Manifest.read(options.path.expanduser())
+    if len(models) != 2 or not manifest.stages:
+        raise UserError(
+            f"the arena compares two models of a run, and {options.path} gives {', '.join(m.name for m in models)}: "
+            "give a run, and select two models with --models A,B (stages, base, or folders)"
+        )
+    from pipeline.serve.app import create_app
+    from pipeline.serve.arena import Arena
+    from pipeline.serve.models import load_all
+    from pipeline.serve.votes import FILE, Contestant, VoteFile
+
+    served = load_all(models, options)
+    contestants = [Contestant(name, _version(manifest, m)) for name, m in zip(served, models, strict=True)]
+    votes = VoteFile(manifest.run_dir / FILE)
+    greeting = f"arena of {' and '.join(served)} at {listener.url}/, votes in {votes.path} (Ctrl-C ends)"
+    arena = partial(Arena, list(served.values()), contestants, votes)
+    listener.run(create_app(served, key=listener.key, arena=arena), greeting)
+    return 0
+
+
+def _version(manifest: Manifest, model: ChatModel) -> str | None:
+    """Return the content hash of a stage's model; None for a model that the run did not train."""
+    is_stage = model.folder == manifest.run_dir / model.name / "model"
+    return manifest.stages.get(model.name, {}).get("produced", {}).get("model") if is_stage else None
 
 
 class Listener:
@@ -149,7 +175,12 @@ def _page_parser() -> argparse.ArgumentParser:
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
     parser.add_argument("--web", action="store_true", help="serve the page instead of a chat in the terminal")
     parser.add_argument(
-        "--models", metavar="A,B", help="stages of the run (sft, dpo, ppo), base, or folders (default: finished stages)"
+        "--arena", action="store_true", help="hide the names of two models, and write people's votes to RUN/votes.jsonl"
+    )
+    parser.add_argument(
+        "--models",
+        metavar="A,B",
+        help="stages of the run (sft, dpo, ppo), base, or folders (default: finished stages, newest first, and base)",
     )
     add_server_options(parser, 0)
     return parser

@@ -1,5 +1,6 @@
 """Models of a server: their tokenizers, their batches, and the jobs that requests become."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -78,8 +79,11 @@ class ServedModel:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode()) if is_whole else None}
 
 
-def load_all(models: Sequence[ChatModel], options: Namespace) -> dict[str, ServedModel]:
-    """Load models under different names, with the options of the command line. Raises UserError."""
+def load_all(models: Sequence[ChatModel], options: Namespace, *, skip_base: bool = False) -> dict[str, ServedModel]:
+    """Load models under different names, with the options of the command line. Raises UserError.
+
+    With `skip_base`, a base model that cannot be loaded is left out with a message.
+    """
     if options.slots < 1 or (options.context is not None and options.context < 2):
         raise UserError(f"--slots {options.slots} must be at least 1 and --context {options.context} at least 2")
     served: dict[str, ServedModel] = {}
@@ -87,7 +91,13 @@ def load_all(models: Sequence[ChatModel], options: Namespace) -> dict[str, Serve
         name = model.name
         while name in served:
             name += "+"
-        loaded = load_served(model, options.slots, options.context, trust_remote_code=options.trust_remote_code)
+        try:
+            loaded = load_served(model, options.slots, options.context, trust_remote_code=options.trust_remote_code)
+        except UserError as problem:
+            if not (model.is_base and skip_base):
+                raise
+            print(f"{name} is left out: {problem}", file=sys.stderr)
+            continue
         served[name] = replace(loaded, name=name)
     return served
 

@@ -4,17 +4,20 @@ Fields that change the answer and that the server does not support are refused, 
 not get an answer to another question. Fields that only annotate a request are ignored.
 """
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
 
 from engine import Sampling
 from pipeline.data.records import BadRow, Message, messages_of, whole_characters
 from pipeline.serve.errors import ServeError
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+LARGEST_BODY = 8 * 2**20  # bytes
 MAX_CHOICES = 128
 # Fields that are accepted only with these values, which have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -34,7 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 Stop = str | list[str] | None
-Body = TypeVar("Body", bound="SharedFields")
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
@@ -151,6 +154,24 @@ class CompletionRequest(SharedFields):
         if not prompts or not all(prompts):
             raise ServeError(400, "prompt is empty; send at least one token", param="prompt")
         return [whole_characters(each) if isinstance(each, str) else each for each in prompts]
+
+
+async def read_json(request: Request) -> Any:
+    """Return the JSON body of a request. Raises ServeError for other content.
+
+    A content type other than JSON is refused, because a web page of another site may send such requests.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise ServeError(415, "send JSON with the header Content-Type: application/json")
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > LARGEST_BODY:
+            raise ServeError(413, f"the body is larger than {LARGEST_BODY} bytes")
+    try:
+        return json.loads(bytes(content))
+    except (ValueError, RecursionError) as problem:
+        raise ServeError(400, "the body is not valid JSON") from problem
 
 
 def parse(kind: type[Body], content: Any) -> Body:

@@ -3,12 +3,16 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 import uvicorn
 from openai import OpenAI
 from starlette.applications import Starlette
+
+from pipeline.serve.batcher import Token
+from pipeline.serve.models import ServedModel
 
 LIMIT = 120.0  # seconds; a condition that is not met by then fails its test
 
@@ -34,6 +38,23 @@ def served(app: Starlette) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def pause_after(tokens: int, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let a model sample this many tokens, and no more until the returned event is set."""
+    step, go_on, sampled = model.session.step, threading.Event(), 0
+
+    def paused_step() -> Sequence[Token]:
+        nonlocal sampled
+        if sampled >= tokens and not go_on.is_set():
+            time.sleep(0.005)
+            return []
+        found = step()
+        sampled += len(found)
+        return found
+
+    monkeypatch.setattr(model.session, "step", paused_step)
+    return go_on
 
 
 def client_of(url: str, key: str = "none") -> OpenAI:

@@ -5,27 +5,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from pipeline.chat.command import main
 from pipeline.chat.folder import ChatModel
 from pipeline.serve.app import create_app
 from pipeline.serve.command import find_all
 from pipeline.serve.models import ServedModel, load_served
-from tests.pipeline.serve.running import LIMIT, served
+from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
+from tests.pipeline.serve.running import LIMIT, pause_after, served
 from tests.test_chat import save_model, write_manifest
-
-CHROMIUM = Path("/usr/bin/chromium")
-SWITCHES = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-HOSTILE = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
-needs_chromium = pytest.mark.skipif(
-    not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: install Debian's chromium package"
-)
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +30,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def page(browser: Browser, models: dict[str, ServedModel]) -> Iterator[Page]:
-    expect.set_options(timeout=LIMIT * 1000)
     with served(create_app(models, key=None)) as url:
-        page = browser.new_page()
-        page.set_default_timeout(LIMIT * 1000)
+        context = browser.new_context()
+        page = context.new_page()
+        context.set_default_timeout(LIMIT * 1000)
         page.goto(url)
         expect(page.locator("#model option")).to_have_count(2)
         page.locator("summary").click()
         page.fill("#max_tokens", "12")
         yield page
-        page.close()
+        context.close()
 
 
 def send(page: Page, text: str) -> str:
@@ -99,6 +89,46 @@ def test_hostile_text_is_shown_and_does_not_run(page: Page) -> None:
 
 
 @needs_chromium
+def test_two_models_answer_next_to_each_other(page: Page) -> None:
+    """Each model continues its own conversation, and a new tab has a conversation of its own."""
+    page.fill("#temperature", "0")
+    page.select_option("#other", "sft")
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    bodies: list[Any] = []
+    for text in ("hello", "good morning"):
+        send(page, text)
+    assert page.locator(".name").all_text_contents() == ["ppo", "sft", "ppo", "sft"]
+    answers = page.locator(".assistant").all_text_contents()
+    assert answers[0] != answers[1] and all(answers)
+    later = {body["model"]: [each["content"] for each in body["messages"]] for body in bodies[2:]}
+    assert later == {"ppo": ["hello", answers[0], "good morning"], "sft": ["hello", answers[1], "good morning"]}
+    tab = page.context.new_page()
+    tab.goto(page.url)
+    expect(tab.locator(".assistant")).to_have_count(4)
+    tab.click("#new")
+    page.reload()
+    expect(page.locator(".assistant")).to_have_count(4)
+    expect(page.locator("#other")).to_have_value("sft")
+
+
+@needs_chromium
+def test_a_reload_in_the_middle_of_an_answer_keeps_its_beginning(
+    page: Page, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = pause_after(4, models["ppo"], monkeypatch)
+    page.fill("#text", "hello")
+    page.click("#send")
+    expect(page.locator(".assistant")).not_to_have_text("")
+    page.reload()
+    expect(page.locator(".note")).to_have_text("This answer is not complete.")
+    assert page.locator(".assistant").text_content()
+    go_on.set()
+    page.click("#again")
+    expect(page.locator("#again")).to_be_enabled()
+    assert page.locator(".note").count() == 0 and page.locator(".assistant").text_content()
+
+
+@needs_chromium
 def test_stop_ends_an_answer(page: Page) -> None:
     page.route("**/v1/chat/completions", lambda route: None)  # an answer that never comes
     page.fill("#text", "hello")
@@ -114,6 +144,8 @@ def test_the_page_offers_all_finished_stages_newest_first(tmp_path: Path) -> Non
         (tmp_path / stage / "model" / "config.json").write_text("{}")
     write_manifest(tmp_path, sft="finished", reward="finished", ppo="finished")
     assert [model.name for model in find_all(tmp_path)] == ["ppo", "sft"]
+    (tmp_path / "sft" / "config.yaml").write_text("")
+    assert [model.name for model in find_all(tmp_path)] == ["ppo", "sft", "base"]
     assert [model.name for model in find_all(tmp_path / "sft")] == ["sft"]
 
 

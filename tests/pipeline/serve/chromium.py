@@ -1,0 +1,30 @@
+"""A headless Chromium for the tests of the pages."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect, sync_playwright
+
+from tests.pipeline.serve.running import LIMIT
+
+CHROMIUM = Path("/usr/bin/chromium")
+SWITCHES = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+HOSTILE = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
+needs_chromium = pytest.mark.skipif(
+    not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: install Debian's chromium package"
+)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser whose expectations wait as long as the other tests do."""
+    expect.set_options(timeout=LIMIT * 1000)
+    with sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        yield browser
+        browser.close()

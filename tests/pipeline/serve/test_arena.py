@@ -1,0 +1,238 @@
+"""The arena: rounds over HTTP, and its page in a real headless Chromium."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from pipeline.chat.command import main
+from pipeline.chat.folder import ChatModel
+from pipeline.serve import command
+from pipeline.serve.app import create_app
+from pipeline.serve.arena import Arena
+from pipeline.serve.models import ServedModel, load_served
+from pipeline.serve.votes import Contestant, VoteFile
+from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
+from tests.pipeline.serve.running import LIMIT, pause_after, served
+from tests.test_chat import save_model, write_manifest
+
+CONTESTANTS = (Contestant("ppo", "aa"), Contestant("sft", "bb"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("ppo", "sft")):
+        save_model(root / name, seed)
+    return {name: load_served(ChatModel(name, root / name), 4, None) for name in ("ppo", "sft")}
+
+
+@pytest.fixture
+def votes(tmp_path: Path) -> VoteFile:
+    return VoteFile(tmp_path / "votes.jsonl")
+
+
+@pytest.fixture
+def url(models: dict[str, ServedModel], votes: VoteFile) -> Iterator[str]:
+    arena = partial(Arena, list(models.values()), CONTESTANTS, votes)
+    with served(create_app(models, key=None, arena=arena)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, url: str) -> Iterator[Page]:
+    with browser.new_context() as context:
+        context.set_default_timeout(LIMIT * 1000)
+        page = context.new_page()
+        page.goto(url)
+        page.locator("summary").click()
+        page.fill("#max_tokens", "8")
+        yield page
+
+
+def post(url: str, body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request, timeout=LIMIT))
+
+
+def refusal(url: str, body: Any) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(url, body)
+    return caught.value.code, json.load(caught.value)["error"]["message"]
+
+
+def play(url: str, text: str = "hello", **sampling: Any) -> tuple[str, list[dict[str, Any]]]:
+    """Play one round; its name and its events."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, **sampling}
+    name = post(f"{url}/arena/rounds", body)["round"]
+    stream = urllib.request.urlopen(f"{url}/arena/rounds/{name}", timeout=LIMIT).read().decode()
+    return name, [json.loads(line.removeprefix("data: ")) for line in stream.split("\n\n") if line]
+
+
+def answers(events: list[dict[str, Any]]) -> list[str]:
+    return ["".join(event["text"] for event in events if event.get("side") == side) for side in (0, 1)]
+
+
+def test_a_round_hides_the_names_until_the_vote(url: str, votes: VoteFile) -> None:
+    seen = set()
+    for number in range(12):
+        name, events = play(url, temperature=0)
+        assert not any(word in json.dumps(events) for word in ("ppo", "sft"))
+        assert events[-1] == {"done": True, "problem": None, "result": None}
+        found = post(f"{url}/arena/votes", {"round": name, "vote": "right", "comment": f"no. {number} 🙂"})
+        row = list(votes.rows())[-1]
+        left, right = answers(events)
+        assert (row["left"]["answer"], row["right"]["answer"]) == (left, right) == (row["rejected"], row["chosen"])
+        assert found["names"] == [row["left"]["model"], row["right"]["model"]]
+        assert row["comment"] == f"no. {number} 🙂" and row["sampling"] == {"temperature": 0, "max_tokens": 8}
+        assert found["tally"]["votes"] == number + 1
+        seen.add((tuple(found["names"]), left))
+    assert len(seen) == 2, "the sides are shuffled, and the names belong to the answers"  # chance of failure: 1 in 2048
+    assert {row["right"]["version"] for row in votes.rows()} == {"aa", "bb"}
+
+
+def test_wrong_votes_and_wrong_rounds_are_refused(url: str, votes: VoteFile) -> None:
+    name, _ = play(url)
+    vote = {"round": name, "vote": "left"}
+    assert refusal(f"{url}/arena/votes", {**vote, "vote": "up"})[0] == 400
+    assert refusal(f"{url}/arena/votes", {**vote, "comment": "x" * 10_001})[0] == 400
+    assert refusal(f"{url}/arena/votes", {**vote, "round": "none"})[0] == 404
+    assert not list(votes.rows())
+    post(f"{url}/arena/votes", vote)
+    assert refusal(f"{url}/arena/votes", vote) == (
+        409, "this round has a vote already; send another message to start a new round",
+    )  # fmt: skip
+    messages = [{"role": "user", "content": "hello"}]
+    assert refusal(f"{url}/arena/rounds", {"messages": messages, "model": "ppo"}) == (
+        400,
+        "model: there is no such field",
+    )
+    assert len(list(votes.rows())) == 1
+
+
+def test_a_vote_needs_complete_and_different_answers(
+    url: str, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = pause_after(2, models["sft"], monkeypatch)
+    name = post(f"{url}/arena/rounds", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8})["round"]
+    assert refusal(f"{url}/arena/votes", {"round": name, "vote": "both"})[0] == 409
+    go_on.set()
+    urllib.request.urlopen(f"{url}/arena/rounds/{name}", timeout=LIMIT).read()
+    post(f"{url}/arena/votes", {"round": name, "vote": "both"})
+    name, events = play(url, top_p=1, max_tokens=1, temperature=0)
+    if len(set(answers(events))) == 1:
+        assert refusal(f"{url}/arena/votes", {"round": name, "vote": "left"})[0] == 409
+
+
+def test_an_arena_needs_two_models_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    (tmp_path / "sft" / "model" / "config.json").write_text("{}")
+    write_manifest(tmp_path, sft="finished")
+    assert main([str(tmp_path), "--arena"]) == 2
+    assert "the arena compares two models of a run" in capsys.readouterr().err
+    assert main([str(tmp_path), "--arena", "--host", "0.0.0.0"]) == 2
+    assert "so a key is needed" in capsys.readouterr().err
+
+
+def test_the_arena_has_the_two_newest_stages_and_knows_their_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a key, only the page itself is open."""
+    for seed, stage in enumerate(("sft", "ppo")):
+        save_model(tmp_path / stage / "model", seed)
+    stages = {stage: {"status": "finished", "produced": {"model": stage * 2}} for stage in ("sft", "ppo")}
+    (tmp_path / "manifest.json").write_text(json.dumps({"identity": {}, "asked": "", "stages": stages}))
+    seen = []
+
+    def look(listener: command.Listener, app: Any, greeting: str) -> None:
+        with served(app) as url:
+            assert urllib.request.urlopen(url, timeout=LIMIT).status == 200
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(f"{url}/arena", timeout=LIMIT)
+            request = urllib.request.Request(f"{url}/arena", headers={"Authorization": "Bearer k"})
+            seen.append(json.load(urllib.request.urlopen(request, timeout=LIMIT)))
+        seen.append(greeting.partition(" at ")[0])
+
+    VoteFile(tmp_path / "votes.jsonl").append(
+        {"vote": "right", "left": Contestant("sft", "sftsft").cast("a"), "right": Contestant("ppo", "ppoppo").cast("b")}
+    )
+    monkeypatch.setattr(command.Listener, "run", look)
+    assert main([str(tmp_path), "--arena", "--port", "0", "--key", "k"]) == 0
+    assert (seen[0]["first"], seen[0]["second"], seen[0]["wins"]) == ("ppo", "sft", 1)
+    assert seen[1] == "arena of ppo and sft"
+
+
+@needs_chromium
+def test_people_vote_in_two_tabs(page: Page, url: str, votes: VoteFile) -> None:
+    expect(page.locator("#rate")).to_have_text("No votes on ppo and sft yet.")
+    tab = page.context.new_page()
+    tab.goto(url)
+    tab.locator("summary").click()
+    tab.fill("#max_tokens", "8")
+    for number, each in enumerate((page, tab)):
+        each.fill("#text", f"hello {number}")
+        each.keyboard.press("Enter")
+    for number, each in enumerate((page, tab)):
+        expect(each.locator("#ballot")).to_be_visible()
+        assert each.locator(".user").text_content() == f"hello {number}"
+        assert each.locator(".name:visible").all_text_contents() == ["Answer A", "Answer B"]
+        each.fill("#comment", HOSTILE)
+        each.click("button[value=neither]" if number else "button[value=both]")
+        expect(each.locator("#ballot")).to_be_hidden()
+        assert {text.partition(": ")[2] for text in each.locator(".side .name").all_text_contents()} == {"ppo", "sft"}
+    expect(tab.locator("#rate")).to_contain_text("0 for ppo, 0 for sft, 1 for both, 1 for neither")
+    rows = list(votes.rows())
+    assert [row["prompt"][0]["content"] for row in rows] == ["hello 0", "hello 1"]
+    assert [row["vote"] for row in rows] == ["both", "neither"] and rows[0]["comment"] == HOSTILE
+
+
+@needs_chromium
+def test_a_reload_in_the_middle_of_a_round_continues_it(
+    page: Page, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch, votes: VoteFile
+) -> None:
+    go_on = [pause_after(3, model, monkeypatch) for model in models.values()]
+    page.fill("#text", "hello")
+    page.click("#send")
+    for side in page.locator(".assistant").all():
+        expect(side).not_to_have_text("")
+    page.reload()
+    expect(page.locator(".user")).to_have_text("hello")
+    for event in go_on:
+        event.set()
+    expect(page.locator("#ballot")).to_be_visible()
+    page.click("button[value=both]")
+    expect(page.locator("#thanks")).to_have_text("You chose both answers.")
+    (row,) = votes.rows()
+    assert page.locator(".assistant").all_text_contents() == [row[side]["answer"] for side in ("left", "right")]
+    page.reload()
+    expect(page.locator("#thanks")).to_have_text("You chose both answers.")
+
+
+@needs_chromium
+def test_hostile_answers_and_names_do_not_run(page: Page) -> None:
+    events = [{"side": side, "text": HOSTILE} for side in (0, 1)] + [{"done": True, "problem": None, "result": None}]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    tally = {"first": HOSTILE, "second": HOSTILE, "votes": 1, "rate": 1, "low": 0, "high": 1, "wins": 1, "losses": 0,
+             "both": 0, "neither": 0}  # fmt: skip
+    page.route("**/arena/rounds/*", lambda route: route.fulfill(body=stream))
+    page.route("**/arena/votes", lambda route: route.fulfill(
+        json={"vote": HOSTILE, "names": [HOSTILE, HOSTILE], "tally": tally}))  # fmt: skip
+    page.fill("#text", HOSTILE)
+    page.click("#send")
+    expect(page.locator("#ballot")).to_be_visible()
+    page.click("button[value=both]")
+    expect(page.locator("#rate")).to_contain_text(HOSTILE)
+    assert page.locator(".message").all_text_contents() == [HOSTILE] * 3
+    assert page.locator("body img, main script").count() == 0 and page.evaluate("window.hacked") is None

@@ -1,0 +1,126 @@
+"""The file of votes: win rates, a process that was killed, several writers, and training data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.schema import DataConfig
+from pipeline.data.load import load_stage
+from pipeline.data.records import Message, Preference
+from pipeline.errors import UserError
+from pipeline.serve.votes import Contestant, VoteFile, preference
+from tests.forked_launch import launch
+from tests.ranks import Worker
+from tests.test_chat import save_model
+
+PPO, SFT = Contestant("ppo", "aa"), Contestant("sft", "bb")
+
+
+def row(vote: str, left: Contestant = PPO, right: Contestant = SFT, prompt: str = "hello") -> dict[str, Any]:
+    """A vote on the answers "good" (left) and "bad"."""
+    sides = {"left": left.cast("good"), "right": right.cast("bad")}
+    messages = [{"role": "user", "content": prompt}]
+    return {"prompt": messages, **preference(vote, "good", "bad"), "vote": vote, "comment": "", **sides}
+
+
+def test_the_win_rate_counts_by_model_and_not_by_side(tmp_path: Path) -> None:
+    """Five wins, two losses, and three ties of the first model: (5 + 1.5) / 10."""
+    file = VoteFile(tmp_path / "votes.jsonl")
+    assert file.tally(PPO, SFT).summary()["rate"] is None
+    for vote, left, right in [
+        *[("left", PPO, SFT)] * 3, *[("right", SFT, PPO)] * 2, ("right", PPO, SFT), ("left", SFT, PPO),
+        ("both", PPO, SFT), ("both", SFT, PPO), ("neither", SFT, PPO),
+        ("left", Contestant("ppo", "another version"), SFT), ("left", PPO, Contestant("base")),
+    ]:  # fmt: skip
+        file.append(row(vote, left, right))
+    found = file.tally(PPO, SFT).summary()
+    assert (found["wins"], found["losses"], found["both"], found["neither"], found["votes"]) == (5, 2, 2, 1, 10)
+    # Wilson's interval of 6.5 of 10 by hand: (6.5 + z^2 / 2 -+ z sqrt(2.275 + z^2 / 4)) / (10 + z^2), z = 1.959964
+    assert (found["rate"], found["low"], found["high"]) == pytest.approx((0.65, 0.353672, 0.863070), abs=1e-5)
+    assert file.tally(SFT, PPO).summary()["rate"] == 0.35
+
+
+def test_a_line_that_a_killed_process_left_incomplete_is_removed(tmp_path: Path) -> None:
+    file = VoteFile(tmp_path / "votes.jsonl")
+    file.append(row("left"))
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole + whole[:40])
+    assert len(list(file.rows())) == 1
+    file.append(row("right", prompt="ünïcödé\u2028🙂"))
+    lines = file.path.read_text(encoding="utf-8").split("\n")
+    assert lines.pop() == "" and [json.loads(line)["vote"] for line in lines] == ["left", "right"]
+
+
+def test_several_writers_that_are_killed_leave_whole_lines(tmp_path: Path) -> None:
+    code = (
+        "import json, sys\nfrom pathlib import Path\nfrom pipeline.serve.votes import VoteFile\n"
+        "file = VoteFile(Path(sys.argv[1]))\nprint('ready', flush=True)\n"
+        "while True: file.append({'vote': 'left', 'comment': 'x' * 20_000})\n"
+    )
+    path = tmp_path / "votes.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    start = [sys.executable, "-c", code, str(path)]
+    writers = [subprocess.Popen(start, stdout=subprocess.PIPE, env=environment) for _ in range(2)]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        while not path.exists() or path.stat().st_size < 500_000:
+            assert all(writer.poll() is None for writer in writers)
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    VoteFile(path).append({"vote": "right"})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) > 20 and rows[-1] == {"vote": "right"}
+
+
+def test_votes_are_preference_pairs_for_training(tmp_path: Path) -> None:
+    file = VoteFile(tmp_path / "votes.jsonl")
+    for number in range(8):
+        file.append(row(("left", "right", "both", "neither")[number % 4], prompt=f"question {number}"))
+    data = DataConfig(name="votes", path=str(file.path), eval_fraction=0.01)
+    found = load_stage(data, "dpo", 0)
+    assert found.skipped == {"vote that prefers no answer": 4}
+    records = [*found.train, *found.held_out]
+    assert len(records) == 4 and all(isinstance(record, Preference) for record in records)
+    pairs = {record.prompt: (record.chosen, record.rejected) for record in records}
+    assert pairs[(Message("user", "question 0"),)] == ("good", "bad")
+    assert pairs[(Message("user", "question 1"),)] == ("bad", "good")
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_one_command_trains_on_votes(tmp_path: Path, stage: str) -> None:
+    save_model(tmp_path / "x" / "ppo" / "model", 0)
+    file = VoteFile(tmp_path / "x" / "votes.jsonl")
+    for number in range(6):
+        file.append(row("both" if number == 5 else "left", prompt=f"question {number}"))
+    command = [
+        f"stage={stage}", "model.path=x/ppo/model", *{"dpo": ["actor=x/ppo"], "reward": []}[stage],
+        "data.path=x/votes.jsonl", "run_dir=voted",
+        "tracking=none", f"{stage}.steps=1", f"{stage}.batch_size=2", f"{stage}.max_length=64", "evaluation.prompts=2",
+        "rollout.max_new_tokens=2", "rollout.max_prompt_tokens=64",
+    ]  # fmt: skip
+    worker = Worker(launch, tmp_path, command, {}, environment={"OMP_NUM_THREADS": "1"})
+    output, _ = worker.communicate()
+    assert worker.returncode == 0, output
+    assert f"{stage}: skipped rows: 1 vote that prefers no answer" in output
+    assert (tmp_path / "voted" / stage / "model" / "model.safetensors").is_file()
+
+
+def test_votes_that_prefer_no_answer_are_no_training_data(tmp_path: Path) -> None:
+    file = VoteFile(tmp_path / "votes.jsonl")
+    for prompt in ("a", "b"):
+        file.append(row("both", prompt=prompt))
+    with pytest.raises(UserError, match="no usable row is left for stage dpo"):
+        load_stage(DataConfig(name="votes", path=str(file.path)), "dpo", 0)
+
+
+@pytest.mark.parametrize(("vote", "left", "right"), [("both", "a", "b"), ("left", "a", " "), ("right", "", "b")])
+def test_a_vote_without_two_answers_is_no_pair(vote: str, left: str, right: str) -> None:
+    assert preference(vote, left, right) == {"chosen": None, "rejected": None}
