@@ -1,4 +1,4 @@
-"""The `zerochat` console script: `zerochat train`, `zerochat chat`, `zerochat serve` and `zerochat report`.
+"""The `zerochat` console script with the commands train, chat, serve, export and report.
 
 Each command imports its own code when it runs, so that `zerochat` itself starts at once.
 """
@@ -14,6 +14,7 @@ usage: zerochat COMMAND ...
   train KEY=VALUE ...   train a chat model (zerochat train --help lists the keys)
   chat RUN              chat with the result (zerochat chat --help)
   serve RUN             serve the result to clients of OpenAI's API (zerochat serve --help)
+  export RUN --to FORM  a folder with a model card, adapters, an upload to the hub, or a GGUF file
   report RUN ...        write RUN/report.html again; with several runs, one page over their seeds
 
 zerochat trains a chat model from a base language model: SFT, a reward model and PPO, or SFT and DPO.
@@ -52,6 +53,12 @@ def _serve(arguments: list[str]) -> int:
     return serve(arguments)
 
 
+def _export(arguments: list[str]) -> int:
+    from pipeline.export.command import main as export
+
+    return export(arguments)
+
+
 def _report(arguments: list[str]) -> int:
     from pipeline.report.report import main as report
 
@@ -62,6 +69,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "chat": _chat,
     "serve": _serve,
+    "export": _export,
     "report": _report,
 }
 

@@ -21,7 +21,7 @@ from engine.generation.flip import Flip
 from engine.generation.generator import Generator
 from engine.generation.inference_model import AssembledModel
 from engine.generation.parity_check import compare_logprobs
-from engine.generation.weight_sync import full_parameters
+from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer, parameter_values
@@ -298,6 +298,11 @@ class Engine:
         """
         zero.release(self.module)
         return self._passes.all_parameters(full_parameters(self.module))
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of each LoRA factor of the full model. Collective, as `full_parameters`."""
+        zero.release(self.module)
+        return self._passes.all_parameters(lora_factors(self.module))
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of each persistent buffer of the full model. Collective, as `full_parameters`."""

@@ -75,7 +75,7 @@ def run(config: RunConfig, folder: Path) -> None:
     with open_stage(plan, "sft", folder, {"policy": engine}, best_metric="eval_loss", longest=longest) as stage:
         train_supervised(stage, task)
         with stage.clock.phase("export"):
-            export_policy(engine, source, tokenizer, folder / "model")
+            export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)
         with stage.clock.phase("evaluate"):
             metrics = record_answers("sft", engine, evaluator, folder)
         stage.finish({**metrics, "skipped": data.skipped, "packing": packing})

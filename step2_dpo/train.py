@@ -101,7 +101,7 @@ def run(config: RunConfig, folder: Path) -> None:
         )
         train_supervised(stage, task)
         with stage.clock.phase("export"):
-            export_policy(engine, source, tokenizer, folder / "model")
+            export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)
         with stage.clock.phase("evaluate"):
             results = compare_models(
                 prompts, folder, evaluator.evaluate(engine), evaluator.grade, load_pair_judge(config)

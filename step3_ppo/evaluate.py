@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from engine import Sampling
+from pipeline.config.schema import LoraConfig
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero
@@ -133,6 +134,7 @@ def finish(
     guard: Guard,
     stage: StageRun,
     *,
+    lora: LoraConfig,
     export_best: bool,
     skipped: dict[str, int],
     pair_judge: UserFunction | None = None,
@@ -145,7 +147,7 @@ def finish(
     if export_best or guard.stopped_step is not None:
         stage.take_best()
     with actor.averaged(), stage.clock.phase("export"):
-        export_policy(actor, sources.actor, ppo.tokenizer, folder / "model")
+        export_policy(actor, sources.actor, ppo.tokenizer, folder / "model", lora=lora)
     with actor.averaged(), stage.clock.phase("evaluate"):
         results = compare_models(evaluator.prompts, folder, evaluator.evaluate(actor), evaluator.grade, pair_judge)
     by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}

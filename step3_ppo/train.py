@@ -67,7 +67,17 @@ def run(config: RunConfig, folder: Path) -> None:
         train(ppo, evaluator, guard, stage)
         export_best = config.ppo.export == "best"
         pair_judge = load_pair_judge(config)
-        finish(ppo, sources, evaluator, guard, stage, export_best=export_best, skipped=skipped, pair_judge=pair_judge)
+        finish(
+            ppo,
+            sources,
+            evaluator,
+            guard,
+            stage,
+            lora=config.ppo.lora,
+            export_best=export_best,
+            skipped=skipped,
+            pair_judge=pair_judge,
+        )
 
 
 def restore(ppo: Ppo, guard: Guard, state: dict[str, Any]) -> None:

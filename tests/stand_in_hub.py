@@ -1,16 +1,17 @@
 """A stand-in of the Hugging Face hub on loopback: small data sets in the formats of the real ones.
 
-It answers the requests of `datasets` and `huggingface_hub` for data sets. `HF_ENDPOINT` names its address, which a
-process reads when it imports these libraries.
+It answers the requests of `datasets` and `huggingface_hub` for data sets, and stores uploads of models. `HF_ENDPOINT`
+names its address, which a process reads when it imports these libraries.
 """
 
+import base64
 import hashlib
 import io
 import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pyarrow.parquet
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LICENCE = "mit"
+TOKEN = "hf_stand_in"  # uploads need it
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,49 @@ class StandInHub:
 
     endpoint: str
     environment: dict[str, str]
+    uploads: "Uploads"
+
+
+@dataclass
+class Uploads:
+    """The models that were uploaded, as {name: {path: content}}, and whether each is private."""
+
+    models: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    private: dict[str, bool] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)  # large files by SHA-256
+
+    def answer(self, endpoint: str, path: str, body: bytes) -> dict[str, Any]:
+        """The answer to a request that changes the hub. Raises KeyError for an unknown model or path."""
+        if path == "api/repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            self.models.setdefault(name, {})
+            self.private[name] = wanted["visibility"] == "private"
+            return {"url": f"{endpoint}/{name}", "id": name}
+        if path == "api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if path.startswith("objects/"):
+            self.objects[path.removeprefix("objects/")] = body
+            return {}
+        if path.endswith(".git/info/lfs/objects/batch"):
+            uploads = [
+                {**each, "actions": {"upload": {"href": f"{endpoint}/objects/{each['oid']}"}}}
+                for each in json.loads(body)["objects"]
+            ]
+            return {"transfer": "basic", "objects": uploads}
+        _, _, owner, model, action, _ = path.split("/")
+        files = self.models[f"{owner}/{model}"]
+        if action == "preupload":
+            modes = {True: "lfs", False: "regular"}
+            paths = [each["path"] for each in json.loads(body)["files"]]
+            return {"files": [{"path": p, "uploadMode": modes[p.endswith(".safetensors")], "shouldIgnore": False}
+                              for p in paths]}  # fmt: skip
+        for item in map(json.loads, body.splitlines()):
+            if item["key"] == "file":
+                files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            elif item["key"] == "lfsFile":
+                files[item["value"]["path"]] = self.objects[item["value"]["oid"]]
+        return {"commitUrl": f"{endpoint}/{owner}/{model}/commit/{COMMIT}", "commitOid": COMMIT, "hookOutput": ""}
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -80,13 +125,15 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 @contextmanager
 def serve(data_sets: Mapping[str, Mapping[str, bytes]], cache: Path) -> Iterator[StandInHub]:
     """Serve `{name: {path: content}}` on a free port while the context is open. `cache` is the folder of HF_HOME."""
-    handler = type("Handler", (_Handler,), {"data_sets": data_sets})
+    uploads = Uploads()
+    handler = type("Handler", (_Handler,), {"data_sets": data_sets, "uploads": uploads})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield StandInHub(endpoint, {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"})
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        yield StandInHub(endpoint, environment, uploads)
     finally:
         server.shutdown()
         server.server_close()
@@ -96,6 +143,7 @@ def serve(data_sets: Mapping[str, Mapping[str, bytes]], cache: Path) -> Iterator
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     data_sets: Mapping[str, Mapping[str, bytes]] = {}
+    uploads = Uploads()
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -105,7 +153,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(body)
+        path = urlsplit(self.path).path.strip("/")
+        if path.startswith("api/datasets"):
+            self._answer(body)
+        elif not path.startswith("objects/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._send(401, b'{"error": "Invalid username or password."}', {"X-Error-Message": "Invalid credentials"})
+        else:
+            self._send_json(self.uploads.answer(f"http://{self.headers['Host']}", path, body))
+
+    do_PUT = do_POST
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -140,6 +140,14 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name.replace(".base_layer.", "."), full
 
 
+@torch.no_grad()
+def lora_factors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of each LoRA factor on every rank. Gathering a sharded factor is a collective."""
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name:
+            yield name, dtensors.full_tensor(parameter.detach())
+
+
 def lora_update(layer: nn.Module, device: torch.device, rows: slice = slice(None)) -> Tensor:
     """Return rows of the sum of scaling * B @ A over a LoRA layer's active adapters: fp32, laid out like its weight.
 

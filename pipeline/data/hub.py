@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -69,6 +69,11 @@ def load_split(hub: str, subset: str | None, split: str) -> Any:
     return rows
 
 
+def cached_licence(name: str, kind: Literal["dataset", "model"]) -> str:
+    """Return the licence on the card of a data set or a model in the hub's cache; "unknown" without a card."""
+    return _licence_of(_cached_card(name, kind))
+
+
 def _licence(hub: str) -> str:
     """Return the licence on the card of a data set.
 
@@ -93,12 +98,12 @@ def _licence_of(card: Any) -> str:
     return ", ".join(licence) if isinstance(licence, list) else str(licence or "unknown")
 
 
-def _cached_card(hub: str) -> Any:
+def _cached_card(name: str, kind: Literal["dataset", "model"] = "dataset") -> Any:
     """Return the metadata of the card in the cache; None without a card."""
-    from huggingface_hub import DatasetCard, try_to_load_from_cache
+    from huggingface_hub import RepoCard, try_to_load_from_cache
 
-    file = try_to_load_from_cache(hub, "README.md", repo_type="dataset")
-    return DatasetCard.load(file).data if isinstance(file, str) else None
+    file = try_to_load_from_cache(name, "README.md", repo_type=kind)
+    return RepoCard.load(file).data if isinstance(file, str) else None
 
 
 def _go_offline() -> None:

@@ -14,8 +14,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from engine import Engine
+from pipeline.config.schema import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, is_rank_zero
 from pipeline.models.modules import Policy, Scorer
@@ -24,10 +26,17 @@ from pipeline.models.source import ModelSource
 FILE_BYTES = 2**30
 
 
-def export_policy(engine: Engine, source: ModelSource, tokenizer: ChatTokenizer, folder: Path) -> None:
-    """Write a language model. Collective: every rank calls this function."""
+def export_policy(
+    engine: Engine, source: ModelSource, tokenizer: ChatTokenizer, folder: Path, *, lora: LoraConfig | None = None
+) -> None:
+    """Write a language model, with its adapters merged, to `folder`. Collective: every rank calls this function.
+
+    lora: if its rank is above 0, the adapters are also written to the folder `adapter` next to `folder`
+    """
     policy = engine.module
     assert isinstance(policy, Policy)
+    if lora is not None and lora.rank:
+        export_adapters(engine, source, lora, folder.with_name("adapter"))
     config = type(source.config).from_dict(source.config.to_dict())
     generation = GenerationConfig(
         bos_token_id=tokenizer.hf.bos_token_id,
@@ -36,6 +45,34 @@ def export_policy(engine: Engine, source: ModelSource, tokenizer: ChatTokenizer,
         do_sample=True,
     )
     _export(engine, "lm.", type(policy.lm).__name__, config, tokenizer, folder, generation, extra={})
+
+
+def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folder: Path) -> None:
+    """Write the adapters of a language model in peft's format. Collective: every rank calls this function.
+
+    The list of adapted modules replaces `lora.targets`, so that the file fits the model without our wrapper.
+    """
+    from peft import LoraConfig as PeftLora  # imported here because most runs have no adapters
+
+    with _complete(folder) as staging:
+        factors = {
+            f"base_model.model.{name.removeprefix('lm.').replace('.default.', '.')}": tensor.cpu().contiguous()
+            for name, tensor in engine.adapter_parameters()
+        }
+        if is_rank_zero():
+            targets = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors}
+            config = PeftLora(
+                task_type="CAUSAL_LM",
+                r=lora.rank,
+                lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft accepts a float
+                lora_dropout=lora.dropout,
+                target_modules=sorted(targets),
+                fan_in_fan_out=any(type(module) is Conv1D for module in engine.module.modules()),
+                base_model_name_or_path=None if source.folder is None else str(source.folder),
+                inference_mode=True,
+            )
+            config.save_pretrained(str(staging))
+            _save(factors, staging / "adapter_model.safetensors")
 
 
 def export_scorer(
@@ -63,13 +100,9 @@ def _export(
     *,
     extra: dict[str, Any],
 ) -> None:
-    """Write the files to a staging folder, and rename it to `folder` at the end. Collective."""
-    staging = folder.with_name(folder.name + ".tmp")
+    """Write the files of a model. Collective."""
     leads = is_rank_zero()
-    if leads:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    with _removed_if_failed(staging):
+    with _complete(folder) as staging:
         _write_weights(_full_tensors(engine, prefix), staging, leads=leads)
         if leads:
             config.architectures = [architecture.removeprefix("FSDP")]
@@ -80,21 +113,30 @@ def _export(
             if generation is not None:
                 generation.save_pretrained(staging)
             tokenizer.save(staging)
-            if folder.exists():
-                shutil.rmtree(folder)
-            staging.rename(folder)
-    barrier()
 
 
 @contextmanager
-def _removed_if_failed(staging: Path) -> Iterator[None]:
-    """Remove the staging folder if an error leaves this context. An incomplete model would fill the disk."""
+def _complete(folder: Path) -> Iterator[Path]:
+    """Provide a staging folder, which gets the name `folder` at the end. Collective.
+
+    If an error leaves this context, the staging folder is removed. An incomplete model would fill the disk.
+    """
+    staging = folder.with_name(folder.name + ".tmp")
+    leads = is_rank_zero()
+    if leads:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
     try:
-        yield
+        yield staging
     except BaseException:
-        if is_rank_zero():
+        if leads:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+    if leads:
+        if folder.exists():
+            shutil.rmtree(folder)
+        staging.rename(folder)
+    barrier()
 
 
 def _full_tensors(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
@@ -48,6 +49,13 @@ def logprobs_of(module: nn.Module, ids: Tensor) -> Tensor:
 
 def loaded_logprobs(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
+    return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
+
+
+def adapted_logprobs(base: Path, adapter: Path, ids: Tensor) -> Tensor:
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
     with torch.no_grad():
         logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
     return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
@@ -97,10 +105,11 @@ def test_a_reward_model_loads_with_its_head_and_its_level(family: str, tmp_path:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_adapters_are_merged_and_peft_is_not_needed(family: str, tmp_path: Path) -> None:
+    """With `lora`, the adapters are exported too, and peft loads them on top of the base model."""
     language_model(config_of(family)).save_pretrained(tmp_path / "base")
     source = source_in(tmp_path / "base")
     engine = moved(build_policy(source, trained(lr=0.1, lora=LORA)))
-    export_policy(engine, source, tokenizer(), tmp_path / "out")
+    export_policy(engine, source, tokenizer(), tmp_path / "out", lora=LORA)
     assert set(load_file(tmp_path / "out" / "model.safetensors")) <= set(load_file(tmp_path / "base/model.safetensors"))
     ids = ids_of(2, 9)
     with engine.scoring() as module:
@@ -109,6 +118,7 @@ def test_adapters_are_merged_and_peft_is_not_needed(family: str, tmp_path: Path)
     assert (ours - loaded_logprobs(tmp_path / "base", ids)).abs().max() > 0.01
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert not any("adapter" in name for name in names)
+    close(adapted_logprobs(tmp_path / "base", tmp_path / "adapter", ids), ours)
 
 
 def test_a_merged_export_loads_where_peft_is_not_installed(tmp_path: Path) -> None:
@@ -204,7 +214,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     engine = moved(build_policy(source, trained(zero_stage=3, lr=0.1, lora=LORA)))
     with engine.scoring() as module:
         found["lora"] = logprobs_of(module, ids)
-    export_policy(engine, source, made, folder / "lora-out")
+    export_policy(engine, source, made, folder / "lora-out", lora=LORA)
     scorer = build_scorer(source, frozen(zero_stage=3), pad_id=0)
     found["values"] = scorer(ids)
     export_scorer(scorer, source, made, folder / "scorer-out", extra={})
@@ -226,6 +236,7 @@ def test_two_ranks_load_train_and_export_what_one_does(tmp_path: Path) -> None:
         with engine.scoring() as module:
             close(loaded_logprobs(tmp_path / f"{family}-out", ids), logprobs_of(module, ids))
     close(first["lora"], loaded_logprobs(tmp_path / "lora-out", ids))
+    close(first["lora"], adapted_logprobs(tmp_path / "llama", tmp_path / "adapter", ids))
     close(first["values"], build_scorer(source_in(tmp_path / "llama"), frozen(), pad_id=0)(ids).cpu())
     close(first["values"], build_scorer(source_in(tmp_path / "scorer-out"), frozen(), pad_id=0)(ids).cpu())
     for seed in (1, 2):

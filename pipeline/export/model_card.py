@@ -1,0 +1,146 @@
+"""The model card: a README.md whose header the hub reads, with the results, data, settings and licences of a model."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.schema import SourceConfig
+from pipeline.config.stages import STAGES
+from pipeline.data.hub import cached_licence
+from pipeline.data.sources import configured_sources, is_remote
+from pipeline.export.source import FinishedStage
+
+UNKNOWN = "unknown"
+RESULTS = {
+    "eval_loss": "loss on held-out data (SFT: nats per token)",
+    "eval_accuracy": "accuracy on held-out pairs",
+    "eval_score": "reward model's score of sampled answers to held-out prompts",
+    "eval_score_at_0": "reward model's score of greedy answers",
+    "gold_score": "judge's score of sampled answers to held-out prompts",
+    "gold_score_at_0": "judge's score of greedy answers",
+}
+
+
+def model_card(stage: FinishedStage, *, title: str, licence: str | None = None, adapter_base: str | None = None) -> str:
+    """Return the text of README.md.
+
+    licence: an identifier of the hub, for example apache-2.0; default: the licence of the base model
+    adapter_base: the model that the adapters belong to, if the card describes the adapters
+    """
+    base_licence = _model_licence(stage.base)
+    licence = licence or base_licence
+    header = yaml.safe_dump(_header(stage, licence, adapter_base), sort_keys=False, allow_unicode=True)
+    parts = [
+        f"---\n{header}---\n",
+        f"# {title}\n",
+        _introduction(stage, adapter_base),
+        _results(stage),
+        _data(stage),
+        _settings(stage),
+        "## Licences\n\n"
+        f"- This model: {licence}\n- Base model: {base_licence}\n- Data: see the table above\n\n"
+        "The licences of the base model and of the data may restrict the use of this model.\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _header(stage: FinishedStage, licence: str, adapter_base: str | None) -> dict[str, Any]:
+    """Return the metadata that the hub shows and searches."""
+    base = adapter_base or stage.base
+    datasets = sorted({source.hub for _, source in _sources(stage) if source.hub is not None and is_remote(source)})
+    return {
+        "library_name": "peft" if adapter_base else "transformers",
+        "pipeline_tag": "text-generation",
+        "license": licence,
+        **({"base_model": base} if base is not None and not Path(base).exists() else {}),
+        **({"datasets": datasets} if datasets else {}),
+        "tags": ["zerochat", *(each.name for each in stage.history)],
+    }
+
+
+def _introduction(stage: FinishedStage, adapter_base: str | None) -> str:
+    stages = ", ".join(STAGES[each.name].title for each in stage.history)
+    base = stage.base or f"{stage.history[0].config.model.name} with random weights"
+    subject = "The model with these adapters was" if adapter_base else "This model was"
+    text = f"{subject} trained with zerochat. Base model: {base}. Stages: {stages}.\n"
+    if adapter_base:
+        return text + f"\nLoad the adapters on top of `{adapter_base}` with peft.\n"
+    return text + "\nThe tokenizer contains the chat template of the training.\n"
+
+
+def _results(stage: FinishedStage) -> str:
+    """Return a table of the figures of the stage, with the figures of the models before it, if they were measured."""
+    summary = stage.summary
+    models = summary.get("held_out") or {}
+    own = {**summary.get("final", {}), **summary}
+    columns = {name: figures for name, figures in models.items() if name in ("base", *STAGES) and name != stage.name}
+    columns[stage.name] = own
+    rows = [
+        (meaning, *(_figure(figures.get(name)) for figures in columns.values()))
+        for name, meaning in RESULTS.items()
+        if _figure(own.get(name))
+    ]
+    return "## Results\n\n" + _table(("figure", *columns), rows) if rows else ""
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else ""
+
+
+def _data(stage: FinishedStage) -> str:
+    rows = [
+        (STAGES[name].title, _source_name(source), source.split if is_remote(source) else "", _data_licence(source))
+        for name, source in _sources(stage)
+    ]
+    return "## Training data\n\n" + _table(("stage", "data", "split", "licence"), rows)
+
+
+def _settings(stage: FinishedStage) -> str:
+    rows = []
+    for each in stage.history:
+        section = getattr(each.config, each.name)
+        trained = f"adapters (LoRA) of rank {each.lora_rank}" if each.lora_rank else "all parameters"
+        size = f"{section.batch_size} {STAGES[each.name].examples}"
+        rows.append((STAGES[each.name].title, str(each.config.seed), f"{section.lr:g}", size, trained))
+    return "## Training\n\n" + _table(("stage", "seed", "learning rate", "batch size", "trained"), rows)
+
+
+def _sources(stage: FinishedStage) -> Iterator[tuple[str, SourceConfig]]:
+    """Yield (stage, source) of all data that the stages of a model read."""
+    for each in stage.history:
+        for source in configured_sources(each.config.data):
+            if STAGES[each.name].reads in source.stages:
+                yield each.name, source
+
+
+def _source_name(source: SourceConfig) -> str:
+    if is_remote(source):
+        return str(source.hub)
+    return Path(source.path).name if source.path is not None else f"{source.builtin} (generated by zerochat)"
+
+
+def _data_licence(source: SourceConfig) -> str:
+    if source.builtin is not None:
+        return "mit"  # zerochat's own licence
+    return cached_licence(source.hub, "dataset") if source.hub is not None and is_remote(source) else UNKNOWN
+
+
+def _model_licence(base: str | None) -> str:
+    """Return the licence on the card of a base model, in its folder or in the hub's cache."""
+    if base is None:  # random weights
+        return UNKNOWN
+    card = Path(base).expanduser() / "README.md"
+    if card.is_file():
+        from huggingface_hub import RepoCard
+
+        return str(
+            getattr(RepoCard(card.read_text(encoding="utf-8", errors="replace")).data, "license", None) or UNKNOWN
+        )
+    return UNKNOWN if Path(base).expanduser().exists() else cached_licence(base, "model")
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"

@@ -1,0 +1,118 @@
+"""The stage that is exported: its folder, its configuration, its results, and the models that it came from."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.chat.folder import find
+from pipeline.config.schema import ModelConfig, RunConfig
+from pipeline.config.stages import ANSWERING
+from pipeline.errors import UserError
+from pipeline.launch.worker import read_config
+
+
+@dataclass(frozen=True)
+class TrainedStage:
+    """A stage with its folder and its settings."""
+
+    name: str
+    folder: Path
+    config: RunConfig
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of the adapters that the stage trained; 0 if it trained all parameters."""
+        return int(getattr(self.config, self.name).lora.rank)
+
+
+@dataclass(frozen=True)
+class FinishedStage:
+    """The exported stage. `history` has the stages that it depends on and, as the last one, itself."""
+
+    history: tuple[TrainedStage, ...]
+
+    @property
+    def name(self) -> str:
+        return self.history[-1].name
+
+    @property
+    def folder(self) -> Path:
+        return self.history[-1].folder
+
+    @property
+    def run(self) -> Path:
+        return self.folder.parent
+
+    @property
+    def model(self) -> Path:
+        """The exported model, in Hugging Face format."""
+        return self.folder / "model"
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of the stage."""
+        return self.history[-1].config
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The results of the stage; empty without summary.json."""
+        file = self.folder / "summary.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @property
+    def base(self) -> str | None:
+        """The hub name or the folder of the base model; None if training started from random weights."""
+        return _location(self.history[0].config.model)
+
+    @property
+    def adapter_base(self) -> str | None:
+        """The model that the adapters of this stage belong to: the base model for SFT, the actor for DPO and PPO."""
+        if self.name == "sft":
+            return self.base
+        actor = self.config.actor
+        return str(self.run / "sft" / "model" if actor is None else Path(actor).expanduser().resolve())
+
+
+def find_stage(path: Path) -> FinishedStage:
+    """Return the newest finished stage of a run that has a chat model, or the stage at `path`. Raises UserError."""
+    model = find(path).folder
+    folder = model.parent.resolve()
+    if model.name != "model" or not (folder / "config.yaml").is_file():
+        raise UserError(f"{path} is not a stage of a run, so its data and results are unknown; give a run or RUN/STAGE")
+    if folder.name not in ANSWERING:
+        raise UserError(
+            f"{path} is the {folder.name} stage, which has no chat model; export one of {', '.join(ANSWERING)}"
+        )
+    stage = _read(folder)
+    return FinishedStage((*_earlier(stage), stage))
+
+
+def _earlier(stage: TrainedStage) -> Iterator[TrainedStage]:
+    """Yield the stages that a stage started from, if their settings are still there."""
+    config = stage.config
+    roles = {"sft": (), "dpo": (("sft", config.actor),)}.get(
+        stage.name, (("sft", config.actor), ("reward", config.reward_path))
+    )
+    for name, location in roles:
+        folder = stage.folder.parent / name if location is None else Path(location).expanduser()
+        folder = folder.parent if folder.name == "model" else folder
+        if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+            yield _read(folder)
+
+
+def _read(folder: Path) -> TrainedStage:
+    try:
+        return TrainedStage(folder.name, folder, read_config(folder))
+    except ValueError as problem:
+        raise UserError(
+            f"{folder}/config.yaml was written by another version of zerochat, so the data and settings of the model "
+            "are unknown: export it with that version"
+        ) from problem
+
+
+def _location(model: ModelConfig) -> str | None:
+    if model.weights == "random":
+        return None
+    return model.hub if model.path is None else str(model.path)
