@@ -12,15 +12,16 @@ import re
 import resource
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from jinja2.sandbox import SandboxedEnvironment
 
 from pipeline.data.records import Message
 from pipeline.errors import UserError
@@ -49,6 +50,7 @@ _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
 _MOST_LINES = 2_000_000  # a template of 50 lines for a conversation of 10,000 messages needs a quarter of them
 _MOST_BYTES = 2**30
+_MOST_BITS = 4096
 _MOST_CHARACTERS = 1_000_000
 _one_at_a_time = threading.Lock()  # the limit of memory belongs to the process
 
@@ -74,7 +76,6 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         text = tokenizer.get_chat_template()
-        _check_powers(text)
         self._text = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._warned = False
         self.layout = lru_cache(maxsize=4096)(self._layout)
@@ -200,10 +201,10 @@ class ChatTemplate:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Bound the work of a template: the lines that it runs in this thread, and the memory of the process.
+    """Bound the work of a template: the lines that it runs in this thread, its integers, and the memory of the process.
 
-    A template comes with a model and runs in jinja2's sandbox, which bounds neither. Raises TemplateRuntimeError
-    after `_MOST_LINES` lines, and MemoryError above the limit of memory.
+    A template comes with a model and runs in jinja2's sandbox, which bounds none of them. Raises TemplateRuntimeError
+    after `_MOST_LINES` lines and for large integers, and MemoryError above the limit of memory.
     """
     lines = 0
 
@@ -221,7 +222,8 @@ def bounded() -> Iterator[None]:
         sys.settrace(count)
         try:
             _limit_memory(limits)
-            yield
+            with _bounded_integers():
+                yield
         finally:
             sys.settrace(tracer)
             resource.setrlimit(resource.RLIMIT_AS, limits)
@@ -237,20 +239,32 @@ def _limit_memory(limits: tuple[int, int]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (min([allowed, *finite]), limits[1]))
 
 
-def _check_powers(text: str) -> None:
-    """Raise UserError if a template computes a power: 9**9**9 runs for years in one step, which nothing interrupts."""
-    if "**" not in text:
-        return
+@contextmanager
+def _bounded_integers() -> Iterator[None]:
+    """Make templates that are compiled in the context refuse arithmetic with integers of more than `_MOST_BITS` bits.
+
+    9**(9**9) and repeated squares take years in one operation, which nothing interrupts.
+    """
+    before = SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table
+    limited: dict[str, Callable[[Any, Any], Any]] = {
+        operator: partial(_compute, operator, function) for operator, function in before[1].items()
+    }
+    SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table = frozenset(limited), limited
     try:
-        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-        tree = environment.parse(re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text))
-    except jinja2.TemplateError:  # the first rendering reports it
-        return
-    if tree.find(jinja2.nodes.Pow) is not None:
-        raise UserError(
-            "The chat template computes a power (**), which may take forever: remove it, or set another template with "
-            "model.chat_template=FILE."
-        )
+        yield
+    finally:
+        SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table = before
+
+
+def _compute(operator: str, function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Return the result of an operator of a template. Raises TemplateRuntimeError if an integer has too many bits."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = max(left.bit_length(), right.bit_length())
+        if operator == "**" and right > 0:
+            bits = max(bits, (left.bit_length() - 1) * right)
+        if bits > _MOST_BITS:
+            raise jinja2.TemplateRuntimeError(f"it computes {operator} with integers of more than {_MOST_BITS} bits")
+    return function(left, right)
 
 
 def segments(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[tuple[str, bool]]:

@@ -26,8 +26,13 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ),
     ("pads a text", "{{ 'x'.center(10000000000) }}" + CONTENT, "memory|OverflowError"),
     ("formats a text", "{{ '%10000000000s' % 'x' }}" + CONTENT, "memory|OverflowError|ValueError"),
-    ("computes a power", "{{ 9 ** 9 ** 9 }}" + CONTENT, "computes a power"),
-    ("computes a power in a block", "{% generation %}{{ 9**99999999 }}{% endgeneration %}", "computes a power"),
+    ("computes a power", "{{ 9 ** (9 ** 9) }}" + CONTENT, "integers of more than 4096 bits"),
+    ("computes a power in a block", "{% generation %}{{ 9**99999999 }}{% endgeneration %}", "integers of more than"),
+    (
+        "squares a number",
+        "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}" + CONTENT,
+        "integers of more than",
+    ),
     ("a range of 10**12", "{% for i in range(1000000000000) %}{% endfor %}" + CONTENT, "OverflowError|Range too big"),
     ("an unknown function", "{{ nope() }}" + CONTENT, "'nope' is undefined"),
     ("an unknown filter", "{{ 'a' | nope }}" + CONTENT, "No filter named 'nope'"),
@@ -48,6 +53,7 @@ LEGAL: list[tuple[str, str]] = [
     ("a date", "{{ strftime_now('%d %b %Y') }}" + CONTENT),
     ("a long preamble", "{{ 'be kind ' * 4 }}" + CONTENT),
     ("a loop of 10,000 steps", "{% for i in range(10000) %}{% endfor %}" + CONTENT),
+    ("a power", "{{ 2 ** 10 }}" + CONTENT),
     ("words with stars", "{{ '**bold**' }}" + CONTENT),
 ]
 

@@ -173,10 +173,9 @@ def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
     records = load_stage(data, "sft", seed=1)
     assert (len(records.train), len(records.held_out)) == (7, 1)
     assert records.held_out == [min(records.train + records.held_out, key=lambda r: held_out_point(digest(r)))]
-    with pytest.raises(
-        UserError, match="start with the same message, and the rows that start with one message must be held out"
-    ):
-        load_stage(of({"path": write(tmp_path / "b.jsonl", rows[:1]), "stages": ["sft"]}), "sft", seed=1)
+    for same in (rows[:1], [{"text": "a long document"}] * 2):
+        with pytest.raises(UserError, match="all usable rows have the same text or first message"):
+            load_stage(of({"path": write(tmp_path / "b.jsonl", same), "stages": ["sft"]}), "sft", seed=1)
 
 
 def digest_of_question(row: dict[str, Any]) -> bytes:

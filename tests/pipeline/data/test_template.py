@@ -128,8 +128,12 @@ def test_dates_do_not_move() -> None:
         ("{{ 'x' * 10000000000 }}", "needs more than 1024 MiB of memory"),
         ("{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}", "needs more than 1024 MiB of memory"),
         ("{{ 'x' * 5000000 }}", "writes 50000.. characters around the messages"),
-        ("{{ 9 ** 9 ** 9 }}", r"computes a power \(\*\*\)"),
-        ("{% generation %}{{ 9**99999999 }}{% endgeneration %}", r"computes a power \(\*\*\)"),
+        ("{{ 9 ** (9 ** 9) }}", r"computes \*\* with integers of more than 4096 bits"),
+        ("{% generation %}{{ 9**99999999 }}{% endgeneration %}", "integers of more than 4096 bits"),
+        (
+            "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+            r"computes \* with integers of more than 4096 bits",
+        ),
         ("{% for i in range(1000000000000) %}{% endfor %}", "Range too big"),
     ],
 )
@@ -144,8 +148,8 @@ def test_templates_are_bounded(template: str, said: str) -> None:
 def test_long_conversations_and_stars_stay_within_the_bounds() -> None:
     texts = [str(number) for number in range(200)]
     assert len(segments(tokenizer(CHATML), chat(*texts))) == 200
-    stars = "{{ '**bold**' }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert segments(tokenizer(stars), chat("a")) == [("**bold**a", False)]
+    stars = "{{ '**bold**' }}{{ 2 ** 4095 > 3 * 5 - 2 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert segments(tokenizer(stars), chat("a")) == [("**bold**Truea", False)]
 
 
 def test_templates_run_in_a_sandbox() -> None:
