@@ -1,10 +1,11 @@
-"""Write files atomically, and report a full disk in one clear message."""
+"""Write files atomically, and report a full or blocked disk in one clear message."""
 
 import errno
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,19 @@ def explained_disk(folder: Path) -> Iterator[None]:
             f"{folder}: {what}. The last complete checkpoint is intact. Free some space, or move the run folder to "
             "another disk and set run_dir= to it; then run the same command again to resume"
         ) from error
+
+
+def ends_within(seconds: float, write: Callable[[], None]) -> bool:
+    """Call a function in a thread, and return whether it ended in time: a call never returns from a blocked disk.
+
+    An OSError of the function is ignored.
+    """
+
+    def attempt() -> None:
+        with suppress(OSError):
+            write()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -6,12 +6,12 @@ this file. The first launcher decides and writes files. The other launchers star
 message.
 """
 
-import contextlib
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from pipeline.config.environment import check_paths, check_ranks, hub_data
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
-from pipeline.files import write_whole
+from pipeline.files import ends_within, write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import (
     CRASHED,
+    DISK_TIMEOUT,
     ENDED_EARLY,
     HUNG,
     INTERRUPTED,
@@ -37,10 +38,11 @@ from pipeline.launch.failure import (
     USER_ERROR,
     StageEnd,
     advise,
+    save_traceback,
 )
 from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder, with_stage_shares
-from pipeline.launch.manifest import Manifest, move_aside, stage_consumes
+from pipeline.launch.manifest import Manifest, judge_files, move_aside, stage_consumes
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
 from pipeline.launch.summary import compare_runs, compare_seeds, judge_notice, report_verdict, summarize_run
@@ -241,9 +243,11 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
         consumed = stage_consumes(config, run_dir, stage, cache)
         decision = manifest.decide(stage, consumed)
     manifest.check_tokenizer(stage, consumed)
-    stage_dir = run_dir / stage
+    stage_dir, judges = run_dir / stage, judge_files(config, cache)
+    changed = manifest.changed_judges(stage, judges)
     if decision.action == "skip":
-        print(f"{stage}: finished before with the same settings, skipped{judge_notice(config, stage_dir)}", flush=True)
+        notice = judge_notice(config, stage_dir, changed)
+        print(f"{stage}: finished before with the same settings, skipped{notice}", flush=True)
         return False
     if decision.action == "run" and stage_dir.exists():
         reason, old_folder = decision.because or "its record is gone", move_aside(stage_dir)
@@ -252,9 +256,11 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     if makes_tokenizer and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
         move_aside(run_dir / "tokenizer")
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
-    reason = f" ({decision.because})" if decision.action == "resume" and decision.because else ""
+    judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
+    because = "; ".join(filter(None, (decision.because, judged)))
+    reason = f" ({because})" if decision.action == "resume" and because else ""
     print(f"{stage}: {'resumes' if decision.action == 'resume' else 'starts'}, {processes}{reason}", flush=True)
-    manifest.begin(stage, consumed)
+    manifest.begin(stage, consumed, judges)
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})
     if stage == "reward":  # only the launcher reads the manifest
@@ -263,8 +269,7 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
     end = _run_until_finished(stage, run_dir, config, ranks, control)
     if end.status:
-        with contextlib.suppress(OSError):  # the disk is full; a stage with status "running" resumes as well
-            manifest.stop(stage)
+        ends_within(DISK_TIMEOUT, partial(manifest.stop, stage))  # a stage with status "running" resumes as well
         raise StageFailed(end.status)
     manifest.finish(stage, cache)
     cache.save()
@@ -301,7 +306,7 @@ def _start(stage: str, run_dir: Path, config: RunConfig, ranks: Ranks, control: 
         print(f"{stage}: {end.message}", file=sys.stderr)
     elif end.status:
         print(end.traceback if config.debug else "", end="", file=sys.stderr)
-        print(f"error: {stage}: {end.message}{_save_traceback(end, run_dir / stage)}", file=sys.stderr, flush=True)
+        print(f"error: {stage}: {end.message}{save_traceback(end, run_dir / stage)}", file=sys.stderr, flush=True)
     return end
 
 
@@ -311,27 +316,6 @@ def _launch(message: Mapping[str, Any], ranks: Ranks, control: Control) -> Stage
     ranks = replace(ranks, attempt=f"{ranks.attempt}.{number}" if number else ranks.attempt)
     run_dir = Path(message["run_dir"])
     return launch_stage(message["stage"], run_dir, ranks, shared_store=control.keeps_store, others=control.others)
-
-
-def _save_traceback(end: StageEnd, stage_dir: Path) -> str:
-    """Write the traceback of a crash, or the stacks of ranks that hang, to error.txt.
-
-    Return text that follows the error message: file and advice.
-    """
-    if end.status not in (CRASHED, HUNG):
-        return ""
-    if stage_dir.name == "plan":  # the folder of stage=plan is temporary
-        return " (debug=true shows the traceback)" if end.traceback else ""
-    saved = any((stage_dir / "checkpoints").glob("step-*[0-9]"))  # other names are incomplete or damaged
-    advice = f"run the same command again to {'resume from the newest checkpoint' if saved else 'restart the stage'}"
-    if not end.traceback:
-        return f"; {advice}"
-    file = stage_dir / "error.txt"
-    try:
-        file.write_text(end.traceback, encoding="utf-8")
-    except OSError:
-        return f"\n{end.traceback}"
-    return f" ({file} has the {'traceback' if end.status == CRASHED else 'Python stacks'}; {advice})"
 
 
 def _follow(ranks: Ranks, control: Control) -> int:

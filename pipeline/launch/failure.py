@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.config.messages import in_keys
 from pipeline.errors import UserError
+from pipeline.files import ends_within
 
 FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
 LAUNCHER = "ZEROCHAT_LAUNCHER"
@@ -19,6 +20,8 @@ HUNG = 5  # no rank made progress, or a host is lost
 INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 FINISHED = "finished"  # the kind of the record that a rank sends when it has finished the stage
+AGAIN = "run the same command again"
+DISK_TIMEOUT = 5.0  # seconds to write what is useful but not necessary
 PIPE_BYTES = 32_000
 PIPE_CAPACITY = 65_536  # of a pipe on Linux and macOS
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
@@ -82,6 +85,35 @@ def advise(problem: BaseException) -> str | None:
             f"{text.partition(chr(10))[0]}"
         )
     return None
+
+
+def save_traceback(end: StageEnd, stage_dir: Path) -> str:
+    """Write the traceback of a crash, or the stacks of ranks that hang, to error.txt.
+
+    Return text that follows the error message: file and advice.
+    """
+    if end.status not in (CRASHED, HUNG):
+        return ""
+    if stage_dir.name == "plan":  # the folder of stage=plan is temporary
+        return " (debug=true shows the traceback)" if end.traceback else ""
+    file = stage_dir / "error.txt"
+    results = list[bool]()
+
+    def write() -> None:
+        results.append(any((stage_dir / "checkpoints").glob("step-*[0-9]")))  # other names are incomplete or damaged
+        if end.traceback:
+            file.write_text(end.traceback, encoding="utf-8")
+            results.append(True)
+
+    if not ends_within(DISK_TIMEOUT, write):
+        return f"; the disk of {stage_dir} has not answered for {DISK_TIMEOUT:.0f} s: {AGAIN} to resume when it answers"
+    saved, is_written = any(results[:1]), any(results[1:])
+    advice = f"{AGAIN} to {'resume from the newest checkpoint' if saved else 'restart the stage'}"
+    if not end.traceback:
+        return f"; {advice}"
+    if not is_written:
+        return f"\n{end.traceback}"
+    return f" ({file} has the {'traceback' if end.status == CRASHED else 'Python stacks'}; {advice})"
 
 
 def _raised_in_engine(problem: BaseException) -> bool:

@@ -22,7 +22,7 @@ from pipeline.config.environment import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES
 from pipeline.errors import UserError
-from pipeline.evaluation.user_function import function_file
+from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, function_file
 from pipeline.files import write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.fingerprint import (
@@ -60,6 +60,7 @@ class _Record(BaseModel):
     status: Literal["running", "stopped", "finished", ""] = ""
     consumed: _Consumed | None = None
     produced: dict[str, str] = {}
+    judges: dict[str, str] = {}
     started: str = ""
     finished: str = ""
 
@@ -135,13 +136,22 @@ class Manifest:
             )
         return model
 
-    def begin(self, stage: str, consumed: dict[str, Any]) -> None:
-        """Record that a stage runs with these inputs. The start time of a resumed stage does not change."""
+    def begin(self, stage: str, consumed: dict[str, Any], judges: dict[str, str] | None = None) -> None:
+        """Record that a stage runs with these inputs and judges (`judge_files`).
+
+        The start time of a resumed stage does not change.
+        """
         record = self.stages.get(stage, {})
         is_resumed = "consumed" in record and _migrate(record["consumed"], consumed) == consumed
         started = record.get("started", _now()) if is_resumed else _now()
-        self.stages[stage] = {"status": "running", "consumed": consumed, "produced": {}, "started": started}
+        record = {"status": "running", "consumed": consumed, "produced": {}, "judges": judges or {}, "started": started}
+        self.stages[stage] = record
         self.save()
+
+    def changed_judges(self, stage: str, judges: dict[str, str]) -> list[str]:
+        """Return the keys of judges whose files have changed since the last start of a stage."""
+        recorded = self.stages.get(stage, {}).get("judges", {})
+        return [key for key, content in judges.items() if recorded.get(key, content) != content]
 
     def stop(self, stage: str) -> None:
         """Record that a stage was interrupted or failed. The next start resumes the stage."""
@@ -303,7 +313,15 @@ def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCach
         inputs["tokenizer"] = tokenizer_content(config.model, cache)
     if stage == "ppo" and config.ppo.reward_function is not None:
         inputs["reward_function"] = cache.file(function_file(config.ppo.reward_function))
+    if settings.get("evaluation.judge") is not None:  # the guard or export=best reads its grades
+        inputs["judge"] = judge_files(config, cache)[JUDGE]
     return inputs
+
+
+def judge_files(config: RunConfig, cache: HashCache) -> dict[str, str]:
+    """Return the content hashes of the files of `evaluation.judge` and `evaluation.pair_judge`, by key, if set."""
+    judges = {JUDGE: config.evaluation.judge, PAIR_JUDGE: config.evaluation.pair_judge}
+    return {key: cache.file(function_file(where, key)) for key, where in judges.items() if where is not None}
 
 
 def _hash_unchanged(folder: Path, run_dir: Path, cache: HashCache) -> str:
@@ -323,8 +341,8 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return recorded inputs in the form of the current version, so that an update does not run stages again.
 
     Keys that are newer than the record get their defaults, which change no result. Keys that no longer count are
-    removed. An old record has neither the files of the tokenizer nor the keys of PPO's evaluations; they count as
-    unchanged.
+    removed. An old record has neither the files of the tokenizer and of the judge nor the keys of PPO's evaluations;
+    they count as unchanged.
     """
     from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
 
@@ -336,15 +354,15 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         added |= {key: new["settings"][key] for key in PPO_SELECTION_KEYS if key in added}
     removed = {f"rollout.{key}" for key in ROLLOUT_EXECUTION_KEYS} & old["settings"].keys()
     settings = {key: value for key, value in {**old["settings"], **added}.items() if key not in removed}
-    if "tokenizer" in new and "tokenizer" not in old:
-        old = {**old, "tokenizer": new["tokenizer"]}
+    old = {key: new[key] for key in ("tokenizer", "judge") if key in new} | old
     return {**old, "settings": settings, "config": digest(settings)} if added or removed else old
 
 
 def _without_selection(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of PPO without the keys of evaluations."""
+    """Return the inputs of PPO without the keys of evaluations and without the judge's file."""
     settings = {key: value for key, value in inputs["settings"].items() if key not in PPO_SELECTION_KEYS}
-    return {**inputs, "settings": settings, "config": digest(settings)}
+    others = {key: value for key, value in inputs.items() if key != "judge"}
+    return {**others, "settings": settings, "config": digest(settings)}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -356,6 +374,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     changes += ["the tokenizer's files changed"] if old.get("tokenizer") != new.get("tokenizer") else []
     functions = {old.get("reward_function"), new.get("reward_function")} - {None}
     changes += ["the reward function's file changed"] if len(functions) == 2 else []
+    changes += ["the judge's file changed"] if old.get("judge") != new.get("judge") else []
     roles = [role for role in new["models"] if old["models"].get(role) != new["models"][role]]
     changes += [f"its {role} model changed" for role in roles]
     return "; ".join(changes) or "its settings changed"

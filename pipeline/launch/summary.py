@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +107,33 @@ def figure(summary: dict[str, Any], name: str) -> float | None:
     return next((float(value) for key, value in flatten(summary).items() if key == f"evaluation.{name}"), None)
 
 
-def judge_notice(config: RunConfig, stage_dir: Path) -> str:
+def judge_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]) -> str:
     """Return a notice that a configured judge has not judged the answers of a finished stage; "" if all have.
 
+    changed: the keys of judges whose files have changed since the stage started
     The notice explains how to run the judge without training the stage again.
     """
     if stage_dir.name not in POLICIES:
         return ""
     judges = {"judge": config.evaluation.judge, "pair_judge": config.evaluation.pair_judge}
-    return "".join(_notice(stage_dir, key, judge) for key, judge in judges.items() if judge is not None)
+    return "".join(
+        _notice(stage_dir, key, judge, is_changed=f"evaluation.{key}" in changed)
+        for key, judge in judges.items()
+        if judge is not None
+    )
 
 
-def _notice(stage_dir: Path, key: str, judge: str) -> str:
+def _notice(stage_dir: Path, key: str, judge: str, *, is_changed: bool) -> str:
     from pipeline.report.data import read_run  # imports numpy
 
-    if read_run(stage_dir.parent).setting("evaluation", key) == judge:
+    if read_run(stage_dir.parent).setting("evaluation", key) != judge:
+        state = "has not judged its answers"
+    elif is_changed:
+        state = "has changed since it judged its answers"
+    else:
         return ""
     return (
-        f"; evaluation.{key}={judge} has not judged its answers: delete {stage_dir / 'model'} and run the same command "
+        f"; evaluation.{key}={judge} {state}: delete {stage_dir / 'model'} and run the same command "
         "again, which exports the model from the last checkpoint and judges the answers"
     )
 

@@ -4,7 +4,7 @@ ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:ran
 user (a UserError), crash (a RuntimeError), unread (as a print to a pipe without a reader), kill (SIGKILL to itself),
 slow (sleeps a second), hang (sleeps long), deaf (likewise, and ignores signals),
 exit (ends with status 0 without a result, as os._exit(0) in a user's function does),
-stopped (SIGSTOP to itself), endless (a loop) and mixed (another collective): the other ranks wait in a collective,
+stopped (SIGSTOP to itself) and mixed (another collective): the other ranks wait in a collective,
 echo (rank 1 has a UserError, rank 0 crashes because of it), lost (likewise, but rank 1 exits with status 0).
 Of several behaviours, such as "kill:0,stopped:1", each start takes the next one; after the last, "ok".
 """
@@ -25,7 +25,7 @@ def run(config, folder):
         rest = [*rest.split(","), "ok"][start]
     behaviour, _, only = rest.partition(":")
     (folder / f"rank-{rank}.json").write_text(json.dumps({**os.environ, "PID": os.getpid(), "GROUP": os.getpgrp()}))
-    if behaviour in ("stopped", "endless", "mixed"):
+    if behaviour in ("stopped", "mixed"):
         hang(behaviour if only == rank else "wait", config.engine.hang_seconds)
     if only and only != rank:
         time.sleep(60)
@@ -73,15 +73,8 @@ def hang(how, hang_seconds):
     with own.phase("train"):
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "endless":
-            endless_loop()
         own.begin("all_reduce" if how == "mixed" else "all_gather", (4,))
         time.sleep(600)
-
-
-def endless_loop():
-    while True:
-        time.sleep(0.1)
 
 
 def without_torch():

@@ -97,6 +97,11 @@ def test_a_finished_stage_is_skipped(train):
     Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
     assert "ppo: resumes" in train("name=x", judge)[1]
     assert "judge" not in train("name=x", judge)[1]
+    with open("mine.py", "a") as file:
+        file.write("\n# changed")
+    assert f"skipped; {judge} has changed since it judged its answers: delete" in train("name=x", judge)[1]
+    shutil.rmtree("runs/x/ppo/model")
+    assert "the file of evaluation.judge changed; earlier grades are those of the old" in train("name=x", judge)[1]
 
 
 def test_a_newer_program_leaves_finished_stages_finished(train):
@@ -264,7 +269,10 @@ def test_the_evaluations_that_the_guard_reads_are_inputs_of_an_unfinished_ppo(tr
     train(*words, stage="crash")
     said = train(*words, "evaluation.judge=mine.py:grade", stage="crash")[1]
     assert "ppo: runs again (evaluation.judge was None, is" in said
-    assert "ppo: resumes" in train(*words, "evaluation.judge=mine.py:grade")[1]
+    assert "ppo: resumes" in train(*words, "evaluation.judge=mine.py:grade", stage="crash")[1]
+    with open("mine.py", "a") as file:
+        file.write("\n# changed")
+    assert "ppo: runs again (the judge's file changed)" in train(*words, "evaluation.judge=mine.py:grade")[1]
     assert "ppo: finished before" in train(*words)[1]
 
 

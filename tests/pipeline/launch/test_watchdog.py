@@ -15,7 +15,7 @@ import yaml
 
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
-from pipeline.launch import processes, ranks, watchdog
+from pipeline.launch import failure, processes, ranks, watchdog
 from pipeline.launch.failure import CRASHED, END_ORDER, HUNG, StageEnd, merge_ends
 from pipeline.launch.watchdog import RankState, RankWatch, frames, is_hung, report, stacks
 from tests import hosts
@@ -132,6 +132,18 @@ def test_the_cause_of_several_ends_is_the_lost_rank():
     assert merge_ends([StageEnd(0), crash, consequence, lost]) == replace(lost, stop_status=143)
 
 
+def test_a_blocked_disk_does_not_delay_the_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(failure, "DISK_TIMEOUT", 0.05)
+    end = StageEnd(HUNG, "rank 0 hangs", "its stack")
+    os.mkfifo(tmp_path / "error.txt")  # to open it waits for a reader
+    assert f"the disk of {tmp_path} has not answered for 0 s: run the same" in failure.save_traceback(end, tmp_path)
+    with open(tmp_path / "error.txt") as reader:  # the disk answers
+        assert reader.read() == "its stack"
+    (tmp_path / "error.txt").unlink()
+    monkeypatch.setattr(failure, "DISK_TIMEOUT", 60.0)
+    assert "has the Python stacks; run the same command" in failure.save_traceback(end, tmp_path)
+
+
 def test_a_rank_with_busy_threads_survives_the_request_for_its_stack(tmp_path):
     with open(tmp_path / "stack", "w+") as stack:
         command = [sys.executable, "-c", BUSY, str(stack.fileno())]
@@ -194,11 +206,11 @@ def failures(output: str) -> list[str]:
     ("behaviour", "named"),
     [
         ("stopped:1", "rank 1 (host {host}, process {pid}; phase train, step 3) is stopped by a signal (SIGSTOP)"),
-        ("endless:0", "phase train, step 3) does not reach the collective of the other ranks; it runs endless_loop ("),
         ("mixed:1", "the ranks wait in different collectives: rank 0 ("),
     ],
 )
 def test_a_stage_that_hangs_ends_with_status_5(tmp_path, behaviour, named):
+    """tests/campaign/test_faults.py has a rank that does not reach the collective of the other ranks."""
     worker = start(tmp_path, "ranks=2", FAKE_STAGE=behaviour)
     output, _ = worker.communicate()
     assert worker.returncode == HUNG == 5, output
