@@ -13,8 +13,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -64,13 +64,22 @@ class Unavailable(Exception):
 
 
 def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    with _folder() as folder:
-        binary = _compiled(source, flags, folder)
-        try:
-            return ctypes.CDLL(str(binary))
-        except OSError:  # a stored file may be truncated after a crash: compile it again
-            binary.unlink(missing_ok=True)
-            return ctypes.CDLL(str(_compiled(source, flags, folder)))
+    """Load a file from the user's cache; from a temporary folder without a cache, or if its disk is full."""
+    cached = _kept()
+    if cached is not None:
+        with suppress(Unavailable, OSError):
+            return _opened(source, flags, cached)
+    with tempfile.TemporaryDirectory(prefix="zerochat-kernels-") as temporary:
+        return _opened(source, flags, Path(temporary))
+
+
+def _opened(source: Path, flags: Sequence[str], folder: Path) -> ctypes.CDLL:
+    binary = _compiled(source, flags, folder)
+    try:
+        return ctypes.CDLL(str(binary))
+    except OSError:  # a stored file may be truncated after a crash: compile it again
+        binary.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_compiled(source, flags, folder)))
 
 
 def _compiled(source: Path, flags: Sequence[str], folder: Path) -> Path:
@@ -107,22 +116,11 @@ def _openmp() -> str:
     return min(candidates, key=lambda path: (not path.startswith(package), path))
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Yield the folder of compiled files.
-
-    Other users must not have write access to the folder, because its files are run. If no such folder is available,
-    yield a temporary folder and delete it after loading.
-    """
-    cached = _kept()
-    if cached is not None:
-        yield cached
-        return
-    with tempfile.TemporaryDirectory(prefix="zerochat-kernels-") as temporary:
-        yield Path(temporary)
-
-
 def _kept() -> Path | None:
+    """Return the folder of compiled files; None if there is none that only this user may write to.
+
+    The files of the folder are run, so other users must not have write access.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerochat" / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
