@@ -142,12 +142,13 @@ def main(arguments: list[str]) -> int:
     """Run the cases, print a line for each and the counts, and return 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign kills")
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case later than this")
     options = parser.parse_args(arguments)
     outcomes, began = Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="zerochat-kills-") as folder:
-        for number in range(options.count):
+        for number in range(options.first, options.first + options.count):
             if time.monotonic() - began > 60 * options.minutes:
                 break
             case = draw(options.seed, number)

@@ -1,0 +1,289 @@
+"""Disks that are full, blocked, slow or broken, and folders that vanish or may not be written."""
+
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from tests.campaign.scenes import HANG_SECONDS, Fault, NotPossible, Scene
+
+FULL = "the disk is full|No space left"
+ADVICE_ON_DISKS = "Free some space|free some space"
+DRAWS = 14  # cases that fill the disk at a random moment
+FREE = (0, 0, 4096, 50_000, 300_000, 1_000_000)
+
+
+def run_tool(*words: str) -> None:
+    """Run a command of the system. Raises NotPossible if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotPossible(f"{' '.join(words[:3])}: {done.stderr.strip()}")
+
+
+@contextmanager
+def mounted(place: Path, *words: str) -> Iterator[Path]:
+    """Mount a disk on a folder."""
+    place.mkdir(exist_ok=True)
+    run_tool("mount", *words, str(place))
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=False)
+
+
+@contextmanager
+def small_disk(scene: Scene, options: str = "size=64m") -> Iterator[Path]:
+    """Put the run on a small disk in memory."""
+    with mounted(scene.folder / "disk", "-t", "tmpfs", "-o", options, "tmpfs") as disk:
+        scene.run_dir = disk / "run"
+        yield disk
+        keep(scene)
+
+
+@contextmanager
+def ext4_disk(scene: Scene) -> Iterator[Path]:
+    """Put the run on a file system in a file, which can be frozen."""
+    image = scene.folder / "image"
+    with open(image, "wb") as file:
+        file.truncate(256 << 20)
+    run_tool("mkfs.ext4", "-q", str(image))
+    with mounted(scene.folder / "disk", "-o", "loop", str(image)) as disk:
+        scene.run_dir = disk / "run"
+        yield disk
+        keep(scene)
+
+
+def keep(scene: Scene) -> None:
+    """Resume the run, if that is necessary, on its disk, and move it to a disk that stays."""
+    scene.complete()
+    moved = scene.folder / "moved"
+    shutil.copytree(scene.run_dir, moved)
+    scene.run_dir = moved
+
+
+def fill(disk: Path, free: int) -> Path:
+    """Fill a disk but for some bytes, and return the file."""
+    filler = disk / "filler"
+    with open(filler, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    size = filler.stat().st_size
+    os.truncate(filler, max(0, size - free))
+    return filler
+
+
+def full(number: int, scene: Scene) -> None:
+    """Fill the disk at a random moment."""
+    with small_disk(scene) as disk:
+        scene.start()
+        scene.reach_any()
+        filler = fill(disk, scene.rng.choice(FREE))
+        scene.end()
+        filler.unlink()
+
+
+def full_at_start(free: int, scene: Scene) -> None:
+    """Fill the disk before the command starts."""
+    with small_disk(scene) as disk:
+        scene.copy()
+        filler = fill(disk, free)
+        scene.start()
+        scene.end()
+        filler.unlink()
+
+
+def without_inodes(scene: Scene) -> None:
+    """Use all inodes of the disk at a random moment."""
+    with small_disk(scene, "size=64m,nr_inodes=400") as disk:
+        scene.start()
+        scene.reach_any()
+        (disk / "many").mkdir()
+        with suppress(OSError):
+            for number in range(400):
+                (disk / "many" / str(number)).touch()
+        scene.end()
+        shutil.rmtree(disk / "many")
+
+
+def limited_files(limit: int, scene: Scene) -> None:
+    """Limit the size of files (RLIMIT_FSIZE), as some job schedulers do, at a random moment."""
+    scene.start()
+    scene.reach_any()
+    for process in scene.ranks():
+        with suppress(ProcessLookupError):
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (limit, limit))
+    scene.end()
+
+
+def few_open_files(scene: Scene) -> None:
+    """Limit the number of open files at a random moment."""
+    scene.start()
+    scene.reach_any()
+    for process in scene.ranks():
+        with suppress(ProcessLookupError, FileNotFoundError):
+            count = len(list(Path(f"/proc/{process}/fd").iterdir()))
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (count, count))
+    scene.end()
+
+
+def freeze(seconds: float, times: int, scene: Scene) -> None:
+    """Block the disk for some seconds, several times."""
+    with ext4_disk(scene) as disk:
+        scene.start()
+        scene.reach_any()
+        for _ in range(times):
+            run_tool("fsfreeze", "-f", str(disk))
+            time.sleep(seconds)
+            run_tool("fsfreeze", "-u", str(disk))
+            time.sleep(0.3)
+        scene.end()
+
+
+def block(scene: Scene) -> None:
+    """Block the disk until the command has printed its error message."""
+    with ext4_disk(scene) as disk:
+        worker = scene.start()
+        scene.reach_any()
+        run_tool("fsfreeze", "-f", str(disk))
+        thaw = threading.Timer(HANG_SECONDS + 90, run_tool, ["fsfreeze", "-u", str(disk)])
+        thaw.start()
+        seen = b""
+        while b"error: " not in seen and thaw.is_alive():
+            os.set_blocking(worker._output.fileno(), False)
+            seen += worker._output.read() or b""
+            time.sleep(0.1)
+        os.set_blocking(worker._output.fileno(), True)
+        in_time = thaw.is_alive()
+        thaw.cancel()
+        if in_time:
+            time.sleep(1)
+            run_tool("fsfreeze", "-u", str(disk))
+        scene.end()
+        scene.output = seen.decode() + scene.output
+        assert in_time, f"no message while the disk was blocked: {scene.output}"
+
+
+def thin(scene: Scene) -> None:
+    """Fill the disk below the file system: writes fail with an I/O error."""
+    with mounted(scene.folder / "below", "-t", "tmpfs", "-o", "size=40m", "tmpfs") as below:
+        image = below / "image"
+        with open(image, "wb") as file:
+            file.truncate(256 << 20)
+        run_tool("mkfs.ext4", "-q", str(image))
+        with mounted(scene.folder / "disk", "-o", "loop", str(image)) as disk:
+            scene.run_dir = disk / "run"
+            scene.copy()
+            run_tool("sync", "-f", str(disk))  # earlier stages are older than the fault
+            scene.start()
+            scene.reach_any()
+            filler = fill(below, 0)
+            scene.end()
+            filler.unlink()
+        subprocess.run(["e2fsck", "-fy", str(image)], capture_output=True, check=False)
+        with mounted(scene.folder / "disk", "-o", "loop", str(image)):
+            keep(scene)
+
+
+def protected(name: str, scene: Scene) -> None:
+    """Forbid changes of a folder at a random moment."""
+    with ext4_disk(scene):
+        scene.start()
+        scene.reach_any()
+        folder = scene.run_dir / scene.fault.stage / name
+        folder.mkdir(exist_ok=True)
+        run_tool("chattr", "+i", str(folder))
+        scene.end()
+        run_tool("chattr", "-i", str(folder))
+
+
+def removed(name: str, scene: Scene) -> None:
+    """Remove a folder of the run at a random moment."""
+    scene.start()
+    scene.reach_any()
+    shutil.rmtree(scene.run_dir / scene.fault.stage / name, ignore_errors=True)
+    scene.end()
+
+
+def full_folder(variable: str, scene: Scene) -> None:
+    """Fill the disk of temporary files or of the cache before the command starts."""
+    with mounted(scene.folder / "other", "-t", "tmpfs", "-o", "size=64k", "tmpfs") as other:
+        fill(other, 0)
+        scene.environment[variable] = str(other)
+        scene.start()
+        scene.end()
+        del scene.environment[variable]
+        scene.complete()
+
+
+def cases() -> list[Fault]:
+    """Return the cases."""
+    stages = ("sft", "reward", "ppo")
+    found = [
+        Fault(
+            "disk",
+            f"full at a random moment, {number}",
+            partial(full, number),
+            f"^(?!.*error:)|{FULL}",
+            (0, 2),
+            stages[number % 3],
+            1 + number % 2,
+        )
+        for number in range(DRAWS)
+    ]
+    found += [
+        Fault("disk", f"full at the start but for {free} bytes", partial(full_at_start, free), FULL, (2,), "sft")
+        for free in (0, 4096, 60_000)
+    ]
+    broken = "the disk is full|writing failed|Input/output error|Read-only file system|^(?!.*error:)"
+    found += [
+        Fault("disk", "no inodes are left", without_inodes, f"^(?!.*error:)|{FULL}", (0, 2)),
+        Fault("disk", "files of 50 kB at most", partial(limited_files, 50_000), "File too large|writing failed", (2,)),
+        Fault(
+            "disk",
+            "files of 2 kB at most",
+            partial(limited_files, 2_000),
+            "File too large|writing failed",
+            (2,),
+            ranks=2,
+        ),
+        Fault("disk", "no more open files", few_open_files, "Too many open files|^(?!.*error:)", (0, 2)),
+        Fault("disk", "blocked for a short time", partial(freeze, HANG_SECONDS / 3, 1), "", (0,)),
+        Fault("disk", "slow", partial(freeze, 0.5, 10), "", (0,), ranks=2),
+        Fault("disk", "blocked, PPO", block, "rank 0 .host", (5,), ranks=2),
+        Fault("disk", "blocked, SFT", block, "rank 0 .host", (5,), "sft"),
+        Fault("disk", "full below the file system, PPO", thin, broken, (0, 2)),
+        Fault("disk", "full below the file system, SFT", thin, broken, (0, 2), "sft", 2),
+        Fault(
+            "disk",
+            "the stage's folder is protected",
+            partial(protected, "."),
+            "writing failed|Operation not permitted",
+            (2,),
+        ),
+        Fault(
+            "disk",
+            "the checkpoints are protected",
+            partial(protected, "checkpoints"),
+            "writing failed|not permitted",
+            (0, 2),
+            ranks=2,
+        ),
+        Fault("disk", "the stage's folder is removed", partial(removed, "."), "writing failed|No such file", (2,)),
+        Fault(
+            "disk",
+            "the checkpoints are removed",
+            partial(removed, "checkpoints"),
+            "writing failed|No such file|^(?!.*error:)",
+            (0, 2),
+            ranks=2,
+        ),
+        Fault("disk", "the disk of temporary files is full", partial(full_folder, "TMPDIR"), "", (0, 2), "sft"),
+        Fault("disk", "the disk of the cache is full", partial(full_folder, "XDG_CACHE_HOME"), "", (0, 2), "ppo"),
+    ]
+    return found

@@ -1,0 +1,271 @@
+"""Faults of machines: memory that runs out, clocks that jump, hosts that are cut off."""
+
+import itertools
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from tests import hosts
+from tests.campaign.hang_faults import pause
+from tests.campaign.scenes import HANG_SECONDS, SECONDS, Fault, NotPossible, Scene
+from tests.forked_launch import launch
+from tests.tiny import ROOT
+
+PORT = "29473"
+MEMORY = "[Mm]emory|bad_alloc|allocate"
+DAY = 86400.0
+
+
+def limited_memory(extra: int, scene: Scene) -> None:
+    """Limit the address space of the ranks (RLIMIT_AS) to its present size and some bytes, at a random moment."""
+    scene.start()
+    scene.reach_any()
+    for process in scene.ranks():
+        with suppress(ProcessLookupError, FileNotFoundError):
+            size = int(Path(f"/proc/{process}/statm").read_text().split()[0]) * mmap.PAGESIZE + extra
+            resource.prlimit(process, resource.RLIMIT_AS, (size, size))
+    scene.end()
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """Make a cgroup with a limit of memory."""
+    group = Path(f"/sys/fs/cgroup/memory/zerochat-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+    except OSError as problem:
+        raise NotPossible(f"no cgroup can be made: {problem}") from None
+    try:
+        yield group
+    finally:
+        while (group / "cgroup.procs").read_text():
+            time.sleep(0.05)
+        group.rmdir()
+
+
+def killed_by_kernel(rank: int, scene: Scene) -> None:
+    """Let the kernel kill a rank because its cgroup has no memory left."""
+    with memory_group(1 << 20) as group:
+        scene.start()
+        scene.reach_any()
+        (group / "cgroup.procs").write_text(str(scene.ranks()[rank]))
+        scene.end()
+
+
+def launch_with_clock(shift: float, folder: Path, arguments: Sequence[str], modules: dict[str, str]) -> None:
+    """Run the command with a wall clock that jumps by `shift` seconds, and back, every few calls."""
+    real, calls = time.time, itertools.count()
+    time.time = lambda: real() + (shift if next(calls) % 6 > 2 else 0.0)
+    launch(folder, arguments, modules)
+
+
+def jumping_clock(shift: float, scene: Scene) -> None:
+    """Run with a clock that jumps, kill the run at a random moment, and resume it with the same clock."""
+    scene.starter = partial(launch_with_clock, shift)
+    worker = scene.start()
+    scene.reach_any()
+    worker.send_signal(signal.SIGKILL)
+    scene.end()
+    scene.start()
+    scene.end()
+
+
+def odd_times(moment: float, scene: Scene) -> None:
+    """Kill the run at a random moment, and give all files another time, as a copy or a wrong clock does."""
+    worker = scene.start()
+    scene.reach_any()
+    worker.send_signal(signal.SIGKILL)
+    scene.end()
+    for file in scene.run_dir.rglob("*"):
+        os.utime(file, (moment, moment), follow_symlinks=False)
+    scene.start()
+    scene.end()
+
+
+def on_two_hosts(act: str, scene: Scene) -> None:
+    """Run on two hosts with one rank each, and disturb the second or the first one."""
+    if reason := hosts.why_not():
+        raise NotPossible(reason)
+    scene.copy()
+    command = [sys.executable, "-m", "tests.campaign.machine_faults", *scene.arguments(), *scene.fault.own_keys]
+    environment = {
+        **scene.environment,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    with hosts.two_hosts(scene.folder) as both:
+        given = [
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": both[0].address,
+                "MASTER_PORT": PORT,
+            }
+            for rank in (0, 1)
+        ]
+        running = [host.start(command, environment | own) for host, own in zip(both, given, strict=True)]
+        try:
+            _wait_for_lines(scene, running, scene.rng.randint(1, 4))
+            time.sleep(scene.rng.random() * 0.4)
+            host = both[0 if "first" in act else 1]
+            process = running[0 if "first" in act else 1]
+            if "cut off" in act:
+                hosts.cut_off(host)
+            if "briefly" in act:
+                time.sleep(HANG_SECONDS / 4)
+                subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, "up"], check=True)
+            if "killed" in act:
+                process.send_signal(signal.SIGKILL)
+            if "stopped" in act:
+                process.send_signal(signal.SIGSTOP)
+            outputs = [running[0].communicate(timeout=SECONDS)[0]]
+            if "stopped" in act:
+                process.send_signal(signal.SIGCONT)
+            outputs.append(running[1].communicate(timeout=SECONDS)[0])
+        except subprocess.TimeoutExpired as problem:
+            raise AssertionError(f"does not end: {problem}") from None
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+    scene.status, scene.output = running[0].returncode, outputs[0]
+    second = running[1].returncode
+    if act.startswith("first"):
+        scene.status, scene.output, second = second, outputs[1], scene.status
+    print(f"  two hosts, {act}: {running[0].returncode} {running[1].returncode}", flush=True)
+
+
+def _wait_for_lines(scene: Scene, running: "list[subprocess.Popen[str]]", lines: int) -> None:
+    log = scene.run_dir / scene.fault.stage / "metrics.jsonl"
+    until = time.monotonic() + SECONDS
+    while not log.exists() or len(log.read_bytes().splitlines()) < lines:
+        if any(process.poll() is not None for process in running) or time.monotonic() > until:
+            raise AssertionError("ended before the fault: " + "".join(p.communicate()[0] for p in running))
+        time.sleep(0.02)
+
+
+def cases() -> list[Fault]:
+    """Return the cases."""
+    found = [
+        Fault(
+            "memory",
+            f"{extra >> 10} kB of address space, {stage}, {ranks} ranks",
+            partial(limited_memory, extra),
+            f"{MEMORY}|^(?!.*error:)",
+            (0, 2),
+            stage,
+            ranks,
+        )
+        for extra, stage, ranks in (
+            (0, "ppo", 1),
+            (0, "ppo", 2),
+            (2 << 20, "sft", 2),
+            (1 << 20, "sft", 1),
+            (256 << 10, "ppo", 2),
+            (1 << 20, "reward", 1),
+        )
+    ]
+    kernel = r"rank {} was killed by SIGKILL .by the kernel, because the host is out of memory"
+    found += [
+        Fault("memory", "the kernel kills rank 0", partial(killed_by_kernel, 0), kernel.format(0), (1,), ranks=2),
+        Fault(
+            "memory", "the kernel kills rank 1", partial(killed_by_kernel, 1), kernel.format(1), (1,), "sft", ranks=2
+        ),
+        Fault(
+            "memory",
+            "the kernel kills rank 1, one restart",
+            partial(killed_by_kernel, 1),
+            kernel.format(1),
+            (0,),
+            ranks=2,
+            own_keys=("restarts=1",),
+        ),
+    ]
+    for name, shift in (
+        ("a day forwards", DAY),
+        ("a day back", -DAY),
+        ("100 years forwards", 36525 * DAY),
+        ("back to 1970", -1.7e9),
+    ):
+        found.append(Fault("clock", f"jumps by {name}", partial(jumping_clock, shift), "", (0,), ranks=2))
+    for name, moment in (("2100", 4.1e9), ("1970", 0.0), ("1901", -2.1e9)):
+        found.append(Fault("clock", f"files of {name}", partial(odd_times, moment), "", (0,)))
+    found += [
+        Fault(
+            "clock",
+            "all processes sleep longer than the limit",
+            partial(pause, HANG_SECONDS + 6, "all"),
+            "",
+            (0,),
+            ranks=2,
+        ),
+        Fault(
+            "clock",
+            "the launcher sleeps longer than the limit",
+            partial(pause, HANG_SECONDS + 6, "launcher"),
+            "",
+            (0,),
+            ranks=2,
+        ),
+    ]
+    away = r"launcher of rank 1 .host.* has not answered|rank \d .host"
+    found += [
+        Fault("network", "the second host is cut off", partial(on_two_hosts, "cut off"), away, (5,), ranks=2),
+        Fault(
+            "network",
+            "the first host is cut off",
+            partial(on_two_hosts, "cut off first"),
+            "not answered|rank 1",
+            (5,),
+            ranks=2,
+        ),
+        Fault(
+            "network", "the second host is cut off briefly", partial(on_two_hosts, "cut off briefly"), "", (0,), ranks=2
+        ),
+        Fault(
+            "network",
+            "the second launcher is killed",
+            partial(on_two_hosts, "killed"),
+            "not answered|rank 1|rank 0",
+            (5, 1),
+            ranks=2,
+        ),
+        Fault(
+            "network",
+            "the second launcher is stopped",
+            partial(on_two_hosts, "stopped"),
+            "not answered|rank 1",
+            (5,),
+            ranks=2,
+        ),
+        Fault(
+            "network",
+            "the first launcher is killed",
+            partial(on_two_hosts, "first killed"),
+            "not answered|has ended",
+            (5,),
+            ranks=2,
+        ),
+        Fault(
+            "network", "the second host is cut off, SFT", partial(on_two_hosts, "cut off"), away, (5,), "sft", ranks=2
+        ),
+    ]
+    return found
+
+
+if __name__ == "__main__":
+    from pipeline.launch.command import main
+
+    sys.exit(main(sys.argv[1:]))

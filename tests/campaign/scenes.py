@@ -1,0 +1,274 @@
+"""One fault in one run: the command, the moments to wait for, and the comparison with an undisturbed run.
+
+A fault is a function of a `Scene`. It starts the command, disturbs it, waits for its end, and repairs what it broke.
+Then `judge` decides whether the end was clear, resumes the run, and compares the results bit for bit.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.progress import Moment, Row
+from tests.campaign.kills import COMMAND, HANG_SECONDS, before, children, undisturbed
+from tests.forked_launch import launch
+from tests.ranks import Worker
+from tests.test_resume import same
+
+SECONDS = 150  # for one command
+LONGEST_MESSAGE = 2500
+CLEAR = r"run the same command again|restart \d of \d|Correct the function|set run_dir="
+"""What an error message advises."""
+
+
+class NotPossible(Exception):
+    """This machine lacks what a fault needs, such as the right to mount a disk."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One case.
+
+    part, name: its place in the report
+    act: starts the command, disturbs it and waits for its end
+    says: a regular expression that the output must match
+    statuses: the exit statuses that are right
+    keys: arguments of the command, also of the undisturbed run
+    own_keys: arguments of the disturbed run only
+    function: the source of f.py in the current folder of the command; "" for none. All such functions give the same
+        scores to the same answers while they work.
+    resumes: whether the same command must complete the run
+    """
+
+    part: str
+    name: str
+    act: "Callable[[Scene], None]"
+    says: str = ""
+    statuses: tuple[int, ...] = (2,)
+    stage: str = "ppo"
+    ranks: int = 1
+    keys: tuple[str, ...] = ()
+    own_keys: tuple[str, ...] = ()
+    function: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    resumes: bool = True
+
+
+class Scene:
+    """The run that a fault disturbs. `folder` is the current folder of the command."""
+
+    def __init__(self, fault: Fault, whole: Path, folder: Path, seed: str) -> None:
+        self.fault, self.whole, self.folder = fault, whole, folder
+        self.rng = random.Random(seed)
+        self.run_dir = folder / "run"
+        self.worker: Worker | None = None
+        self.status, self.output = 0, ""
+        self.resumed, self.resume_status, self.resume_output = False, 0, ""
+        self.environment = {"OMP_NUM_THREADS": "1", **fault.environment}
+        self.starter: Callable[..., None] = launch
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the command."""
+        keys = f"run_dir={self.run_dir}", f"ranks={self.fault.ranks}", f"stage={self.fault.stage}"
+        return [*COMMAND, *keys, *self.fault.keys]
+
+    def copy(self) -> None:
+        """Copy the run as it was before the stage, unless it is there."""
+        if not self.run_dir.exists():
+            before(self.whole, self.fault.stage, self.run_dir)
+
+    def start(self) -> Worker:
+        """Start the command."""
+        self.copy()
+        arguments = [*self.arguments(), *self.fault.own_keys]
+        self.worker = Worker(self.starter, self.folder, arguments, {}, environment=self.environment)
+        return self.worker
+
+    def end(self) -> None:
+        """Wait for the end of the command."""
+        assert self.worker is not None
+        output, _ = self.worker.communicate(timeout=SECONDS)
+        self.status, self.output = self.worker.returncode or 0, output
+
+    @property
+    def running(self) -> bool:
+        return self.worker is not None and self.worker.poll() is None
+
+    def complete(self) -> None:
+        """Start the same command again without a fault, if the disturbed one failed."""
+        if self.status and self.fault.resumes and not self.resumed:
+            output, status = self.output, self.status
+            self.starter, self.resumed = launch, True
+            self.start()
+            self.end()
+            self.resume_status, self.resume_output = self.status, self.output
+            self.output, self.status = output, status
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of the ranks, in rank order."""
+        assert self.worker is not None
+        return children(self.worker.pid)
+
+    def reach(self, line: int) -> None:
+        """Wait until so many steps are logged, and all ranks run."""
+        log = self.run_dir / self.fault.stage / "metrics.jsonl"
+        while self.running:
+            lines = len(log.read_bytes().splitlines()) if log.exists() else 0
+            if lines >= line and len(self.ranks()) == self.fault.ranks:
+                return
+            time.sleep(0.01)
+
+    def reach_any(self) -> None:
+        """Wait for a random moment of the steps."""
+        self.reach(self.rng.randint(0, 4))
+        time.sleep(self.rng.random() * 0.4)
+
+    def stop_in(self, rank: int, phase: str, *, first_step: int = 1) -> int:
+        """Stop a rank (SIGSTOP) inside a phase of a step, and return its process id."""
+        row, process, opened = None, 0, 0
+        while self.running:
+            ranks = self.ranks()
+            if len(ranks) == self.fault.ranks and ranks[rank] != opened:
+                row = row_of(ranks[rank])
+                opened, process = (ranks[rank], ranks[rank]) if row else (0, 0)
+            if row is None or not _is_in(row.read(), phase, first_step):
+                time.sleep(0.0002)
+                continue
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.02)
+            if _is_in(row.read(), phase, first_step):
+                return process
+            os.kill(process, signal.SIGCONT)
+        raise AssertionError(f"rank {rank} was never in phase {phase}: {self.worker and self.worker.communicate()[0]}")
+
+
+def _is_in(moment: Moment, phase: str, first_step: int) -> bool:
+    return moment.phase == phase and moment.step >= first_step
+
+
+def row_of(process: int) -> Row | None:
+    """Return the row of memory in which a rank publishes its progress; None before it has one."""
+    with suppress(OSError):
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            if "memfd:zerochat-progress" in os.readlink(link):
+                return Row(os.open(link, os.O_RDWR))
+    return None
+
+
+def undisturbed_of(fault: Fault, folder: Path) -> Path:
+    """Return a finished run with the keys of a fault."""
+    base = undisturbed(folder, fault.ranks)
+    if not fault.keys and not fault.function:
+        return base
+    name = "-".join(re.sub(r"\W+", "", key) for key in fault.keys)[-100:]
+    place = folder / f"undisturbed-{fault.stage}-{fault.ranks}-{name}"
+    if not place.exists():
+        plain = Fault(fault.part, fault.name, fault.act, stage=fault.stage, ranks=fault.ranks, keys=fault.keys,
+                      function=fault.function, environment=fault.environment)  # fmt: skip
+        place.mkdir()
+        scene = Scene(plain, base, place, "")
+        write_function(scene)
+        scene.start()
+        scene.end()
+        assert scene.status == 0, scene.output
+    return place / "run"
+
+
+def write_function(scene: Scene) -> None:
+    if scene.fault.function:
+        (scene.folder / "f.py").write_text(scene.fault.function)
+
+
+def judge(scene: Scene) -> list[str]:
+    """Return what is wrong with the end of a disturbed run, and with its results after a resume."""
+    fault, faults = scene.fault, []
+    messages = [line for line in scene.output.splitlines() if line.startswith("error: ")]
+    if scene.status not in fault.statuses:
+        faults.append(f"exit status {scene.status}, not {' or '.join(map(str, fault.statuses))}")
+    if "Traceback (most recent call last)" in scene.output or re.search(r"^terminate called", scene.output, re.M):
+        faults.append("a traceback")
+    restarts = len(re.findall(r"restart \d of \d", scene.output))
+    if scene.status >= 0 and len(messages) != restarts + (scene.status != 0):
+        faults.append(f"{len(messages)} error messages")
+    if not re.search(fault.says, scene.output, re.DOTALL):
+        faults.append(f"does not say {fault.says!r}")
+    if scene.status > 0 and not re.search(CLEAR, scene.output):
+        faults.append("no advice")
+    if any(len(line) > LONGEST_MESSAGE for line in messages):
+        faults.append("a long message")
+    scene.complete()
+    if scene.resume_status:
+        return [*faults, f"does not resume: {scene.resume_output[-1500:]} after {scene.output[-1500:]}"]
+    if fault.resumes:
+        try:
+            same(scene.whole, scene.run_dir, fault.stage, fault.name)
+        except (AssertionError, OSError) as difference:
+            faults.append(f"lost: {str(difference)[:600]}")
+    return [*faults[:-1], f"{faults[-1]}: {scene.output[-1500:]}"] if faults else []
+
+
+def run(fault: Fault, folder: Path, seed: str) -> list[str]:
+    """Run a case and return its faults. Raises NotPossible."""
+    whole = undisturbed_of(fault, folder)
+    place = folder / "disturbed"
+    place.mkdir()
+    scene = Scene(fault, whole, place, seed)
+    try:
+        write_function(scene)
+        fault.act(scene)
+        return [*judge(scene), *leaked()]
+    except AssertionError as problem:
+        return [f"{str(problem)[-2500:]}", *leaked()]
+    finally:
+        if scene.running and scene.worker is not None:
+            scene.worker.send_signal(signal.SIGKILL)
+        leaked()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def leaked() -> list[str]:
+    """Kill the processes that a command left, which are children of this process (`adopt_orphans`)."""
+    left = []
+    for _ in range(40):
+        left = [pid for pid in children(os.getpid()) if not _is_nursery(pid)]
+        for pid in left:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+        if not left:
+            return []
+        time.sleep(0.05)
+    names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200] for pid in left]
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"processes are left: {names}"]
+
+
+def _is_nursery(process: int) -> bool:
+    return b"tests.nursery" in Path(f"/proc/{process}/cmdline").read_bytes() and process in _nurseries()
+
+
+def _nurseries() -> list[int]:
+    from tests.ranks import _nurseries
+
+    return [nursery.process.pid for nursery in _nurseries.values()]
+
+
+@contextmanager
+def adopt_orphans() -> Iterator[None]:
+    """Make this process the parent of processes that outlive their launcher."""
+    import ctypes
+
+    subreaper = 36
+    ctypes.CDLL(None).prctl(subreaper, 1)
+    yield
+
+
+__all__ = ["HANG_SECONDS", "Fault", "NotPossible", "Scene", "adopt_orphans", "run"]
