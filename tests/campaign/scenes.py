@@ -23,7 +23,7 @@ from tests.test_resume import same
 
 SECONDS = 150  # for one command
 LONGEST_MESSAGE = 2500
-CLEAR = r"run the same command again|restart \d of \d|Correct the function|set run_dir="
+CLEAR = r"[Rr]un the same command again|restart \d of \d|Correct the function|set run_dir="
 """What an error message advises."""
 
 

@@ -128,7 +128,9 @@ def test_a_folder_that_others_may_write_to_is_not_run_from(folder: Path, monkeyp
 @needs_compiler
 def test_a_cache_on_a_full_disk_is_not_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = folder / "compiler"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in */zerochat/kernels/*) exit 1;; esac\nexec {os.environ.get("CC") or "cc"} "$@"\n')
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in */zerochat/kernels/*) exit 1;; esac\nexec {os.environ.get("CC") or "cc"} "$@"\n'
+    )
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
     assert library("answer").answer() == 42 and kept(folder) == []
