@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from engine.kernels_cpu import products as in_c
+from engine.kernels_cpu.library import is_intel
 
 MIN_OPERATIONS = 2**22  # MKL computes fp32 products with fewer operations than this
 
@@ -139,13 +140,3 @@ class _WideLinear(torch.autograd.Function):
             in_c.product(upstream.T, x) if needs_weight else None,
             upstream.sum(0) if needs_bias else None,
         )
-
-
-@cache
-def is_intel() -> bool:
-    """Return whether the processor is Intel's; False if the system does not provide the vendor."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return any(line.startswith("vendor_id") and "GenuineIntel" in line for line in lines)
-    except OSError:
-        return False

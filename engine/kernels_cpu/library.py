@@ -22,6 +22,18 @@ import torch
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
+
+
+@cache
+def is_intel() -> bool:
+    """Return whether the processor is Intel's; False if the system does not provide the vendor."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return any(line.startswith("vendor_id") and "GenuineIntel" in line for line in lines)
+    except OSError:
+        return False
+
+
 # Sums may be reordered, which vectorization needs; infinities and NaN keep their meaning.
 FLAGS = (
     "-std=gnu11",
@@ -34,6 +46,7 @@ FLAGS = (
     "-fno-signed-zeros",
     "-fassociative-math",
     "-freciprocal-math",
+    *(["-DINTEL"] if is_intel() else []),
 )
 # The libraries whose sums are not reordered: a number has the same bits at every position of a vector.
 EXACT_LIBRARIES = ("linear",)

@@ -1,9 +1,13 @@
 /* Products of a few rows in bf16 with a large matrix, y = x W^T + b. engine/generation/prepacked_linears.py uses them.
 
-   Reading W takes most of the time, so each of its rows is read from memory once, in order, and prefetched. A tile of
-   16 outputs shares loaded numbers: 4 rows of x by 4 of W, and 2 by 8 and 1 by 16 for the remaining rows. An output has
-   LANES partial sums over BLOCK inputs. Their total is added to the output block after block. This order is always the
-   same, so no number of y depends on the number of rows or of threads. */
+   Reading W takes most of the time of one row, so each row of W is read from memory once, in order, and prefetched. A
+   tile of 16 outputs shares loaded numbers: 8 rows of x by 2 of W, and 4 by 4, 2 by 8 and 1 by 16 for the remaining
+   rows. An output has LANES partial sums over BLOCK inputs. Their total is added to the output block after block. This
+   order is always the same, so no number of y depends on the number of rows or of threads.
+
+   With more rows, arithmetic takes most of the time. Intel's processors multiply pairs of bf16 numbers at half the rate
+   of fp32 numbers (measured: 81 and 157 GFLOP/s). Without PAIRS a word of two bf16 numbers is split into two fp32
+   numbers, with one instruction each. x is split once per block of inputs. */
 
 #include "numbers.h"
 #include <string.h>
@@ -13,10 +17,9 @@
 #endif
 
 #define TILE 16    /* outputs of a tile, and the fewest outputs of a matrix */
-#define SPAN 64    /* rows of W, at most, that are multiplied with ROWS rows of x while both are in the caches */
+#define SPAN 64    /* rows of W, at most, that are multiplied with ROWS rows of x while they are in the L2 cache */
 #define ROWS 16
-#define BLOCK 1024 /* inputs at a time: ROWS rows of x of this length stay in the L1 cache */
-#define AHEAD 2    /* prefetch distance in tiles */
+#define BLOCK 1024 /* inputs at a time: 8 rows of x of this length stay in the L1 cache */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Return 1, or 0 if PyTorch is faster (AMX) or the processor was not measured. */
@@ -31,38 +34,44 @@ int has_kernel(void) {
     return 0;
 }
 
-/* A `numbers` vector holds STEP inputs, in bf16 or widened to fp32. A `lanes` vector holds the LANES partial sums of an
-   output. */
-#if defined(__AVX512BF16__)
+/* A `lanes` vector holds the LANES partial sums of an output, and a `words` vector holds 2 * LANES inputs in bf16. */
+#if defined(__AVX512F__)
 #define LANES 16
-#define STEP 32
-#elif defined(__AVX512F__)
-#define LANES 16
-#define STEP 16
 #elif defined(__AVX2__)
 #define LANES 8
-#define STEP 8
 #else
 #define LANES 4
-#define STEP 4
 #endif
+#define STEP (2 * LANES)
 typedef float lanes __attribute__((vector_size(4 * LANES)));
-#if defined(__AVX512BF16__)
-typedef __m512bh numbers;
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+/* A `numbers` holds STEP inputs for products: pairs in bf16, or the first and the second number of each pair in fp32.
+   library.py defines INTEL. */
+#ifdef INTEL
+#define AHEAD 1 /* prefetch distance in tiles */
 #else
-typedef float numbers __attribute__((vector_size(4 * LANES)));
+#define AHEAD 2
+#endif
+#if defined(__AVX512BF16__) && !defined(INTEL)
+#define PAIRS
+typedef struct { words pairs; } numbers;
+#else
+typedef struct { lanes first, second; } numbers;
 #endif
 
-INLINE numbers load(const bf16 *from) {
-#if defined(__AVX512BF16__)
-    return (numbers)_mm512_loadu_si512(from);
+INLINE numbers split(words read) {
+#ifdef PAIRS
+    return (numbers){read};
 #else
-    typedef uint16_t narrow_lanes __attribute__((vector_size(2 * LANES)));
-    typedef uint32_t wide_lanes __attribute__((vector_size(4 * LANES)));
-    narrow_lanes read;
-    memcpy(&read, from, sizeof read);
-    return (numbers)(__builtin_convertvector(read, wide_lanes) << 16);
+    return (numbers){(lanes)(read << 16), (lanes)(read & 0xffff0000u)};
 #endif
+}
+
+INLINE numbers load(const bf16 *from) {
+    words read;
+    memcpy(&read, from, sizeof read);
+    return split(read);
 }
 
 /* Load the last `count` inputs of a row, followed by zeros. */
@@ -72,15 +81,21 @@ INLINE numbers load_some(const bf16 *from, long count) {
     return load(some);
 }
 
-INLINE lanes multiply_add(numbers x, numbers w, lanes sum) {
-#if defined(__AVX512BF16__)
-    return (lanes)_mm512_dpbf16_ps((__m512)sum, x, w);
-#elif defined(__AVX512F__)
+INLINE lanes multiply_add_lanes(lanes x, lanes w, lanes sum) {
+#if defined(__AVX512F__)
     return (lanes)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
 #elif defined(__AVX2__) && defined(__FMA__)
     return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
 #else
     return sum + x * w;
+#endif
+}
+
+INLINE lanes multiply_add(numbers x, numbers w, lanes sum) {
+#ifdef PAIRS
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x.pairs, (__m512bh)w.pairs);
+#else
+    return multiply_add_lanes(x.second, w.second, multiply_add_lanes(x.first, w.first, sum));
 #endif
 }
 
@@ -109,32 +124,25 @@ INLINE void add_lanes(const lanes *from, float *to) {
 #endif
 }
 
-/* Add x[r] . w[c] over `count` inputs to sums[r][c], for R rows of x and C rows of W, R * C = TILE. Prefetch the first
-   `fetch` rows at `next`. */
+/* Add x[r] . w[c] over `count` inputs to sums[r][c], for R rows of x and C rows of W, R * C = TILE. x has R `numbers`
+   per step. Prefetch the first `fetch` rows at `next`. */
 INLINE void tile(
-    const int R, const int C, const bf16 *x, long x_stride, const bf16 *w, long ins, long count, const int fetch,
-    const bf16 *next, float (*sums)[SPAN]
+    const int R, const int C, const numbers *x, const bf16 *w, long ins, long count, const int fetch, const bf16 *next,
+    float (*sums)[SPAN]
 ) {
     lanes sum[TILE] = {{0}};
-    long at = 0;
-    for (; at + STEP <= count; at += STEP) {
-        numbers row[4];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) row[r] = load(x + r * x_stride + at);
+    for (long at = 0; at < count; at += STEP, x += R) {
+        numbers column[16];
 #pragma GCC unroll 16
         for (int c = 0; c < C; c++) {
-            numbers column = load(w + c * ins + at);
-            if (c < fetch) __builtin_prefetch(next + c * ins + at);
+            const bf16 *from = w + c * ins + at;
+            column[c] = count - at < STEP ? load_some(from, count - at) : load(from);
+            if (c < fetch && R == 8) __builtin_prefetch(next + c * ins + at, 0, 2); /* far ahead: to the L2 cache */
+            if (c < fetch && R < 8) __builtin_prefetch(next + c * ins + at);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) sum[r * C + c] = multiply_add(row[r], column, sum[r * C + c]);
+            for (int r = 0; r < R; r++) sum[r * C + c] = multiply_add(x[r], column[c], sum[r * C + c]);
         }
     }
-    if (at < count)
-        for (int c = 0; c < C; c++) {
-            numbers column = load_some(w + c * ins + at, count - at);
-            for (int r = 0; r < R; r++)
-                sum[r * C + c] = multiply_add(load_some(x + r * x_stride + at, count - at), column, sum[r * C + c]);
-        }
     float whole[TILE];
     add_lanes(sum, whole);
 #pragma GCC unroll 16
@@ -146,52 +154,57 @@ INLINE void tile(
 /* Define `tile` for one size as a function, which the compiler generates once. */
 #define SIZE(name, R, C, fetch)                                                                                       \
     static __attribute__((noinline)) void name(                                                                       \
-        const bf16 *x, long x_stride, const bf16 *w, long ins, long count, const bf16 *next, float (*sums)[SPAN]      \
+        const numbers *x, const bf16 *w, long ins, long count, const bf16 *next, float (*sums)[SPAN]                  \
     ) {                                                                                                               \
-        tile(R, C, x, x_stride, w, ins, count, fetch, next, sums);                                                    \
+        tile(R, C, x, w, ins, count, fetch, next, sums);                                                              \
     }
+SIZE(eight_rows, 8, 2, 0)
+SIZE(eight_rows_fetch_1, 8, 2, 1)
+SIZE(eight_rows_fetch_2, 8, 2, 2)
 SIZE(four_rows, 4, 4, 0)
-SIZE(four_rows_fetch_1, 4, 4, 1)
-SIZE(four_rows_fetch_2, 4, 4, 2)
-SIZE(four_rows_fetch_4, 4, 4, 4)
+SIZE(four_rows_fetch, 4, 4, 4)
 SIZE(two_rows, 2, 8, 0)
-SIZE(two_rows_fetch_8, 2, 8, 8)
+SIZE(two_rows_fetch, 2, 8, 8)
 SIZE(one_row, 1, 16, 0)
-SIZE(one_row_fetch_16, 1, 16, 16)
+SIZE(one_row_fetch, 1, 16, 16)
+
+/* Convert `count` inputs of R rows of x, followed by zeros, to R `numbers` per step. */
+static void split_rows(const bf16 *x, long x_stride, long R, long count, numbers *to) {
+    for (long at = 0; at < count; at += STEP)
+        for (long r = 0; r < R; r++) {
+            const bf16 *from = x + r * x_stride + at;
+            *to++ = count - at < STEP ? load_some(from, count - at) : load(from);
+        }
+}
 
 /* Add x[r] . w[c] over `count` inputs to sums[r][c], for up to ROWS rows of x and `columns` rows of W, a multiple of
-   TILE. `first` is set if these rows of W were not read before. In this case the passes over a tile share the prefetch
-   of a later tile, so that their computation overlaps with the read from memory. */
+   TILE. `first` is set if these rows of W were not read before. In this case a pass over fewer than 8 rows of x
+   prefetches W a few tiles ahead. Passes over 8 rows share the prefetch of `following`, the next columns of W, so that
+   their computation overlaps with the read from memory. */
 static void block(
     const bf16 *x, long x_stride, long rows, const bf16 *w, long ins, long columns, long count, int first,
-    float (*sums)[SPAN]
+    const bf16 *following, float (*sums)[SPAN]
 ) {
-    long passes = rows / 4, r = 4 * passes;
-    for (long c = 0; c < columns && passes; c += 4) {
-        const bf16 *here = w + c * ins, *next = here + 4 * AHEAD * ins;
-        for (long pass = 0; pass < passes; pass++) {
-            const bf16 *from = x + 4 * pass * x_stride;
-            float(*to)[SPAN] = (float(*)[SPAN])&sums[4 * pass][c];
-            if (!first)
-                four_rows(from, x_stride, here, ins, count, next, to);
-            else if (passes == 1)
-                four_rows_fetch_4(from, x_stride, here, ins, count, next, to);
-            else if (passes == 2 || (passes == 3 && pass == 0))
-                four_rows_fetch_2(from, x_stride, here, ins, count, next + 2 * pass * ins, to);
+    numbers inputs[8 * BLOCK / STEP];
+    for (long r = 0, R; r < rows; r += R) {
+        R = rows - r >= 8 ? 8 : rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1;
+        const long C = TILE / R;
+        split_rows(x + r * x_stride, x_stride, R, count, inputs);
+        for (long c = 0; c < columns; c += C) {
+            const bf16 *here = w + c * ins, *next = here + C * AHEAD * ins;
+            float(*to)[SPAN] = (float(*)[SPAN])&sums[r][c];
+            if (R == 8 && first && rows >= 16)
+                eight_rows_fetch_1(inputs, here, ins, count, following + (r / 8 * columns + c) / 2 * ins, to);
+            else if (R == 8)
+                (first && r == 0 ? eight_rows_fetch_2 : eight_rows)(inputs, here, ins, count, following + c * ins, to);
+            else if (R == 4)
+                (first && r == 0 ? four_rows_fetch : four_rows)(inputs, here, ins, count, next, to);
+            else if (R == 2)
+                (first && r == 0 ? two_rows_fetch : two_rows)(inputs, here, ins, count, next, to);
             else
-                four_rows_fetch_1(from, x_stride, here, ins, count, next + (pass + (passes == 3)) * ins, to);
+                (first && r == 0 ? one_row_fetch : one_row)(inputs, here, ins, count, next, to);
         }
     }
-    first = first && !passes;
-    for (long c = 0; c < columns && r + 2 <= rows; c += 8)
-        (first ? two_rows_fetch_8 : two_rows)(
-            x + r * x_stride, x_stride, w + c * ins, ins, count, w + (c + 8 * AHEAD) * ins, (float(*)[SPAN])&sums[r][c]
-        );
-    if (r + 2 <= rows) first = 0, r += 2;
-    for (long c = 0; c < columns && r < rows; c += 16)
-        (first ? one_row_fetch_16 : one_row)(
-            x + r * x_stride, x_stride, w + c * ins, ins, count, w + (c + 16 * AHEAD) * ins, (float(*)[SPAN])&sums[r][c]
-        );
 }
 
 static void write(float (*sums)[SPAN], long rows, long from, long to, const bf16 *bias, bf16 *y, long outs) {
@@ -211,11 +224,12 @@ static void share(
         for (long r = 0; r < rows; r += ROWS) {
             long some = rows - r < ROWS ? rows - r : ROWS;
             memset(sums, 0, some * sizeof sums[0]);
-            for (long k = 0; k < ins; k += BLOCK)
-                block(
-                    x + r * ins + k, ins, some, w + at * ins + k, ins, columns, ins - k < BLOCK ? ins - k : BLOCK,
-                    r == 0, sums
-                );
+            for (long k = 0; k < ins; k += BLOCK) {
+                long count = ins - k < BLOCK ? ins - k : BLOCK;
+                const bf16 *here = w + at * ins + k;
+                const bf16 *following = k + BLOCK < ins ? here + BLOCK : here - k + columns * ins;
+                block(x + r * ins + k, ins, some, here, ins, columns, count, r == 0, following, sums);
+            }
             write(sums, some, skip, columns, bias ? bias + at : 0, y + r * outs + at, outs);
         }
         c = at + columns;

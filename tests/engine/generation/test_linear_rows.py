@@ -7,17 +7,20 @@ import torch
 from torch import Tensor
 
 from engine.generation import prepacked_linears as linear
+from engine.kernels_cpu import library as library_module
 from engine.kernels_cpu.library import library
 
 pytestmark = pytest.mark.skipif(library("linear") is None, reason="no C compiler")
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def _anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sums are right also on processors that use another product."""
-    if not linear.has_in_place_kernel():
-        monkeypatch.setattr(linear, "has_in_place_kernel", lambda: True)
+@pytest.fixture(autouse=True, params=[True, False], ids=["intel", "other"])
+def _anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The sums are right on processors of all makers, also on those that use another product."""
+    flags = [flag for flag in library_module.FLAGS if flag != "-DINTEL"] + ["-DINTEL"] * request.param
+    monkeypatch.setattr(library_module, "FLAGS", flags)
+    monkeypatch.setattr(linear, "library", library.__wrapped__)
+    monkeypatch.setattr(linear, "has_in_place_kernel", lambda: True)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
