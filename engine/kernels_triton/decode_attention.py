@@ -95,9 +95,9 @@ def decode_attention(
         out,
         splits,
         of_values,
-        SPLITS=triton.next_power_of_2(splits),
+        SPLITS=MOST_SPLITS,
         BV=options["BV"],
-        num_warps=4,
+        num_warps=max(4, options["BV"] // 32),  # 64 registers of a thread hold its numbers
     )
     return out
 
@@ -134,7 +134,12 @@ def _splits(programs: int, capacity: int, keys_a_step: int, processors: int) -> 
     return max(1, min(triton.cdiv(4 * processors, programs), triton.cdiv(capacity, 2 * keys_a_step), MOST_SPLITS // 2))
 
 
-@triton.jit(do_not_specialize=["batch"])
+# Steps differ in these arguments. Triton would compile the kernel again if a number becomes 1 or a multiple of 16, or
+# if the address of a vector becomes a multiple of 16.
+@triton.jit(
+    do_not_specialize=["batch", "splits", "prompt_splits"],
+    do_not_specialize_on_alignment=["slots", "lengths", "prompt_slots", "prompt_lengths", "firsts"],
+)
 def share_kernel(
     query,
     keys,
@@ -258,7 +263,7 @@ def share_kernel(
     tl.store(out, acc.to(partial.dtype.element_ty), mask=exist[:, None] & (dv < of_values)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def join_kernel(partial, highest, totals, out, splits, of_values, SPLITS: tl.constexpr, BV: tl.constexpr):
     """Join the splits of one head: its output (Dv,)."""
     row = tl.program_id(0).to(tl.int64)

@@ -160,7 +160,7 @@ def _in_vocabulary_order(logits, vocabulary, inverse_temperature, top, low, targ
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_k"])
 def row_kernel(
     logits,
     uniforms,

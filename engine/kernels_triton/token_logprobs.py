@@ -23,6 +23,8 @@ been measured on a GPU.
 Left out: loads by the tensor memory accelerator.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,13 @@ from engine.kernels_triton.device import Card, card, dot_precision, multiprocess
 CHUNK_ELEMENTS = 2**26
 GROUP = 8  # tiles of tokens that run at the same time
 LOWEST = tl.constexpr(-1e30)  # instead of -inf, because 0 * inf is NaN
+# Arguments that differ between micro-batches. Triton would compile a kernel again if one of the numbers becomes 1 or a
+# multiple of 16, or if the address of one of the vectors becomes a multiple of 16.
+NUMBERS = ["tokens", "splits", "tiles_a_split", "first", "last"]
+VECTORS = [
+    *("targets", "highest", "totals", "moments", "target_logits", "logprobs", "entropies", "lses"),
+    *("d_logprobs", "d_entropies"),
+]
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,13 @@ def tiles_for(tokens: int, dtype: torch.dtype, on: Card, softcap: float | None =
         return Tiles(64, 128, 64, 4, 4)
     wide = on.capability >= 90 and on.shared > 160 * 1024 and softcap is None
     return Tiles(128, 256, 64, 8, 3) if wide else Tiles(128, 128, 64, 8, 3)
+
+
+def _jit(kernel: Callable[..., None]) -> Any:
+    """Declare a kernel that is compiled once for all micro-batches of a model that have the same tiles."""
+    arguments = inspect.signature(kernel).parameters
+    numbers, vectors = ([name for name in names if name in arguments] for names in (NUMBERS, VECTORS))
+    return triton.jit(kernel, do_not_specialize=numbers, do_not_specialize_on_alignment=vectors)
 
 
 @triton.jit
@@ -129,7 +145,7 @@ def _logits(
     return tl.where((columns < vocabulary - first_column)[None, :], z, LOWEST)
 
 
-@triton.jit
+@_jit
 def forward_kernel(
     hidden,
     weight,
@@ -207,7 +223,7 @@ def forward_kernel(
     tl.store(target_logits + rows, chosen, mask=exist & (target >= first) & (target < last))
 
 
-@triton.jit
+@_jit
 def join_kernel(highest, totals, moments, target_logits, logprobs, entropies, lses, tokens, splits, BM: tl.constexpr):
     """Join m, s, t (splits, N) and target logits (N,) to log-probabilities, entropies and log-sum-exps, (N,) each."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -232,7 +248,7 @@ def join_kernel(highest, totals, moments, target_logits, logprobs, entropies, ls
     tl.store(entropies + rows, tl.log(s) - t / s, mask=exist)
 
 
-@triton.jit
+@_jit
 def backward_kernel(
     hidden,
     weight,
@@ -249,6 +265,7 @@ def backward_kernel(
     width,
     stride_h,
     stride_w,
+    stride_d,
     inverse_temperature,
     softcap,
     BM: tl.constexpr,
@@ -300,9 +317,9 @@ def backward_kernel(
         bounded = z / (softcap * inverse_temperature)
         dz *= 1.0 - bounded * bounded
     dz = (dz * inverse_temperature).to(d_logits.dtype.element_ty)
-    out = d_logits + (tile * BM).to(tl.int64) * (last - first) + start
+    out = d_logits + (tile * BM).to(tl.int64) * stride_d + start
     inside = (places < tokens)[:, None] & (columns < last - first - start)[None, :]
-    tl.store(out + tl.arange(0, BM)[:, None] * (last - first) + columns[None, :], dz, mask=inside)
+    tl.store(out + tl.arange(0, BM)[:, None] * stride_d + columns[None, :], dz, mask=inside)
 
 
 def constants(tiles: Tiles, width: int, dtype: torch.dtype, has_bias: bool, has_softcap: bool) -> dict[str, Any]:
@@ -397,7 +414,7 @@ def gradients(
     size = max(256, CHUNK_ELEMENTS // max(tokens, 1) // 256 * 256)  # columns of a chunk
     for first in range(0, vocabulary, size):
         last = min(first + size, vocabulary)
-        dz = hidden.new_empty(tokens, last - first)
+        dz = hidden.new_empty(tokens, triton.cdiv(last - first, 16) * 16)[:, : last - first]  # rows are aligned
         programs = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(last - first, tiles.columns)
         if tokens:
             backward_kernel[(programs,)](
@@ -416,6 +433,7 @@ def gradients(
                 width,
                 hidden.stride(0),
                 weight.stride(0),
+                dz.stride(0),
                 1.0 / head.temperature,
                 head.softcap or 0.0,
                 HAS_ENTROPY=d_entropy is not None,

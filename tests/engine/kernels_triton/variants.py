@@ -15,7 +15,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
+from engine.kernels.decode_attention import Prompts
+from engine.kernels.token_logprobs import Head
 from engine.kernels_triton import decode_attention as attention
 from engine.kernels_triton import sample
 from engine.kernels_triton import token_logprobs as logprobs
@@ -41,8 +45,12 @@ class Variant:
 
     def attributes(self) -> dict[tuple[int], list[list[Any]]]:
         """What Triton finds out about arguments at a launch: pointers and sizes that are multiples of 16."""
-        known = enumerate(self.signature().items())
-        divisible = (i for i, (n, t) in known if t[0] == "*" or n in ALIGNED or n.startswith("stride"))
+        known = zip(self.kernel.params, self.signature().items(), strict=True)
+        divisible = (
+            i
+            for i, (of, (n, t)) in enumerate(known)
+            if (t[0] == "*" and not of.do_not_specialize_on_alignment) or n in ALIGNED or n.startswith("stride")
+        )
         return {(i,): [["tt.divisibility", 16]] for i in divisible}
 
 
@@ -70,8 +78,43 @@ def check(variant: Variant, on: Card) -> str | None:
     return None
 
 
+def recompilations() -> Iterator[str]:
+    """Yield a message for each kernel that the launches of different steps would compile more than once."""
+    keys: dict[str, set[str]] = {}
+    kernels = logprobs.forward_kernel, logprobs.join_kernel, logprobs.backward_kernel
+    for kernel in (*kernels, attention.share_kernel, attention.join_kernel, sample.row_kernel):
+        backend = make_backend(GPUTarget("cuda", H200.capability, 32))
+        bind, name = create_function_from_signature(kernel.signature, kernel.params, backend), kernel.__name__
+        name = f"{kernel.__module__.rpartition('.')[2]}.{name}"
+
+        def record(*args: Any, bind: Any = bind, name: str = name, grid: Any, warmup: bool, **named: Any) -> None:
+            _, specialization, options = bind(*args, **named)
+            keys.setdefault(name, set()).add(f"{specialization} {options}")
+
+        kernel.run = record
+    logprobs.CHUNK_ELEMENTS = 2**20
+    for tokens in (65, 66, 68, 96, 128, 129, 1001, 4096):
+        vector, hidden, weight = torch.zeros(tokens + 1)[1:], torch.zeros(tokens, 64), torch.zeros(5000, 64)
+        for rows in (vector, torch.zeros(tokens)):
+            targets, head = rows.long(), Head(temperature=1.0, softcap=None)
+            logprobs.statistics(head, hidden, weight, targets, None)
+            needs = (False, False, False)
+            logprobs.gradients(head, hidden, weight, targets, None, rows, rows, rows, rows, needs=needs)
+    for batch in (1, 2, 3, 4, 7, 16, 64, 130):
+        cache = torch.zeros(8, 2, 64, 64)
+        of_rows = torch.zeros(6, batch, dtype=torch.int64)
+        prompts = Prompts(cache, cache, *of_rows[:3])
+        attention.decode_attention(torch.zeros(batch, 4, 64), cache, cache, prompts, *of_rows[3:5], 1.0)
+    for top_k in (1, 16, 50):
+        sample.sample(torch.zeros(2, 800), torch.zeros(2), temperature=1.0, top_k=top_k, top_p=0.9, min_p=0.0)
+    for name, different in keys.items():
+        if len(different) > 1:
+            yield f"{name} would be compiled {len(different)} times:\n  " + "\n  ".join(sorted(different))
+
+
 def main() -> int:
     problems = [problem for variant, on in variants() if (problem := check(variant, on)) is not None]
+    problems += recompilations()
     print(*problems, sep="\n")
     return len(problems) > 0
 
