@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, field, replace
 
 from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig
+from engine.generation.decode_loop import PREFILL_TOKENS
 from engine.generation.kv_cache import CacheDemand
 from engine.generation.prepacked_linears import MIN_NUMEL, copies_weights
 from engine.kernels import varlen_kernel
@@ -15,7 +16,9 @@ from engine.memory.model_shape import ModelShape, pipeline_stages
 from engine.memory.states import BYTES, ModelStates, Owners, frozen_states, model_states, shard_count
 from engine.optim import averages_itself, moment_names
 
-RETAINED = ("inference_model", "prepacked_linears", "cache")  # owners that `GenerationLoad.keep` holds between calls
+# Owners that `GenerationLoad.keep` holds between calls.
+RETAINED = ("inference_model", "prepacked_linears", "decode_graphs", "cache")
+GRAPHED_SETTINGS = 2  # sampling settings whose CUDA graphs exist at a time: those of rollouts and of evaluations
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def training_bytes(
     shape: ModelShape, work: Workload, states: ModelStates, *, has_logits: bool = True, forwards: int = 1
 ) -> Owners:
     """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
-    saved = _activations(shape, work)
+    saved = _activations(shape, work, work.rank_tokens, work.max_length)
     checkpointing = work.config.activation_checkpointing
     owners = {
         **_gathered_bytes(states),
@@ -150,7 +153,7 @@ def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
         waiting = min(count, ranks - rank)
         owners = resting_bytes(states) | training_bytes(stage, work, states, has_logits=is_last, forwards=waiting)
         if not is_last:  # tensors that are saved outside of the blocks belong to the final norm
-            owners["activations"] -= waiting * _activations(stage, work).outside
+            owners["activations"] -= waiting * _activations(stage, work, work.rank_tokens, work.max_length).outside
         neighbors = (rank > 0) + (not is_last)
         message = work.rank_tokens * shape.width * BYTES[work.config.dtype]
         owners["messages"] = message * (neighbors * count + (0 if is_last else waiting))
@@ -161,21 +164,28 @@ def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
 def generation_bytes(
     shape: ModelShape, work: Workload, load: GenerationLoad, *, is_split: bool, resident: int
 ) -> Owners:
-    """Return the bytes that generation adds: copied weights, prepacked linears, logits and the key-value cache.
+    """Return the bytes that generation adds: weights, cache, and the tensors of prefills and of decode steps.
 
-    `is_split` means that ranks share the parameters, so that generation needs a full copy; `resident` are the bytes
-    that other owners hold.
+    One block runs at a time, without gradients, and the tensors that it would save for backward bound its tensors.
+    CUDA graphs hold the tensors of the largest step for each of their sampling settings. `is_split` means that ranks
+    share the parameters, so that generation needs a full copy; `resident` are the bytes that other owners hold.
     """
+    number = BYTES[work.config.dtype]
+    tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
+    block = _activations(shape, work, tokens, 16).block // tokens  # attention over the cache has no (T, T) tensors
+    has_graphs = not (work.is_cpu or load.stream or shape.tensor > 1)
     owners = {
         "inference_model": _weight_bytes(shape, work, load, is_split=is_split or work.shards > 1),
         "prepacked_linears": _prepacked_bytes(shape, work),
+        "prefill": block * tokens,
+        "decode_graphs": GRAPHED_SETTINGS * load.slots * (block + number * shape.vocabulary) if has_graphs else 0,
         "logits": 4 * 2 * load.slots * shape.vocabulary,
     }
     return owners | {"cache": _cache_bytes(shape, work, load, resident + sum(owners.values()))}
 
 
-def _activations(shape: ModelShape, work: Workload) -> Activations:
-    """Return the activations of one micro-batch on one rank.
+def _activations(shape: ModelShape, work: Workload, tokens: int, length: int) -> Activations:
+    """Return the activations of `tokens` tokens, in sequences of `length`, on one rank.
 
     Without a kernel for packed rows, attention runs once per sequence and copies its outputs into one tensor.
     """
@@ -187,8 +197,8 @@ def _activations(shape: ModelShape, work: Workload) -> Activations:
     has_dropout = getattr(shape.config.get_text_config(), "attention_dropout", 0.0) > 0
     return activations(
         shape,
-        tokens=work.rank_tokens,
-        length=work.max_length,
+        tokens=tokens,
+        length=length,
         dtype=config.dtype,
         copies_output=not has_kernel or has_dropout or config.sequence_parallel > 1,
     )

@@ -1,14 +1,27 @@
 """Activations against the tensors that autograd saves."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig, AutoModel, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+)
 
-from engine.memory import activations, measure_shape
+from engine import EngineConfig, Generator, Sampling
+from engine.memory import GenerationLoad, Workload, activations, generation_bytes, measure_shape
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 CONFIGS = {
@@ -64,3 +77,36 @@ def test_one_block_is_half_of_two(family: str, fields: dict[str, Any]) -> None:
         config = AutoConfig.for_model(family, **{**SMALL, "num_hidden_layers": blocks, **fields})
         found.append(activations(measure_shape(family, config, None), tokens=64, length=64, dtype="fp32"))
     assert found[0].block == found[1].block >= 64 * 64 * 4 and found[0].outside == found[1].outside
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_prefill_stays_below_its_prediction(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+    generator, prompts = Generator(model, "cpu"), [[7 + i % 50] * 40 for i in range(16)]
+    call = partial(generator.generate, prompts, Sampling(4), range(16), 16)
+    call()  # allocates the cache
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    work = Workload(EngineConfig(dtype="fp32"), is_cpu=True)
+    load = GenerationLoad(prompt=40, response=4, slots=16)
+    shape = measure_shape(family, CONFIGS[family])
+    predicted = generation_bytes(shape, work, load, is_split=False, resident=0)
+    assert predicted["decode_graphs"] == 0
+    assert 0.5 < peak / (predicted["prefill"] + predicted["logits"]) < 1
+
+
+def test_graphs_hold_a_block_and_the_logits_of_a_step() -> None:
+    """Worked out by hand for 64 sequences and two sampling settings, in bf16; 32 layers of 4,096 and 14,336."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8, vocab_size=128256
+    )
+    load = GenerationLoad(prompt=512, response=1024, slots=64)
+    shape = measure_shape("llama-8b", config)
+    predicted = generation_bytes(shape, Workload(), load, is_split=False, resident=0)
+    logits = 2 * 64 * 128256 * 2
+    inner = 2 * 64 * 3 * 14336 * 2  # the MLP's gate, up projection and product exist at a time
+    assert logits + inner < predicted["decode_graphs"] < logits + 3 * inner
+    streamed = generation_bytes(shape, Workload(), replace(load, stream=True), is_split=False, resident=0)
+    assert streamed["decode_graphs"] == 0

@@ -74,7 +74,7 @@ def test_ppo_has_the_models_that_it_needs(opt: ModelShape) -> None:
     four = ppo(opt, work())
     assert four.phases["generate"]["cache"] == ALL_SLOTS * 2 * 12 * 768
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
-    held = four.phases["generate"]["inference_model"] + four.phases["generate"]["cache"]
+    held = sum(four.phases["generate"][owner] for owner in ("inference_model", "decode_graphs", "cache"))
     freed = ppo(opt, work(), GenerationLoad(keep=False))
     assert freed.phases["generate"] == four.phases["generate"]
     for phase in ("score", "train actor", "train critic"):
