@@ -133,6 +133,8 @@ class ChatTokenizer:
     def decode_unstripped(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without control tokens."""
         content = [token for token in ids if token not in self._control]
+        if self.hf.is_fast:  # the wrapper checks the type of each id, which takes longer than decoding
+            return str(self.hf.backend_tokenizer.decode(content, skip_special_tokens=True))
         return str(self.hf.decode(content, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def encode_text(self, text: str) -> list[int]:
