@@ -1,4 +1,4 @@
-"""The `zerochat` console script with the commands train, chat, serve, export and report.
+"""The `zerochat` console script with the commands train, doctor, chat, serve, export and report.
 
 Each command imports its own code when it runs, so that `zerochat` itself starts at once.
 """
@@ -12,6 +12,7 @@ USAGE = """\
 usage: zerochat COMMAND ...
 
   train KEY=VALUE ...   train a chat model (zerochat train --help lists the keys)
+  doctor KEY=VALUE ...  show what a train command would train on what (zerochat doctor --help)
   chat RUN              chat with the result (zerochat chat --help)
   serve RUN             serve the result to clients of OpenAI's API (zerochat serve --help)
   export RUN --to FORM  a folder with a model card, adapters, an upload to the hub, or a GGUF file
@@ -41,6 +42,12 @@ def _train(arguments: list[str]) -> int:
     return train(arguments)
 
 
+def _doctor(arguments: list[str]) -> int:
+    from pipeline.doctor.command import main as doctor
+
+    return doctor(arguments)
+
+
 def _chat(arguments: list[str]) -> int:
     from pipeline.chat.command import main as chat
 
@@ -67,6 +74,7 @@ def _report(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "doctor": _doctor,
     "chat": _chat,
     "serve": _serve,
     "export": _export,

@@ -14,6 +14,7 @@ IS_CHECKOUT = (ROOT / "conf" / "config.yaml").is_file()
 CONF = ROOT / "conf" if IS_CHECKOUT else ROOT / "pipeline" / "conf"
 TRAIN = "python train.py" if IS_CHECKOUT else "zerochat train"
 CHAT = "python chat.py" if IS_CHECKOUT else "zerochat chat"
+DOCTOR = "python zerochat.py doctor" if IS_CHECKOUT else "zerochat doctor"
 EXPORT = "python zerochat.py export" if IS_CHECKOUT else "zerochat export"
 SERVE = "python zerochat.py serve" if IS_CHECKOUT else "zerochat serve"
 

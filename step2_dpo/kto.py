@@ -23,7 +23,6 @@ from pipeline.data.batch import padded
 from pipeline.data.documents import Documents
 from pipeline.data.encode import Ids, LabelledItem
 from pipeline.data.microbatches import largest_microbatch, local_microbatches
-from pipeline.data.records import LabelledAnswer, Message, Preference
 from pipeline.distributed import gather_by_index
 from pipeline.stages.supervised import StepBatch
 from step2_dpo.batches import AnswerBatch, answer_logprobs, answer_tokens
@@ -55,18 +54,6 @@ class LabelBatch(AnswerBatch):
     labels: Tensor
     baseline: Tensor
     desirable_share: float
-
-
-def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[LabelledAnswer]:
-    """Return the answers with labels. A pair becomes a desirable and an undesirable answer."""
-    answers = []
-    for record in records:
-        if isinstance(record, LabelledAnswer):
-            answers.append(record)
-            continue
-        for text, label in ((record.chosen, True), (record.rejected, False)):
-            answers.append(LabelledAnswer((*record.prompt, Message("assistant", text)), label, record.source))
-    return answers
 
 
 def examples_of(items: Sequence[LabelledItem], *, max_length: int) -> list[Example]:

@@ -15,6 +15,7 @@ from pipeline.data.batch import batch_indices
 from pipeline.data.encode import LabelledItem, PairItem, encode_labelled, encode_preferences
 from pipeline.data.load import StageRecords
 from pipeline.data.microbatches import longer_side
+from pipeline.data.records import labelled_answers
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge, load_pair_judge
 from pipeline.models.build import EngineChoice, build_policy
@@ -33,7 +34,7 @@ from pipeline.stages.start import (
 from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
 from step2_dpo.batches import AnswerBatch, Pairs
 from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
-from step2_dpo.kto import LabelBatches, examples_of, labelled_answers
+from step2_dpo.kto import LabelBatches, examples_of
 from step2_dpo.objective import loss_of
 
 Item = TypeVar("Item")

@@ -43,12 +43,14 @@ class Command:
 class Job:
     """One run of a command line. `label` ("seed=1") identifies a job of a multirun; otherwise it is empty.
 
-    `recipe` is the line that names the selected recipe and the reason, or empty.
+    `recipe` is the line that names the selected recipe and the reason, or empty. `reference` is the recipe to compare
+    learning rates with.
     """
 
     raw: dict[str, Any]
     label: str = ""
     recipe: str = ""
+    reference: Recipe | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,14 +73,18 @@ def parse_command(argv: Sequence[str]) -> Command:
 def compose_jobs(command: Command) -> list[Job]:
     """Return the configuration of each job, before validation. Without -m there is one job."""
     if not command.multirun:
-        return [Job(compose(command.overrides), recipe=_recipe_line(command.overrides))]
+        return [_job(command.overrides)]
     combinations = [_sweep_values(token) for token in command.overrides]
     swept = [len(values) > 1 for values in combinations]
     jobs = []
     for tokens in itertools.product(*combinations):
         label = ",".join(token for token, varies in zip(tokens, swept, strict=True) if varies)
-        jobs.append(Job(compose(tokens), label, _recipe_line(tokens)))
+        jobs.append(_job(tokens, label))
     return jobs
+
+
+def _job(overrides: Sequence[str], label: str = "") -> Job:
+    return Job(compose(overrides), label, _recipe_line(overrides), reference_recipe(overrides))
 
 
 def _recipe_line(overrides: Sequence[str]) -> str:

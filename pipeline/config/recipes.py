@@ -6,21 +6,27 @@ Its mapping `lora_lr` holds the learning rates of adapters, which the options `s
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from pipeline.config.overrides import default_options, groups
+from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
 from pipeline.installation import CONF
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
 
 SIZE_CLASSES = ((0.5e9, "up-to-0.5b"), (3e9, "0.5b-to-3b"), (15e9, "3b-to-15b"), (math.inf, "above-15b"))
 """The largest number of parameters of each size class, and its recipe."""
 UNKNOWN_SIZE = "3b-to-15b"
 LORA_RATES = "lora_lr"
+RATE_FACTOR = 3.0  # a learning rate is usual between a third and three times the value of the recipe
+PLAIN_DPO = ("sigmoid", "ipo")  # the losses of the preference stage that recipes have a learning rate for
 SCORER_SETTINGS = (("reward", "lr"), ("ppo", "critic_lr"), (LORA_RATES, "reward"))
 """The settings of reward model and critic, which depend on the size of `reward_model`."""
 
@@ -32,6 +38,57 @@ class Recipe:
     name: str
     reason: str
     settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate of a configuration. `usual`: the value of a recipe, or None if the recipe does not apply."""
+
+    key: str
+    value: float
+    usual: float | None
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The learning rates near the value of the recipe."""
+        usual = self.usual or 0.0
+        return usual / RATE_FACTOR, usual * RATE_FACTOR
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the rate is in the range, or there is no range."""
+        low, high = self.range
+        return self.usual is None or low <= self.value <= high
+
+
+def compare_rates(config: "RunConfig", recipe: Recipe | None) -> list[Rate]:
+    """Return the learning rates of the stages of a run, each with the value of a recipe."""
+    rates = []
+    for stage in wanted_stages(config):
+        section = getattr(config, stage)
+        applies = recipe is not None and not (stage == "dpo" and config.dpo.loss not in PLAIN_DPO)
+        rates.append(Rate(f"{stage}.lr", section.lr, _usual(recipe, stage, section.lora.rank) if applies else None))
+        if stage == "ppo" and config.ppo.advantage == "gae":
+            usual = (recipe.settings.get("ppo") or {}).get("critic_lr") if recipe is not None else None
+            rates.append(Rate("ppo.critic_lr", config.ppo.critic_lr, usual))
+    return rates
+
+
+def rate_warnings(rates: Sequence[Rate], recipe: Recipe | None) -> list[str]:
+    """Return a message for each learning rate that is not usual."""
+    name = "" if recipe is None else recipe.name
+    return [
+        f"{rate.key}={rate.value:g} is {rate.value / rate.usual:.2g} times the {rate.usual:g} of recipe={name}: set "
+        f"{rate.key}={rate.usual:g}, or watch the first steps"
+        for rate in rates
+        if rate.usual and not rate.is_usual
+    ]
+
+
+def _usual(recipe: Recipe | None, stage: str, rank: int) -> float | None:
+    """Return the learning rate of a recipe for a stage; with adapters of a rank above 0, the rate of adapters."""
+    settings = {} if recipe is None else recipe.settings
+    return settings.get(LORA_RATES, {}).get(stage) if rank else settings.get(stage, {}).get("lr")
 
 
 def select(values: Mapping[str, str | None]) -> Recipe | None:

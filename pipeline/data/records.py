@@ -74,6 +74,18 @@ class LabelledAnswer:
     source: str
 
 
+def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[LabelledAnswer]:
+    """Return the answers with labels. A pair becomes a desirable and an undesirable answer."""
+    answers = []
+    for record in records:
+        if isinstance(record, LabelledAnswer):
+            answers.append(record)
+            continue
+        for text, label in ((record.chosen, True), (record.rejected, False)):
+            answers.append(LabelledAnswer((*record.prompt, Message("assistant", text)), label, record.source))
+    return answers
+
+
 ROLES = {
     "system": "system",
     "developer": "system",

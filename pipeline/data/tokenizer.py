@@ -144,6 +144,15 @@ class ChatTokenizer:
         """
         return list(self.hf(text, verbose=False)["input_ids"])
 
+    @property
+    def summary(self) -> str:
+        """One line with the special tokens and their ids: those that end an answer, begin and padding."""
+        begin = self.hf.bos_token_id
+        ends = ", ".join(f"{self.hf.convert_ids_to_tokens(token)} ({token})" for token in self.end_ids)
+        first = "none" if begin is None else f"{self.hf.convert_ids_to_tokens(begin)} ({begin})"
+        padding = f"{self.hf.convert_ids_to_tokens(self.pad_id)} ({self.pad_id})"
+        return f"tokens: answers end with {ends}; begin {first}, padding {padding}"
+
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and its chat template in Hugging Face format."""
         self.hf.save_pretrained(str(folder))

@@ -9,7 +9,7 @@ message.
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from pipeline.config.check import validate, warnings
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
 from pipeline.config.environment import check_paths, check_ranks, hub_data
+from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
@@ -121,6 +122,8 @@ def _run(arguments: list[str], stage: str | None) -> int:
             print(line, flush=True)
         for line in dict.fromkeys(job.recipe for job in jobs if job.recipe):
             print(line, flush=True)
+        for line in dict.fromkeys(_rate_warnings(jobs, configs)):
+            print(f"warning: {line}", file=sys.stderr)
         status = _lead(jobs, configs, ranks, control)
     except UserError:
         status = USER_ERROR
@@ -140,6 +143,11 @@ def _validated(job: Job, stage: str | None) -> RunConfig:
     if stage is not None and job.raw.get("stage", "all") not in ("all", stage):
         raise UserError(f"stage={job.raw['stage']} belongs to another stage: use {TRAIN} stage={job.raw['stage']}")
     return validate({**job.raw, "stage": stage} if stage is not None else job.raw)
+
+
+def _rate_warnings(jobs: list[Job], configs: list[RunConfig]) -> Iterator[str]:
+    for job, config in zip(jobs, configs, strict=True):
+        yield from rate_warnings(compare_rates(config, job.reference), job.reference)
 
 
 def _ranks(configs: list[RunConfig]) -> Ranks:

@@ -17,6 +17,7 @@ from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.source import ModelSource
 from pipeline.planning.planner import announce
+from pipeline.stages.overview import batch_line, steps_line
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
 
@@ -118,6 +119,9 @@ def plan_stage(
     if distributed.world().device.type == "cpu":
         kernels.load_libraries()
     config, predicted = announce(config, stage, folder, policy=policy, reward=reward)
+    if distributed.world().is_rank_zero:
+        print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)
+        print(f"{stage}: {steps_line(config, stage, steps)}", flush=True)
     return StagePlan(config, steps, predicted)
 
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config.schema import DpoSection
 from pipeline.data.encode import LabelledItem
-from pipeline.data.records import LabelledAnswer, Message, Preference
+from pipeline.data.records import LabelledAnswer, Message, Preference, labelled_answers
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step2_dpo.kto import Example, LabelBatches, examples_of, labelled_answers
+from step2_dpo.kto import Example, LabelBatches, examples_of
 from step2_dpo.loss import kto_baseline, kto_loss
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 

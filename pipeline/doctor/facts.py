@@ -1,0 +1,160 @@
+"""The facts that `zerochat doctor` shows: the data, the tokenizer and the models of each stage, without weights."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.schema import ModelConfig, RunConfig
+from pipeline.config.stages import ANSWERING, wanted_stages
+from pipeline.data.encode import encode_conversations, encode_labelled, encode_preferences, encode_prompts
+from pipeline.data.load import StageRecords, load_stage
+from pipeline.data.records import Conversation, Document, Message, Preference, Prompt, labelled_answers
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.errors import UserError
+from pipeline.models.source import ModelSource, build_config, download, model_folder, resolve
+from pipeline.models.stage_models import (
+    actor_folder,
+    adopt_special_ids,
+    check_vocabulary,
+    require_adapters,
+    require_context,
+    require_scorer,
+    run_tokenizer,
+)
+from pipeline.stages.start import stage_steps
+
+SAMPLE = 2000  # records of a stage that are tokenized
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """A stage: its steps, and its rows.
+
+    sample: the records that were tokenized; skipped: numbers of skipped rows by reason; cut: numbers of `sample` by
+    reason
+    """
+
+    stage: str
+    steps: int
+    train: int
+    held_out: int
+    sample: int
+    skipped: Mapping[str, int]
+    cut: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run: the models without weights, the tokenizer, the stages, and the tokens of one example with their flags."""
+
+    policy: ModelSource
+    reward: ModelSource | None
+    tokenizer: ChatTokenizer
+    stages: Sequence[StageFacts]
+    example: tuple[Sequence[int], Sequence[bool]]
+
+
+def gather(config: RunConfig) -> Facts:
+    """Read the data and the tokenizer of a run, and check the models as the first stage would.
+
+    Raises the UserError that the run would end with.
+    """
+    stages = wanted_stages(config)
+    policy = _policy(config, stages[0])
+    reward = _without_weights(config.reward_model, config.seed) if config.reward_model is not None else None
+    records = {
+        stage: load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs) for stage in stages
+    }
+    tokenizer = _tokenizer(config, stages, records, policy)
+    check_vocabulary(policy, tokenizer)
+    adopt_special_ids(policy, tokenizer)
+    for stage in stages:
+        require_context(config, stage, reward or policy if stage == "reward" else policy)
+    require_scorer(config, policy)
+    require_adapters(config, policy)
+    facts = [_stage_facts(config, stage, records[stage], tokenizer) for stage in stages]
+    return Facts(
+        policy, reward, tokenizer, facts, _example(config, tokenizer, [records[stage].train for stage in stages])
+    )
+
+
+def _policy(config: RunConfig, first: str) -> ModelSource:
+    """Return the model that the first stage starts from, without its weights where they are on a hub."""
+    if first in ANSWERING and first != "sft" and config.actor is not None:
+        return resolve(config.model, config.seed, folder=actor_folder(config, Path()))
+    return _without_weights(config.model, config.seed)
+
+
+def _without_weights(model: ModelConfig, seed: int) -> ModelSource:
+    """Return the source of a model. Only text files of a hub model are downloaded.
+
+    `conf/model` replaces the configuration of a hub model that is not on this machine.
+    """
+    if model.weights == "random" or model.path is not None or model.hub is None:
+        return resolve(model, seed)
+    from transformers import AutoConfig
+
+    try:
+        folder = download(model.hub, weights=False)
+        return ModelSource.of(model, AutoConfig.from_pretrained(folder), None, seed)
+    except (UserError, OSError, ValueError):
+        if not model.architecture:
+            raise
+        return ModelSource.of(model, build_config(model.architecture), None, seed)
+
+
+def _tokenizer(
+    config: RunConfig, stages: Sequence[str], records: Mapping[str, StageRecords], policy: ModelSource
+) -> ChatTokenizer:
+    """Return the tokenizer of the run, which is stored in a temporary folder only."""
+    if policy.folder is not None and config.actor is not None:
+        return load_tokenizer(str(model_folder(policy.folder)), chat_template=None)
+    trained_on = records[stages[0]].train if stages[0] == "sft" else ()
+    with tempfile.TemporaryDirectory(prefix="zerochat-doctor-") as folder:
+        return run_tokenizer(config, Path(folder), trained_on=trained_on)
+
+
+def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer: ChatTokenizer) -> StageFacts:
+    train = records.train
+    if stage == "dpo" and not config.dpo.reads_pairs:
+        train = labelled_answers(train)
+    sample = train[:SAMPLE]
+    cut = _cut(config, stage, sample, tokenizer)
+    steps = stage_steps(getattr(config, stage), len(train))
+    return StageFacts(stage, steps, len(train), len(records.held_out), len(sample), records.skipped, cut)
+
+
+def _cut(config: RunConfig, stage: str, sample: Sequence[Any], tokenizer: ChatTokenizer) -> Mapping[str, int]:
+    """Return how many of the records are cut or dropped because of their length, by reason."""
+    length = getattr(config, stage).max_length
+    if stage == "sft":
+        return encode_conversations(tokenizer, sample, max_length=length, loss_on=config.sft.loss_on)[1]
+    if stage == "ppo":
+        return encode_prompts(tokenizer, sample, max_tokens=config.rollout.max_prompt_tokens)[1]
+    if stage == "dpo" and not config.dpo.reads_pairs:
+        return encode_labelled(tokenizer, sample, max_length=length)[1]
+    return encode_preferences(tokenizer, sample, max_length=length, stage=stage)[1]
+
+
+def _example(
+    config: RunConfig, tokenizer: ChatTokenizer, records: Sequence[Sequence[Any]]
+) -> tuple[Sequence[int], Sequence[bool]]:
+    """Return the tokens of the first record of the first stage, and which of them the loss includes."""
+    record = next((each[0] for each in records if each), None)
+    if record is None:
+        return [], []
+    if isinstance(record, Document):
+        ids = tokenizer.encode_documents([record.messages[0].content])[0]
+        return ids, [True] * len(ids)
+    if isinstance(record, Prompt):
+        ids = tokenizer.encode_prompt(record.messages)
+        return ids, [False] * len(ids)
+    if isinstance(record, Preference):
+        messages: tuple[Message, ...] = (*record.prompt, Message("assistant", record.chosen))
+    else:
+        messages = record.messages
+    ids, counts = tokenizer.encode_conversations([messages])[0]
+    is_all = isinstance(record, Conversation) and config.sft.loss_on == "all"
+    return ids, [True] * len(ids) if is_all else counts

@@ -1,0 +1,114 @@
+"""`zerochat doctor`: the screen for a small file, the messages for bad input, and the lines that runs also print."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.recipes import Recipe, compare_rates, rate_warnings
+from pipeline.data.records import Message
+from pipeline.data.tokenizer import train_tokenizer
+from pipeline.doctor.command import main as doctor
+from pipeline.launch.command import main as train
+from pipeline.stages.overview import COLOUR, batch_line, rendered_example, steps_line
+from tests.tiny import tiny_config
+
+PAIRS = [
+    {"prompt": f"What is {number} plus 1?", "chosen": f"It is {number + 1}.", "rejected": "No."} for number in range(40)
+]
+SETTINGS = ["model=tiny", "method=dpo", "sft.batch_size=8", "sft.epochs=3", "sft.max_length=64", "sft.lr=1"]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of preference pairs with one damaged line, in the working directory."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS) + '{"prompt": "What", "chosen": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+def test_the_screen_shows_what_is_trained_on_what(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor([*SETTINGS, f"data.path={pairs}", "data.bad_row_limit=0.5", "sft.micro_batch_tokens=256"]) == 0
+    screen = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in screen.splitlines() if line.startswith("  ")}
+    trained = [int(rows[stage][1]) for stage in ("sft", "dpo")]
+    held_out, skipped = int(rows["sft"][2]), int(rows["sft"][3])
+    assert held_out > 0 and skipped == 1 and sum(trained) + held_out == len(PAIRS)
+    assert f"{round(3 * trained[0] / 8)} optimizer steps" in screen
+    assert "sft: batch of 8 conversations = 1 rank x micro-batch of 4 x accumulation over 2" in screen
+    assert "tokens: answers end with <|end|> (1); begin none, padding <|pad|> (0)" in screen
+    example = next(line for line in screen.splitlines() if line.startswith("  | "))
+    assert example.startswith("  | <|user|>What is ") and "<|assistant|>[It is " in example
+    assert example.endswith(".<|end|>]") and "\x1b" not in screen
+    assert "sft.lr=1: OUTSIDE 0.00033 to 0.003 (recipe=tiny: 0.001)" in screen
+    assert screen.count("memory: about") == 2
+    assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sft.learning_rate=1"],
+        ["data.path=nothing.jsonl"],
+        ["ranks=3"],
+        ["model.path=nowhere"],
+        ["sft=lora", "lora_lr.sft=1"],
+        ["recipe=nope"],
+    ],
+)
+def test_a_mistake_has_the_message_of_training(
+    words: list[str], pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*SETTINGS[1:], *([] if "data.path=nothing.jsonl" in words else [f"data.path={pairs}"]), *words]
+    assert doctor(common) == 2
+    message = capsys.readouterr().err
+    assert train(common) == 2
+    assert message.startswith("error: ") and capsys.readouterr().err.endswith(message)
+
+
+def test_the_tokens_of_the_loss_are_marked_and_control_characters_are_shown() -> None:
+    tokenizer = train_tokenizer(["hello there"] * 4, 300)
+    messages = (Message("user", "hi\x1b[31m"), Message("assistant", "ok"))
+    ids, counts = tokenizer.encode_conversations([messages])[0]
+    begin, end = COLOUR
+    assert rendered_example(tokenizer, ids, counts, colour=True).endswith(f"<|assistant|>{begin}ok<|end|>{end}")
+    plain = rendered_example(tokenizer, ids, counts, colour=False)
+    assert plain == "<|user|>hi\\x1b[31m<|end|><|assistant|>[ok<|end|>]"
+    messages = (Message("user", "a" * 9000), Message("assistant", "ok"))
+    ids, counts = tokenizer.encode_conversations([messages])[0]
+    assert len(rendered_example(tokenizer, ids, counts, colour=False)) < 900
+
+
+def test_ranks_micro_batches_and_accumulation_make_the_batch() -> None:
+    config = tiny_config(
+        sft={"batch_size": 64, "max_length": 1024, "micro_batch_tokens": 8192},
+        reward={"batch_size": 64, "max_length": 1024, "micro_batch_tokens": 8192},
+        ppo={"batch_size": 64, "minibatches": 2, "update_epochs": 3, "samples": 2, "max_length": 200},
+        engine={"tensor_parallel": 2},
+    )
+    assert batch_line(config, "sft", 4).startswith(
+        "batch of 64 conversations = 2 groups of 2 ranks x micro-batch of 8 x accumulation over 4 (with 1024 tokens"
+    )
+    assert "= 4 groups of 2 ranks x micro-batch of 4 x accumulation over 4 " in batch_line(config, "reward", 8)
+    assert batch_line(config, "ppo", 2).startswith("batch of 64 answers = 1 groups of 2 ranks x micro-batch of 58 ")
+    assert steps_line(config, "ppo", 5) == "30 optimizer steps (5 rollouts x 3 epochs x 2)"
+
+
+def test_learning_rates_are_compared_with_the_recipe() -> None:
+    recipe = Recipe("r", "", {"sft": {"lr": 1e-5}, "ppo": {"lr": 1e-6, "critic_lr": 1e-5}, "lora_lr": {"sft": 1e-4}})
+    config = tiny_config(sft={"lr": 2.9e-5}, ppo={"lr": 3.1e-6, "critic_lr": 3e-6})
+    rates = compare_rates(config, recipe)
+    assert [(rate.key, rate.usual, rate.is_usual) for rate in rates] == [
+        ("sft.lr", 1e-5, True),
+        ("reward.lr", None, True),
+        ("ppo.lr", 1e-6, False),
+        ("ppo.critic_lr", 1e-5, False),
+    ]
+    assert rate_warnings(rates, recipe) == [
+        "ppo.lr=3.1e-06 is 3.1 times the 1e-06 of recipe=r: set ppo.lr=1e-06, or watch the first steps",
+        "ppo.critic_lr=3e-06 is 0.3 times the 1e-05 of recipe=r: set ppo.critic_lr=1e-05, or watch the first steps",
+    ]
+    adapters = tiny_config(sft={"lr": 1e-4, "lora": {"rank": 4}}, dpo={"loss": "orpo"})
+    adapters = adapters.model_copy(update={"method": "dpo"})
+    assert [rate.usual for rate in compare_rates(adapters, recipe)] == [1e-4, None]
