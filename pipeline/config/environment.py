@@ -12,6 +12,7 @@ from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
+from pipeline.tracking.tensorboard import require_tensorboard
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
@@ -46,7 +47,9 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 
 
 def check_paths(config: RunConfig) -> None:
-    """Raise UserError if a file, folder or function that the configuration names does not exist."""
+    """Raise UserError if a file, folder, function or package that the configuration needs does not exist."""
+    if config.tracking.kind in ("tensorboard", "both"):
+        require_tensorboard(config.tracking.kind)
     members = [("ppo.reward_ensemble", folder) for folder in config.ppo.reward_ensemble]
     for key, location in (("actor", config.actor), ("reward", config.reward_path), *members):
         if location is not None:

@@ -17,7 +17,7 @@ OTHER_NAMES = {
     "bf16": "engine.dtype=bf16",
     "lora": "sft=lora, reward=lora, dpo=lora or ppo=lora",
     "deepspeed": "engine.deepspeed=FILE",
-    "wandb": "tracking=wandb or tracking=none",
+    "wandb": "tracking=wandb, tracking=tensorboard, tracking=both or tracking=none",
     "dataset": "data=NAME, or data.path=FILE",
     "engine.pipeline_schedule": "the schedule is always 1f1b, so remove the key",
     "rollout.selfcheck_every": "it is now called rollout.parity_check_every",

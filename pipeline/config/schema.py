@@ -606,7 +606,9 @@ class EvaluationSection(Section):
 
 
 class TrackingSection(Section):
-    kind: Literal["wandb", "none"] = Field("wandb", description="metrics service, in addition to metrics.jsonl")
+    kind: Literal["wandb", "tensorboard", "both", "none"] = Field(
+        "wandb", description="where metrics go, in addition to metrics.jsonl; tensorboard writes RUN/tensorboard"
+    )
     project: str = Field("zerochat", description="wandb project")
     entity: str | None = Field(None, description="wandb entity")
 

@@ -1,4 +1,4 @@
-"""The displays and trackers of a running stage: wandb, and a progress bar or plain lines.
+"""The displays and trackers of a running stage: wandb, TensorBoard, and a progress bar or plain lines.
 
 metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record. Errors in this module must not stop a run.
 wandb writes under RUN/wandb, and runs offline if no user is logged in. The first failure of wandb prints a warning and
@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.evaluation.samples import SAMPLES
+from pipeline.tracking.sections import sectioned
+from pipeline.tracking.tensorboard import TensorBoard
 
 SECONDS_BETWEEN_LINES = 5.0
 ONLINE_PATIENCE = 30.0
@@ -33,18 +35,27 @@ class Watcher(Protocol):
     def note(self, step: int, text: str) -> None: ...
 
 
+class TableWatcher(Watcher, Protocol):
+    """A watcher that also receives tables, and is closed at the end of a stage."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
+
+    def finish(self, failed: bool = False) -> None: ...
+
+
 class Tracker:
     """A wandb run; without `run`, all methods do nothing.
 
+    closing: printed when the run is closed: its link, or the command that uploads it
     No method raises. The first failure prints a warning, and further calls do nothing.
     """
 
-    def __init__(self, run: Any = None) -> None:
-        self._run = run
+    def __init__(self, run: Any = None, closing: str = "") -> None:
+        self._run, self._closing = run, closing
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step. wandb drops a step that it received before a resume."""
-        self._safely(lambda run: run.log(dict(metrics), step=step))
+        self._safely(lambda run: run.log(sectioned(metrics), step=step))
 
     def note(self, step: int, text: str) -> None:
         """Send a sentence of the training guard."""
@@ -63,6 +74,8 @@ class Tracker:
     def finish(self, failed: bool = False) -> None:
         """Close the run. Wait at most ONLINE_PATIENCE seconds for pending uploads."""
         self._safely(lambda run: run.finish(exit_code=int(failed)))
+        if self._run is not None and self._closing:
+            print(self._closing, flush=True)
         self._run = None
 
     def _safely(self, call: Callable[[Any], None]) -> None:
@@ -87,16 +100,17 @@ def _warn(problem: Exception) -> None:
 
 def open_tracker(config: RunConfig, stage: str, stage_dir: Path) -> Tracker:
     """Start or resume the wandb run of a stage, as configured. Never raises an error of wandb."""
-    if config.tracking.kind == "none":
+    if config.tracking.kind not in ("wandb", "both"):
         return Tracker()
     try:
-        return Tracker(_start_wandb(config, stage, stage_dir))
+        return Tracker(*_start_wandb(config, stage, stage_dir))
     except Exception as problem:
         _warn(problem)
         return Tracker()
 
 
-def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Any:
+def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> tuple[Any, str]:
+    """Return a run, and the line that is printed when it is closed."""
     import wandb
 
     mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
@@ -104,18 +118,18 @@ def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Any:
         try:
             run = _init(wandb, config, stage, stage_dir, mode)
             print(f"{stage}: {run.url}", flush=True)
-            return run
+            return run, f"{stage}: {run.url}"
         except Exception as problem:
             wandb.teardown()  # wandb's service still holds the id of the failed run
             run = _init(wandb, config, stage, stage_dir, "offline")
+            upload = f"Upload it later: wandb sync {Path(run.dir).parent}"
             print(
-                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. "
-                f"Upload it later: wandb sync {Path(run.dir).parent}",
+                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. {upload}",
                 file=sys.stderr,
                 flush=True,
             )
-            return run
-    return _init(wandb, config, stage, stage_dir, mode)
+            return run, f"{stage}: tracked offline. {upload}"
+    return _init(wandb, config, stage, stage_dir, mode), ""
 
 
 def _init(wandb: Any, config: RunConfig, stage: str, stage_dir: Path, mode: str) -> Any:
@@ -252,26 +266,57 @@ def _duration(seconds: float) -> str:
 
 @contextmanager
 def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> Iterator[list[Watcher]]:
-    """Open the watchers of a stage: wandb and the progress display on rank 0, none on other ranks.
+    """Open the watchers of a stage: the trackers and the progress display on rank 0, none on other ranks.
 
-    If the stage ends without an error, the table of held-out answers (samples.jsonl) is sent to wandb.
+    The trackers receive the table of held-out answers (samples.jsonl) whenever it has changed.
     """
     from pipeline.distributed import is_rank_zero
 
     if not is_rank_zero():
         yield []
         return
-    tracker, progress = open_tracker(config, stage, folder), Progress(stage, steps)
+    trackers: list[TableWatcher] = [open_tracker(config, stage, folder)]
+    if config.tracking.kind in ("tensorboard", "both"):
+        trackers.append(TensorBoard(folder.parent, stage))
+    progress, tables = Progress(stage, steps), SampleTables(folder / SAMPLES, trackers)
     ended = False
     try:
-        yield [tracker, progress]
-        columns, rows = sample_table(folder / SAMPLES)
-        if rows:
-            tracker.table("samples", columns, rows)
+        yield [*trackers, tables, progress]
+        tables.send()
         ended = True
     finally:
         progress.finish()
-        tracker.finish(failed=not ended)
+        for tracker in trackers:
+            tracker.finish(failed=not ended)
+
+
+class SampleTables:
+    """Sends the table of held-out answers to trackers after each step at which the file has changed."""
+
+    def __init__(self, file: Path, trackers: Sequence[TableWatcher]) -> None:
+        self._file, self._trackers = file, trackers
+        self._sent: tuple[int, int] | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the table if it has changed."""
+        self.send()
+
+    def note(self, step: int, text: str) -> None:
+        """Do nothing: notes have no table."""
+
+    def send(self) -> None:
+        """Send the table if it has changed since the last call."""
+        try:
+            status = self._file.stat()
+        except OSError:
+            return
+        version = status.st_mtime_ns, status.st_size
+        if version == self._sent:
+            return
+        self._sent = version
+        columns, rows = sample_table(self._file)
+        for tracker in self._trackers if rows else ():
+            tracker.table("samples", columns, rows)
 
 
 def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:

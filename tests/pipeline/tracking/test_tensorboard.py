@@ -1,0 +1,128 @@
+"""TensorBoard: sections, tables and notes in its files, repeated steps, and its absence."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
+from pipeline.config.environment import check_paths
+from pipeline.errors import UserError
+from pipeline.tracking.sections import sectioned
+from pipeline.tracking.tensorboard import TensorBoard
+from pipeline.tracking.watchers import SampleTables, Tracker, open_watchers
+
+
+def events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
+    """The scalars and the texts that TensorBoard itself reads from a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = EventAccumulator(str(folder))
+    files.Reload()
+    scalars = {name: [(each.step, each.value) for each in files.Scalars(name)] for name in files.Tags()["scalars"]}
+    texts = {
+        name: [each.tensor_proto.string_val[0].decode() for each in files.Tensors(name)]
+        for name in files.Tags()["tensors"]
+    }
+    return scalars, texts
+
+
+def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
+    config = validate(compose(["tracking=tensorboard"]))
+    check_paths(config)
+    stage = tmp_path / "sft"
+    stage.mkdir()
+    row = {"prompt": [{"role": "user", "content": "<b>2|2?"}], "answers": {"sft": "4\n5"}, "scores": {"sft": 0.25}}
+    (stage / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    with open_watchers(config, "sft", stage, 2) as watchers:
+        for watcher in watchers:
+            watcher.log(1, {"loss": 2.0, "lr": 0.5, "eval_loss": float("nan")})
+            watcher.note(1, "the KL rose")
+    scalars, texts = events(tmp_path / "tensorboard" / "sft")
+    assert scalars == {"train/loss": [(1, 2.0)], "optimizer/lr": [(1, 0.5)]}
+    assert texts["guard/text_summary"] == ["the KL rose"]
+    assert texts["samples/text_summary"] == [
+        "| prompt | temperature | sft | scores sft |\n| --- | --- | --- | --- |\n"
+        "| user: &lt;b>2\\|2? |  | 4<br>5 | 0.25 |"
+    ]
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_steps_that_a_resumed_stage_repeats_are_replaced(tmp_path):
+    for steps, loss in ((range(1, 5), 1.0), (range(3, 6), 2.0)):
+        writer = TensorBoard(tmp_path, "sft")
+        for step in steps:
+            writer.log(step, {"loss": loss})
+        writer.finish()
+    scalars, _ = events(tmp_path / "tensorboard" / "sft")
+    assert scalars["train/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+def test_a_missing_package_is_named_before_any_work(monkeypatch):
+    monkeypatch.setattr("pipeline.tracking.tensorboard.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"tracking.kind=both needs the package tensorboard: .*zerochat\[tensorboard\]"):
+        check_paths(validate(compose(["tracking=both"])))
+
+
+def test_a_full_disk_does_not_stop_the_run(tmp_path, capsys):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    writer = TensorBoard(tmp_path, "sft")
+    writer.log(1, {"loss": 1.0})
+    writer.log(2, {"loss": 1.0})
+    writer.finish()
+    assert capsys.readouterr().err.count("warning: TensorBoard stopped (") == 1
+
+
+def test_metrics_have_the_section_of_their_kind():
+    names = "loss eval_loss gold_score_at_0 kl kl_coef score_max lr critic_grad_norm value_loss train_seconds return"
+    assert list(sectioned(dict.fromkeys(names.split(), 0.0))) == [
+        "train/loss",
+        "held_out/eval_loss",
+        "held_out/gold_score_at_0",
+        "policy/kl",
+        "optimizer/kl_coef",
+        "rollout/score_max",
+        "optimizer/lr",
+        "optimizer/critic_grad_norm",
+        "critic/value_loss",
+        "speed/train_seconds",
+        "critic/return",
+    ]
+
+
+class Receiving:
+    """A wandb run that stores what it receives."""
+
+    def __init__(self):
+        self.lines = []
+
+    def log(self, line, step=None):
+        self.lines.append(line)
+
+    def finish(self, exit_code):
+        self.lines.append(exit_code)
+
+
+def test_tables_are_sent_when_they_change_and_the_link_is_shown_at_the_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", type("wandb", (), {"Table": lambda columns, data: data}))
+    run, file = Receiving(), tmp_path / "samples.jsonl"
+    tracker = Tracker(run, closing="sft: https://example.org/run")
+    tables = SampleTables(file, [tracker])
+    tables.log(1, {})
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "answers": {"base": "5"}}
+    file.write_text(json.dumps(row) + "\n")
+    tables.log(2, {})
+    tables.log(3, {})
+    file.write_text(json.dumps({**row, "answers": {"base": "5", "sft": "four"}}) + "\n")
+    tables.log(4, {})
+    assert [[cell for cell in line["samples"][0] if cell] for line in run.lines] == [
+        ["user: 2+2?", "5"],
+        ["user: 2+2?", "5", "four"],
+    ]
+    assert capsys.readouterr().out == ""
+    tracker.log(5, {"loss": 1.0})
+    tracker.finish()
+    assert run.lines[-2:] == [{"train/loss": 1.0}, 0]
+    assert capsys.readouterr().out == "sft: https://example.org/run\n"
