@@ -179,6 +179,46 @@ def bar_chart(
     return figure(title, note, f"{title}: {spoken}", parts, height)
 
 
+def histogram_chart(
+    title: str, groups: Sequence[Series], *, x_name: str, note: Child = "", bins: int = 16
+) -> Markup | None:
+    """Draw how often each value occurs, one outline per group, from the second numbers of its points.
+
+    All groups have the same bins. Return None without values.
+    """
+    values = {one.label: [y for _, y in one.points if math.isfinite(y)] for one in groups}
+    shown = [one for one in groups if values[one.label]]
+    if not shown:
+        return None
+    across = axis([value for one in shown for value in values[one.label]])
+    counts = {one.label: bin_counts(values[one.label], across.low, across.high, bins) for one in shown}
+    up = axis([0, *(count for found in counts.values() for count in found)])
+    right = WIDTH - 16
+    parts: list[Child] = [scaffold(across, up, right, x_name, "answers")]
+    x_end = float(right)
+    for one in shown:
+        corners = [(x_pixel(across, across.low, right), y_pixel(up, 0))]
+        for at, count in enumerate(counts[one.label]):
+            ends = (across.low + (across.high - across.low) * edge / bins for edge in (at, at + 1))
+            corners += [(x_pixel(across, end, right), y_pixel(up, count)) for end in ends]
+        corners.append((x_pixel(across, across.high, right), y_pixel(up, 0)))
+        shape = " ".join(f"{x:g},{y:.1f}" for x, y in corners)
+        parts.append(element("polyline", points=shape, class_=f"area tone-{one.tone}"))
+    for one in reversed(shown):
+        parts.append(element("text", one.label, x=x_end, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
+        x_end -= 6.5 * len(one.label) + 12
+    spoken = ", ".join(f"{one.label}: {len(values[one.label])} answers" for one in shown)
+    return figure(title, note, f"{title}, {spoken}", parts)
+
+
+def bin_counts(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:
+    """Return how many values each of `bins` equal parts of [low, high] holds. The last part includes `high`."""
+    counts = [0] * bins
+    for value in values:
+        counts[min(bins - 1, max(0, math.floor((value - low) / (high - low) * bins)))] += 1
+    return counts
+
+
 def meter(share: float, tone: str) -> Markup:
     """Draw a small inline bar for a value in [0, 1]."""
     width = Axis(0.0, 1.0, ()).pixel(share, 0, 44)

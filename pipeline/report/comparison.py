@@ -1,20 +1,24 @@
 """Build the report sections that compare models: verdict, changes, and answers."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from pipeline.config.stages import POLICIES
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_signed
-from pipeline.report.charts import interval_chart, meter
+from pipeline.report.charts import histogram_chart, interval_chart, meter
 from pipeline.report.data import RunReading
-from pipeline.report.html import Child, Markup, element, section, table
+from pipeline.report.html import Child, Markup, element, grid, section, table
+from pipeline.report.svg import Series
 from pipeline.report.verdict import LABELS, Change, Measure, change, judge, standings
 from pipeline.report.win_rate import win_rate
 
 LONGEST_TEXT = 4000
 DEFAULT_ROWS = 16
+OPEN_CARDS = 6  # prompts that are shown at once
+EXTREMES = 3  # of the best and of the worst answers
 SCORED = {
     "reward model": "By the reward model that PPO was trained on. It has no fixed scale.",
     "reward function": "By the reward function that PPO was trained on.",
@@ -77,7 +81,25 @@ def changes_section(run: RunReading) -> Markup | None:
     )
     changes = table(head, rows, numbers=range(2, 8))
     more = [element("p", _WINS_LEAD, class_="lead"), wins] if wins else None
-    return section("changes", "What each stage changed", lead, changes, more)
+    return section("changes", "What each stage changed", lead, changes, grid(_histograms(run)), more)
+
+
+def _histograms(run: RunReading) -> Iterator[Markup]:
+    """Yield the histograms of each measure before and after the policy was trained, at each temperature."""
+    models = ("sft", run.policy) if run.policy in POLICIES else ("base", "sft")
+    for measure, title, _ in measures(run):
+        for temperature in run.temperatures:
+            samples = run.samples(temperature)
+            values = {model: [getattr(sample, measure).get(model, math.nan) for sample in samples] for model in models}
+            groups = [Series(LABELS[model], [*enumerate(found)], model) for model, found in values.items()]
+            chart = histogram_chart(
+                f"{title}s before and after, temperature {temperature:g}",
+                groups,
+                x_name=title.lower(),
+                note="How many held-out answers have each score.",
+            )
+            if chart is not None:
+                yield chart
 
 
 _WINS_LEAD = (
@@ -136,7 +158,35 @@ def answers_section(run: RunReading) -> Markup | None:
             by_prompt.setdefault(sample.prompt, []).append(sample)
     cards = [answer_card(samples) for samples in islice(by_prompt.values(), count)]
     lead = f"The first {len(cards)} of {_prompts(run)} held-out prompts, in file order."
-    return section("answers", "What the models answer", lead, cards)
+    more = None
+    if len(cards) > OPEN_CARDS:
+        more = element("details", element("summary", f"{len(cards) - OPEN_CARDS} more prompts"), cards[OPEN_CARDS:])
+    return section("answers", "What the models answer", lead, cards[:OPEN_CARDS], more, _extremes(run))
+
+
+def _extremes(run: RunReading) -> Markup | None:
+    """Build the cards of the best and the worst answers of the trained policy at the first temperature."""
+    samples = run.samples(run.temperatures[0])
+    policy = run.policy if any(run.policy in sample.answers for sample in samples) else "sft"
+    by_measure = {title.lower(): ranked(samples, measure, policy) for measure, title, _ in measures(run)}
+    found = next(((title, order) for title, order in by_measure.items() if len(order) >= 2 * EXTREMES), None)
+    if found is None:
+        return None
+    title, order = found
+    groups = (("Best", order[:EXTREMES]), ("Worst", order[: -EXTREMES - 1 : -1]))
+    return element(
+        "div",
+        (
+            (element("h3", f"{word} answers of {LABELS[policy]} by {title}"), [answer_card([each]) for each in some])
+            for word, some in groups
+        ),
+    )
+
+
+def ranked(samples: Sequence[Sample], measure: Measure, model: str) -> list[Sample]:
+    """Return the samples with a score of a model, the best first. Equal scores are in file order."""
+    scored = [sample for sample in samples if model in getattr(sample, measure)]
+    return sorted(scored, key=lambda sample: -getattr(sample, measure)[model])
 
 
 def answer_card(samples: Sequence[Sample]) -> Markup:

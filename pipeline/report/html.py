@@ -88,18 +88,24 @@ def document(title: str, *body: Child) -> Markup:
 
 
 def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: Iterable[int] = ()) -> Markup:
-    """Build a table. `numbers` are the indices of right-aligned numeric columns. Wide tables scroll horizontally."""
-    numeric = set(numbers)
+    """Build a table. `numbers` are the indices of right-aligned numeric columns.
+
+    Wide tables scroll horizontally. On a narrow screen, each row becomes a block with one line per cell, and the name
+    of the column stands before the cell.
+    """
+    numeric, names = set(numbers), list(head)
 
     def line(cells: Iterable[Child], cell_name: str) -> Markup:
-        return element(
-            "tr",
-            (element(cell_name, cell, class_="number" if at in numeric else None) for at, cell in enumerate(cells)),
-        )
+        found = []
+        for at, cell in enumerate(cells):
+            name = names[at] if cell_name == "td" and at < len(names) else None
+            label = name if isinstance(name, str) else None
+            found.append(element(cell_name, cell, class_="number" if at in numeric else None, data_label=label))
+        return element("tr", found)
 
     return element(
         "div",
-        element("table", element("thead", line(head, "th")), element("tbody", (line(cells, "td") for cells in rows))),
+        element("table", element("thead", line(names, "th")), element("tbody", (line(cells, "td") for cells in rows))),
         class_="wide",
     )
 

@@ -4,7 +4,16 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.report.charts import Bar, Interval, bar_chart, interval_chart, path_chart, scatter_chart
+from pipeline.report.charts import (
+    Bar,
+    Interval,
+    bar_chart,
+    bin_counts,
+    histogram_chart,
+    interval_chart,
+    path_chart,
+    scatter_chart,
+)
 from pipeline.report.curves import MOST_POINTS, line_chart
 from pipeline.report.svg import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Series
 
@@ -106,3 +115,19 @@ def test_bars_are_shares_of_the_full_length() -> None:
     assert page is not None
     widths = [float(width) for width in re.findall(r'width="([^"]*)" height="9" rx="2" class="bar', page)]
     assert widths[0] * 2 == widths[1] == WIDTH - 104
+
+
+def test_a_histogram_counts_the_values_of_each_group_in_the_same_bins() -> None:
+    assert bin_counts([0.0, 0.24, 0.25, 0.99, 1.0], 0.0, 1.0, 4) == [2, 1, 0, 2]
+    before = Series("SFT", [(0, 0.0), (1, 1.0), (2, 1.0), (3, math.nan)], "sft")
+    after = Series("PPO", [(0, 4.0)], "ppo")
+    page = histogram_chart("t", [before, after], x_name="score", bins=4)
+    assert page is not None and "SFT: 3 answers, PPO: 1 answers" in page
+    right, base = WIDTH - 16, HEIGHT - BOTTOM
+    width, unit = (right - LEFT) / 4, (base - TOP) / 2
+    first, second = (places(page, f"area tone-{tone}")[0] for tone in ("sft", "ppo"))
+    heights = [round((base - y) / unit, 1) for _, y in first]
+    assert heights == [0, 1, 1, 2, 2, 0, 0, 0, 0, 0]
+    assert [round((x - LEFT) / width, 1) for x, _ in first] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [round((base - y) / unit, 1) for _, y in second] == [0, 0, 0, 0, 0, 0, 0, 1, 1, 0]
+    assert histogram_chart("t", [Series("SFT", [(0, math.nan)], "sft")], x_name="score") is None

@@ -55,5 +55,6 @@ def test_the_style_sheet_asks_for_nothing() -> None:
 
 def test_table_marks_its_columns_of_numbers() -> None:
     page = table(("Name", "Value"), [("<a>", 1.5)], numbers=(1,))
-    assert '<td class="number">1.5</td>' in page
-    assert "<td>&lt;a&gt;</td>" in page
+    assert '<td class="number" data-label="Value">1.5</td>' in page
+    assert '<td data-label="Name">&lt;a&gt;</td>' in page
+    assert '<th class="number">Value</th>' in page

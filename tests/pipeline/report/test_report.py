@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.evaluation.samples import Sample
+from pipeline.report.comparison import ranked
 from pipeline.report.data import read_run
 from pipeline.report.report import render_report, write_report
 from tests.pipeline.report.made_runs import CONFIG, HOSTILE, sample, write_demo_run, write_stage
@@ -54,6 +56,7 @@ def check(page: str) -> Checker:
     checker.feed(page)
     checker.close()
     assert checker.open == []
+    assert len(set(checker.ids)) == len(checker.ids)
     assert set(checker.links) == {f"#{name}" for name in checker.ids}, "links lead to sections of this page only"
     return checker
 
@@ -65,12 +68,22 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
     page = path.read_text(encoding="utf-8")
     found = check(page)
-    assert found.ids == ["changes", "gaming", "answers", "sft", "reward", "ppo", "speed", "memory", "configuration"]
+    sections = [name for name in found.ids if not name.startswith("chart-")]
+    assert sections == ["changes", "gaming", "answers", "sft", "reward", "ppo", "speed", "memory", "configuration"]
     for text in ("RLHF helped at temperatures 1 and 0.",
                  "PPO, temperature 0", "No sign of it.", "First ratio", "Explained variance", "Held-out accuracy",
-                 "89.7%", "The first 8 of 96", "2 min 41 s", "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
+                 "89.7%", "The first 8 of 96", "2 more prompts", "Best answers of PPO by gold score",
+                 "Worst answers of PPO by gold score", "Reward scores before and after, temperature 1", "2 min 41 s",
+                 "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
         assert text in found.text, text
     assert len(page) < 600_000
+
+
+def test_the_best_and_the_worst_answers_come_in_order() -> None:
+    rows = [sample(0.0, 0.0, gold, text=str(number)) for number, gold in enumerate((0.5, 1.0, 0.0, 1.0))]
+    samples = [Sample.from_row(row) for row in rows]
+    assert [each.answers["ppo"] for each in ranked(samples, "gold", "ppo")] == ["1", "3", "0", "2"]
+    assert ranked(samples, "gold", "dpo") == []
 
 
 def test_a_gamed_run_says_so(tmp_path: Path) -> None:
