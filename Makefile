@@ -3,11 +3,12 @@
 # make setup  make .venv, or bring it up to date
 # make lint   ruff and mypy
 # make docs   write the pages that are made from code
+# make site   write the documentation site to site/ (MkDocs Material; installs the extra `docs`)
 # Variables: PYTHON=/path/to/python for the set-up, ARGS="..." for train.py and pytest.
 
 PY := .venv/bin/python
 
-.PHONY: demo test lint docs setup
+.PHONY: demo test lint docs site setup
 
 demo: setup
 	@$(PY) train.py name=demo $(ARGS)
@@ -23,6 +24,11 @@ lint: setup
 docs: setup
 	@$(PY) -m pipeline.config.document
 	@$(PY) -c 'from engine import deepspeed_keys as keys; keys.PAGE.write_text(keys.page())'
+
+site: setup
+	@$(PY) -m pip install --disable-pip-version-check --quiet --quiet --constraint constraints.txt 'mkdocs-material>=9.6'
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 setup:
 	@bash .ci/setup

@@ -1,11 +1,15 @@
 """Links of README and docs lead somewhere: to a file that is there, and in pages to a heading that is there."""
 
 import re
+import runpy
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -23,3 +27,20 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" not in link:
             assert place.exists(), link
             assert not heading or heading in headings(place), link
+
+
+def pages_of(nav: list[dict[str, Any]]) -> Iterator[str]:
+    """The pages of a navigation."""
+    for entry in nav:
+        for target in entry.values():
+            yield from [target] if isinstance(target, str) else pages_of(target)
+
+
+def test_the_navigation_of_the_site_has_the_sections_and_every_page() -> None:
+    nav = runpy.run_path(str(ROOT / ".ci" / "site.py"))["navigation"]((DOCS / "index.md").read_text())
+    assert [name for entry in nav for name in entry] == [
+        "Home", "Tutorial", "How-to guides", "Reference", "Engineering",
+    ]  # fmt: skip
+    assert "Models and data" in [name for entry in nav[2]["How-to guides"] for name in entry]
+    found = list(pages_of(nav))
+    assert sorted(found) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
