@@ -49,6 +49,8 @@ def run(config: RunConfig, folder: Path) -> None:
     ppo_prompts = check_data_to_come(config, "sft", records)
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     _check_model(config, source, tokenizer)
+    if is_rank_zero():
+        print(f"sft: {tokenizer.summary}", flush=True)
     encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
     data = examples("sft", config.sft, records, encode)
     prompts, judge = evaluation_prompts(config, tokenizer, ppo_prompts), load_judge(config)

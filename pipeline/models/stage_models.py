@@ -36,7 +36,6 @@ def run_tokenizer(
         shutil.rmtree(staging, ignore_errors=True)  # a killed start may have left files of another tokenizer
         tokenizer.save(staging)
         staging.rename(tokenizer_dir)
-        print(tokenizer.summary, flush=True)
     barrier()  # on every call: each rank waits until rank 0 has written the tokenizer
     return load_tokenizer(str(tokenizer_dir), chat_template=None)
 
