@@ -197,7 +197,7 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("profile.steps=[8,5]", "profile.steps=[8, 5] is not a range of steps: write the first"),
         ("profile.steps=5", "profile.steps=5: write [a, b, ...] (first and last step"),
         ("profile.steps=[0,5]", "profile.steps.0=0: must be >= 1"),
-        ("sft.export=best", "sft.export=best needs several evaluations, but sft.eval_every=0"),
+        (["sft.export=best", "sft.eval_every=0"], "sft.export=best needs several evaluations, but sft.eval_every=0"),
         (["ppo.length_penalty=0.1", "ppo.length_free=256"], "ppo.length_free=256 is not below rollout."),
         ("ppo.length_free=20", "ppo.length_free=20 has no effect, because ppo.length_penalty=0"),
         (["ppo=grpo", "ppo.kl_estimator=k1"], "has a gradient that is 0 on average: set ppo.kl_estimator=k2 or k3"),
