@@ -186,7 +186,9 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         )
     if ppo.export == "best" and ppo.ema is not None:
         yield f"ppo.export=best and ppo.ema={ppo.ema:g} both select the exported actor: remove one of the two"
-    has_judge = judge is not None or (config.data.path is None and all(s.builtin for s in config.data.sources))
+    has_judge = judge is not None or (
+        config.data.path is None and all(s.builtin == "demo" for s in config.data.sources)
+    )
     if ppo.export == "best" and not has_judge and not ppo.asks_reference:
         yield (
             "ppo.export=best without a judge selects by the reward within a KL budget, but ppo.kl_coef=0 measures no "

@@ -116,7 +116,10 @@ class SourceConfig(Section):
         None,
         description="held-out split of the hub set; without it, eval_fraction of the prompts of `split` are held out",
     )
-    builtin: Literal["demo"] | None = Field(None, description="data that zerochat generates itself")
+    builtin: Literal["demo", "tasks"] | None = Field(
+        None,
+        description="rows that are generated when a stage starts: demo, conversations and preferences of zerochat; tasks, questions and answers of reasoning-gym (data.task)",
+    )
     weight: float | None = Field(
         None,
         gt=0,
@@ -127,6 +130,18 @@ class SourceConfig(Section):
         description="stages that this source serves; dpo reads the pairs of the sources that serve reward",
     )
     columns: dict[str, str] = Field({}, description="columns to rename: {name in the file: name that zerochat expects}")
+
+
+class TaskConfig(Section):
+    name: str = Field("chain_sum", description="name of a task of reasoning-gym")
+    options: dict[str, Any] = Field({}, description="options of the task, {name: value}")
+    rows: int = Field(
+        8000,
+        ge=16,
+        le=1_000_000,
+        description="number of generated training rows, before repeated questions are removed",
+    )
+    held_out: int = Field(256, ge=1, le=100_000, description="number of generated held-out questions")
 
 
 class DataConfig(Section):
@@ -144,6 +159,7 @@ class DataConfig(Section):
         0.05, ge=0, le=1, description="largest share of unusable rows; a file with more is rejected"
     )
     demo_examples: int = Field(12000, ge=200, description="number of generated examples (data=demo)")
+    task: TaskConfig = TaskConfig()
 
 
 class EngineSettings(Section):

@@ -237,7 +237,7 @@ def _open(data: "DataConfig", kind: str, seed: int, labels: bool) -> list[_Confi
                 "%s=%s does not exist: skipped, because only %s read it", key, config.path, ", ".join(config.stages)
             )
         else:
-            source = open_source(config, demo_examples=data.demo_examples, demo_seed=seed, key=key)
+            source = open_source(config, data, seed=seed, key=key)
             opened.append(_Configured(source, config, labels))
     return opened
 

@@ -1,8 +1,10 @@
-"""Sources of rows: local files, data sets of the Hugging Face hub, and the data that zerochat generates."""
+"""Sources of rows: local files, data sets of the Hugging Face hub, and generated data (the demo, reasoning-gym)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +13,7 @@ from pipeline.data.hub import load_split
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import DataConfig, SourceConfig
+    from pipeline.config.schema import DataConfig, SourceConfig, TaskConfig
 
 _DEMO_ROWS = {"sft": "conversations", "reward": "preferences", "ppo": "prompts"}
 
@@ -45,13 +47,15 @@ def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
     return list(data.sources)
 
 
-def open_source(config: "SourceConfig", *, demo_examples: int, demo_seed: int, key: str = "data.path") -> Source:
-    """Return the source for a configuration. Error messages call its path `key`.
+def open_source(config: "SourceConfig", data: "DataConfig", *, seed: int, key: str = "data.path") -> Source:
+    """Return the source for a configuration. Error messages call its path `key`. `seed` generates rows.
 
     If both `path` and `hub` are set, `path` is read if it exists, otherwise the hub.
     """
-    if config.builtin is not None:
-        return DemoSource(demo_examples, demo_seed)
+    if config.builtin == "tasks":
+        return TaskSource(data.task, seed)
+    if config.builtin == "demo":
+        return DemoSource(data.demo_examples, seed)
     if is_remote(config):
         return HubSource(config)
     if config.path is not None:
@@ -94,6 +98,48 @@ def _demo_rows(kind: str, examples: int, seed: int) -> list[dict[str, Any]]:
     from pipeline.demo import rows_of
 
     return rows_of(kind, examples, seed)
+
+
+class TaskSource:
+    """The questions and answers of a task of reasoning-gym, with held-out questions.
+
+    A row contains question, answer and metadata, which the task's own scoring function needs.
+    """
+
+    dedicated = False
+    has_held_out = True
+
+    def __init__(self, task: "TaskConfig", seed: int) -> None:
+        self.name, self._task, self._seed = task.name, task, seed
+
+    def train(self, stage: str) -> list[Table]:
+        return [self._table("train", self._task.rows)]
+
+    def held_out(self, stage: str) -> list[Table]:
+        return [self._table("held out", self._task.held_out)]
+
+    def _table(self, split: str, rows: int) -> Table:
+        """Return the rows of a split with different questions. The loader removes held-out questions from training."""
+        try:
+            import reasoning_gym
+        except ImportError:
+            raise UserError(
+                f"data.task.name={self.name} needs the package reasoning-gym: pip install 'zerochat[tasks]'"
+            ) from None
+        if self.name not in reasoning_gym.factory.DATASETS:
+            near = ", ".join(get_close_matches(self.name, reasoning_gym.factory.DATASETS, 3, 0.3))
+            raise UserError(f"data.task.name={self.name}: reasoning-gym has no such task. Similar names: {near}")
+        # The task seeds row i with seed + i, so neighbouring seeds would share rows: the hash spreads them.
+        seed = int.from_bytes(sha256(f"{self._seed} {split}".encode()).digest()[:4])
+        try:
+            made = reasoning_gym.create_dataset(self.name, **{**self._task.options, "seed": seed, "size": rows})
+        except (TypeError, ValueError, AssertionError) as problem:
+            raise UserError(
+                f"data.task.options={self._task.options}: the task {self.name} refuses them: {problem}. Correct "
+                "data.task.options (reasoning-gym documents the options of each task)"
+            ) from problem
+        by_question = {row["question"]: row for row in (made[index] for index in range(rows))}
+        return table_of(f"{self.name} ({split})", [*by_question.values()])
 
 
 class LocalSource:

@@ -189,9 +189,14 @@ def data_source(data: DataConfig) -> dict[str, Any]:
 
 
 def _data_settings(data: DataConfig) -> dict[str, Any]:
-    settings = data.model_dump(mode="json", exclude={"name", "path", "sources", "bad_row_limit", "demo_examples"})
-    if any(source.builtin for source in data.sources) and data.path is None:
+    settings = data.model_dump(
+        mode="json", exclude={"name", "path", "sources", "bad_row_limit", "demo_examples", "task"}
+    )
+    generated = {source.builtin for source in data.sources} if data.path is None else set()
+    if "demo" in generated:
         settings["demo_examples"] = data.demo_examples
+    if "tasks" in generated:
+        settings["task"] = data.task.model_dump(mode="json")
     return {**settings, **data_source(data)}
 
 
