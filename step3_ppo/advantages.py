@@ -112,6 +112,17 @@ def online_dpo(scores: Tensor, log_ratios: Tensor, samples: int, *, beta: float)
     return torch.zeros_like(groups).scatter_add(1, best, weights).scatter_add(1, worst, -weights).flatten()
 
 
+def distill(logprobs: Tensor, teacher: Tensor) -> Tensor:
+    """Return log q(token) - log p(token) of tokens that the student p sampled; q is the teacher.
+
+    As the advantage of a policy gradient step, its expectation is the negative gradient of KL(p, q) at each position of
+    the student's own answers. The gradient through the choice of these positions is left out (Agarwal et al., 2023,
+    "On-policy distillation of language models", arXiv:2306.13649, section 3.2, with the reverse KL; Lu and Thinking
+    Machines Lab, 2025, "On-policy distillation").
+    """
+    return -kl_k1(logprobs, teacher)
+
+
 def is_uniform(scores: Tensor, samples: int) -> Tensor:
     """Return (B / samples,) bool: whether all answers to a prompt have the same score, so that none is preferred."""
     groups = scores.view(-1, samples)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from step3_ppo.advantages import KL, gae, grpo, is_uniform, online_dpo, rloo, shaped_rewards, whiten
+from step3_ppo.advantages import KL, distill, gae, grpo, is_uniform, online_dpo, rloo, shaped_rewards, whiten
 from step3_ppo.rollout import Rollout
 
 
@@ -136,6 +136,13 @@ def estimate_online_dpo(
     return Advantages(advantages, rewards, uniform_prompts=is_uniform(scores, samples).float().mean())
 
 
+def estimate_distill(rollout: Rollout, rewards: Tensor, scores: Tensor) -> Advantages:
+    """Estimate by on-policy distillation: the log-ratio of teacher and student at each token. The reference teaches."""
+    assert rollout.reference is not None, "distillation without a teacher"
+    ratios = torch.where(rollout.response_mask, distill(rollout.logprobs, rollout.reference), 0)
+    return Advantages(ratios, ratios)
+
+
 ESTIMATORS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
     "gae": (estimate_gae, ("gamma", "lam", "whiten_advantages")),
     "rloo": (estimate_rloo, ("samples",)),
@@ -143,6 +150,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
     "reinforce": (estimate_reinforce, ("gamma", "whiten_advantages")),
     "reinforce_baseline": (estimate_reinforce_baseline, ("samples", "whiten_advantages")),
     "online_dpo": (estimate_online_dpo, ("samples", "pair_beta")),
+    "distill": (estimate_distill, ()),
 }
 """The estimators by the value of `ppo.advantage`, with the keys of `ppo` that they take."""
 

@@ -35,7 +35,7 @@ def build_evaluator(
     judge: UserFunction | None = None,
     candidates: int = 1,
 ) -> Evaluator:
-    """Return an evaluator whose scores are those of the reward model and the reward function of PPO."""
+    """Return an evaluator whose scores are those of the reward model and the reward function of PPO, if it has any."""
     token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
 
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
@@ -47,7 +47,8 @@ def build_evaluator(
         scores = score_answers(models, batches, calls)
         return scores.total, scores.function
 
-    return Evaluator(prompts, tokenizer, sampling, temperatures, judge, score, keep, candidates)
+    scorer = score if models.has_rewards else None
+    return Evaluator(prompts, tokenizer, sampling, temperatures, judge, scorer, keep, candidates)
 
 
 def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:

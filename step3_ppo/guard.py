@@ -177,7 +177,10 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
             flush=True,
         )
     # The small clip range of ratios per answer (GSPO) clips a large share of the tokens also in normal runs.
-    watched = [name for name in WATCHED if name != "clip_fraction" or ppo.ratio == "token"]
+    # The KL to a teacher starts high: it measures what the student has to learn.
+    unwatched = {"clip_fraction"} if ppo.ratio == "sequence" else set()
+    unwatched |= {"kl"} if ppo.advantage == "distill" else set()
+    watched = [name for name in WATCHED if name not in unwatched]
     rollbacks = broadcast_from_rank_zero(read_rollbacks(folder))
     return Guard(ppo.guard, has_judge, ppo.kl_budget, rollbacks, watched)
 

@@ -27,7 +27,8 @@ class Models:
     """The engines of PPO, and the reward function.
 
     critic: None for estimators that compare the answers to a prompt
-    reference: None without a KL to it; the actor itself if that has adapters, and then scores without them
+    reference: None without a KL to it; the actor itself if that has adapters, and then scores without them; the teacher
+        of a distillation
     reward: the reward model, whose scores have the mean 0 over reference answers; None if `function` alone scores
     reward_std: the standard deviation of these scores
     ensemble: further reward models, with the same mean and standard deviation of their scores
@@ -49,6 +50,11 @@ class Models:
     def score_unit(self) -> float:
         """The standard deviation of the reward model's part of the score; 1 without a reward model."""
         return 1.0 if self.reward is None else self.reward_std * self.reward_weights.get(REWARD_MODEL, 1.0)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether a reward model or a reward function scores the answers. Distillation has neither."""
+        return self.reward is not None or self.function is not None
 
     @property
     def packing(self) -> bool:
@@ -89,6 +95,7 @@ class ModelSources:
 
     critic: the reward model, or the SFT model with a head of zeros if there is no reward model
     ensemble: further reward models (`ppo.reward_ensemble`)
+    teacher: the model that replaces the reference (`teacher`); None: the reference is the SFT model
     """
 
     actor: ModelSource
@@ -96,10 +103,11 @@ class ModelSources:
     reward: ModelSource | None
     tokenizer: ChatTokenizer
     ensemble: Sequence[ModelSource] = ()
+    teacher: ModelSource | None = None
 
 
 def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
-    """Return the models that `actor=` and `reward=` name, by default those of this run.
+    """Return the models that `actor=`, `reward=` and `teacher=` name, by default those of this run.
 
     Raises UserError if a model is missing or of another kind.
     """
@@ -107,7 +115,7 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     actor, tokenizer = policy_to_tune(config, policy_folder)
     if not config.ppo.reward_model:
         critic = stage_source(config, policy_folder)  # a copy: building a scorer changes its configuration
-        return ModelSources(actor, critic, None, tokenizer)
+        return ModelSources(actor, critic, None, tokenizer, teacher=load_teacher(config, tokenizer))
     first = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
     rewards = []
     for folder in (first, *map(Path, config.ppo.reward_ensemble)):
@@ -122,6 +130,19 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
             )
         rewards.append(reward)
     return ModelSources(actor, rewards[0], rewards[0], tokenizer, rewards[1:])
+
+
+def load_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> ModelSource | None:
+    """Return the model that `teacher=` names; None if the key is null. Raises UserError for another tokenizer."""
+    if config.teacher is None:
+        return None
+    teacher, own = policy_to_tune(config, Path(config.teacher))
+    if own.fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"teacher={config.teacher} has another tokenizer than the student, so their probabilities are of different "
+            "tokens: train the student with model.tokenizer of the teacher, or select another teacher"
+        )
+    return teacher
 
 
 def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:
@@ -139,11 +160,15 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
         generates=True,
     )
     reference = None
-    if section.asks_reference:
+    if sources.teacher is not None:
+        reference = build_policy(sources.teacher, choice(section.reference_engine))
+    elif section.asks_reference:
         reference = actor if adapters else build_policy(sources.actor, choice(section.reference_engine))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     verify(actor, max_length=longest)
-    if reference is not None and reference is not actor:
+    if sources.teacher is not None and reference is not None:
+        verify(reference, max_length=longest)
+    elif reference is not None and reference is not actor:
         adopt(reference, actor)
     mean, std = reference_level(sources.reward)
     critic = None

@@ -44,7 +44,8 @@ class Rollout:
     prompts, responses: token ids of B sequences; a response contains its end token
     finished: (B,) bool, whether the response has an end token
     response_mask: (B, R) bool; the tables below are (B, R) fp32 and zero outside the mask
-    scores: (B,) fp32, the score of the reward model less its mean over reference answers, plus that of the function
+    scores: (B,) fp32, the score of the reward model less its mean over reference answers, plus that of the function;
+        without either, the log-ratio of the reference (the teacher) and the policy, summed over the tokens
     logprobs: log-probabilities under the policy, by the trainer's forward
     reference: log-probabilities under the reference; None without a reference
     values: the critic's value before each token; None without a critic
@@ -178,12 +179,16 @@ def collect(
     tables["generator"] = {i: torch.tensor(generation.logprobs) for i, generation in enumerate(generations)}
     table = {name: distributed.to_device(_table(rows, len(prompts)), device()) for name, rows in tables.items()}
     lengths = torch.tensor([len(response) for response in responses])
+    if models.has_rewards:
+        totals = distributed.to_device(torch.tensor(scores.total), device())
+    else:
+        totals = (table["reference"] - table["logprobs"]).sum(1)  # both are zero after the end of an answer
     return Rollout(
         prompts=prompts,
         responses=responses,
         finished=distributed.to_device(torch.tensor([generation.finished for generation in generations]), device()),
         response_mask=distributed.to_device(torch.arange(int(lengths.max()))[None] < lengths[:, None], device()),
-        scores=distributed.to_device(torch.tensor(scores.total), device()),
+        scores=totals,
         logprobs=table["logprobs"],
         reference=table.get("reference"),
         values=table.get("values"),
@@ -215,7 +220,7 @@ def ended_answers(
 
 
 def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence[Call]) -> Scores:
-    """Return the scores of all answers, on every rank: the weighted sum of all rewards."""
+    """Return the scores of all answers, on every rank: the weighted sum of all rewards. Empty without rewards."""
     rewards: dict[str, list[float]] = {}
     if models.function is not None:
         rewards = function_rewards(models.function, calls)
@@ -228,7 +233,6 @@ def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence
             )
         members = [model_scores(engine, batches) for engine in (models.reward, *models.ensemble)]
         rewards[REWARD_MODEL] = ensemble_scores(members, models.ensemble_score)
-    assert rewards, "PPO needs a reward model or a reward function"
     unknown = [name for name in models.reward_weights if name not in rewards]
     if unknown:
         raise SharedError(

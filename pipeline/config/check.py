@@ -76,6 +76,14 @@ def _method_mistakes(config: RunConfig) -> Iterable[str]:
     if config.method != "ppo" and config.stage not in ("all", "plan", *METHODS[config.method]):
         stages = " and ".join(METHODS[config.method])
         yield f"method={config.method} has the stages {stages}, but stage={config.stage}: remove one of the two"
+    teaches = config.ppo.advantage == "distill"
+    if config.method == "distill" and not teaches:
+        yield (
+            f"method=distill needs ppo.advantage=distill, not {config.ppo.advantage}: remove ppo= and ppo.advantage=, "
+            "or set method=ppo"
+        )
+    if config.teacher is not None and not teaches:
+        yield f"teacher={config.teacher} is used by method=distill only: set method=distill, or remove teacher="
 
 
 def _start_mistakes(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:
@@ -152,7 +160,9 @@ def _dpo_mistakes(dpo: DpoSection) -> Iterable[str]:
 
 def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
     ppo = config.ppo
-    if not ppo.reward_model:
+    if ppo.advantage == "distill":
+        yield from _distill_mistakes(config)
+    elif not ppo.reward_model:
         yield from _without_reward_model(config)
     if "model" in ppo.reward_weights and not ppo.reward_model:
         yield "ppo.reward_weights.model weighs the reward model, but ppo.reward_model=false: remove one of the two"
@@ -206,7 +216,7 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             "forward passes over the full rollout: set ppo.minibatches=1, or remove ppo.shared_forward"
         )
     if ppo.advantage != "gae":
-        if ppo.samples < 2 and ppo.advantage != "reinforce":
+        if ppo.samples < 2 and ppo.advantage not in ("reinforce", "distill"):
             yield (
                 f"ppo.advantage={ppo.advantage} compares the answers to one prompt, but ppo.samples={ppo.samples}: set "
                 "ppo.samples=4, or ppo.advantage=gae"
@@ -241,7 +251,7 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             "ppo.kl_estimator=k3_weighted weighs the KL in the loss, but the KL counts in the reward, where the policy "
             "ratio is 1: set ppo.kl_in=loss, or ppo.kl_estimator=k3"
         )
-    if ppo.ratio == "sequence" and ppo.advantage in ("gae", "reinforce"):
+    if ppo.ratio == "sequence" and ppo.advantage in ("gae", "reinforce", "distill"):
         yield (
             f"ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage={ppo.advantage} has one for "
             "each token: set ppo.advantage=grpo and ppo.samples=4 (or ppo=gspo), or ppo.ratio=token"
@@ -251,7 +261,7 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
             f"ppo.importance_weights={ppo.importance_weights} has no effect without a cap: set ppo.importance_cap=2, "
             "or remove ppo.importance_weights"
         )
-    if ppo.resample and ppo.advantage in ("gae", "reinforce"):
+    if ppo.resample and ppo.advantage in ("gae", "reinforce", "distill"):
         yield (
             f"ppo.resample={ppo.resample} replaces prompts whose answers all have the same score, but ppo.advantage="
             f"{ppo.advantage} does not compare the answers to a prompt: remove ppo.resample, or set ppo.advantage=grpo"
@@ -275,7 +285,7 @@ def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
         yield f"ppo.divide_by_std=false needs ppo.advantage=grpo, not {ppo.advantage}: remove ppo.divide_by_std"
     if ppo.kl_target is not None and ppo.kl_coef == 0:
         yield f"ppo.kl_target={ppo.kl_target:g} adapts ppo.kl_coef by a factor, and 0 stays 0: set ppo.kl_coef=0.05"
-    if ppo.reference is False and ppo.kl_coef > 0:
+    if ppo.reference is False and ppo.kl_coef > 0 and ppo.advantage != "distill":
         yield (
             f"ppo.reference=false, but ppo.kl_coef={ppo.kl_coef:g} weighs the KL to the reference: set ppo.kl_coef=0, "
             "or remove ppo.reference"
@@ -317,6 +327,36 @@ def _without_reward_model(config: RunConfig) -> Iterable[str]:
         )
     if config.reward_path is not None:
         yield f"reward={config.reward_path} selects a reward model, but ppo.reward_model=false: remove one of the two"
+
+
+def _distill_mistakes(config: RunConfig) -> Iterable[str]:
+    """Yield messages about settings that distillation lacks or does not use."""
+    ppo = config.ppo
+    if config.teacher is None:
+        yield "ppo.advantage=distill learns from a teacher: set teacher=FOLDER (a model folder, or RUN/sft, RUN/ppo)"
+    if ppo.reward_model or ppo.reward_function is not None or config.reward_path is not None:
+        used = next(
+            (
+                f"{key}={value}"
+                for key, value in (("ppo.reward_function", ppo.reward_function), ("reward", config.reward_path))
+                if value
+            ),
+            "ppo.reward_model=true",
+        )
+        yield (
+            f"{used} has no effect, because ppo.advantage=distill has no reward: select ppo=distill and remove it (a "
+            "function that grades the result is evaluation.judge=FILE.py:NAME)"
+        )
+    if ppo.kl_coef > 0:
+        yield (
+            f"ppo.kl_coef={ppo.kl_coef:g} would count the KL to the teacher twice, because ppo.advantage=distill "
+            "minimizes it: set ppo.kl_coef=0"
+        )
+    if ppo.reference is False:
+        yield "ppo.advantage=distill reads the log-probabilities of the teacher, but ppo.reference=false: remove it"
+    if ppo.length_penalty or ppo.score_clip is not None:
+        name = "length_penalty" if ppo.length_penalty else "score_clip"
+        yield f"ppo.{name} changes scores, and ppo.advantage=distill has none: remove ppo.{name}"
 
 
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
@@ -368,7 +408,11 @@ def _unused_engine_keys(ppo: PpoSection) -> Iterable[str]:
     unused = (
         ("critic_engine", ppo.advantage != "gae", f"ppo.advantage={ppo.advantage} has no critic"),
         ("reference_engine", not ppo.asks_reference, "ppo.kl_coef=0 has no reference (ppo.reference=true adds one)"),
-        ("reference_engine", ppo.lora.rank > 0, "the actor without its adapters is the reference"),
+        (
+            "reference_engine",
+            ppo.lora.rank > 0 and ppo.advantage != "distill",
+            "the actor without its adapters is the reference",
+        ),
         ("reward_engine", not ppo.reward_model, "ppo.reward_model=false has no reward model"),
     )
     for key, is_unused, reason in unused:

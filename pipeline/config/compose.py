@@ -229,7 +229,19 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if source is None:
         return {}, [] if own_model else [f"model.path={quoted(str(folder))}"]
     settings = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
-    for key in ("name", "run_dir", "stage", "method", "actor", "reward_path", "ranks", "debug", "tracking", "profile"):
+    for key in (
+        "name",
+        "run_dir",
+        "stage",
+        "method",
+        "actor",
+        "reward_path",
+        "teacher",
+        "ranks",
+        "debug",
+        "tracking",
+        "profile",
+    ):
         settings.pop(key, None)
     for group, key in REMOVED_KEYS:
         settings.get(group, {}).pop(key, None)

@@ -24,6 +24,7 @@ MAIN_KEYS = (
     "ranks",
     "actor",
     "reward_path",
+    "teacher",
     "model.path",
     "model.hub",
     "model.weights",

@@ -51,7 +51,12 @@ def check_paths(config: RunConfig) -> None:
     if config.tracking.kind in ("tensorboard", "both"):
         require_tensorboard(config.tracking.kind)
     members = [("ppo.reward_ensemble", folder) for folder in config.ppo.reward_ensemble]
-    for key, location in (("actor", config.actor), ("reward", config.reward_path), *members):
+    for key, location in (
+        ("actor", config.actor),
+        ("reward", config.reward_path),
+        ("teacher", config.teacher),
+        *members,
+    ):
         if location is not None:
             model_folder(location, key)
     for key, model in (("model", config.model), ("reward_model", config.reward_model)):

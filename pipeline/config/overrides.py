@@ -24,6 +24,7 @@ PATH_KEYS = {
     "run_dir",
     "actor",
     "reward_path",
+    "teacher",
     "tokenizer",
     "chat_template",
     "reward_function",
@@ -94,9 +95,13 @@ def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
 
 
 def _implied(tokens: Iterable[str], keys: set[str]) -> list[str]:
-    """Return overrides for a user's own model or data: remove the default option, and set the name from the path."""
-    extra: list[str] = []
+    """Return overrides that other tokens imply.
+
+    A user's own model or data removes the default option, and its path gives the name. method=distill selects
+    ppo=distill.
+    """
     values = {key: value for _, key, value in map(split, tokens) if value}
+    extra = ["ppo=distill"] if values.get("method") == "distill" and "ppo" not in keys else []
     locations = {"model": ("path", "hub"), "data": ("path", "sources"), "reward_model": ("path", "hub")}
     for group, names in locations.items():
         own = next((values[f"{group}.{name}"] for name in names if f"{group}.{name}" in values), None)

@@ -452,9 +452,9 @@ class PpoSection(StageSection):
     critic_warmup: int = Field(
         0, ge=0, description="number of rollouts at the start in which only the critic is trained"
     )
-    advantage: Literal["gae", "rloo", "grpo", "reinforce", "reinforce_baseline", "online_dpo"] = Field(
+    advantage: Literal["gae", "rloo", "grpo", "reinforce", "reinforce_baseline", "online_dpo", "distill"] = Field(
         "gae",
-        description="baseline of the advantages: gae, a critic; rloo and grpo, the other answers to the same prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025); reinforce_baseline, the other answers to the same prompt, whitened over the rollout; online_dpo, the gradient of DPO on the best and the worst answer to each prompt (Guo et al., 2024)",
+        description="baseline of the advantages: gae, a critic; rloo and grpo, the other answers to the same prompt, without a critic; reinforce, all answers of the rollout (REINFORCE++; Hu, 2025); reinforce_baseline, the other answers to the same prompt, whitened over the rollout; online_dpo, the gradient of DPO on the best and the worst answer to each prompt (Guo et al., 2024); distill, the log-ratio of the teacher and the policy at each token, without a reward (method=distill)",
     )
     pair_beta: float = Field(
         0.1, gt=0, description="online_dpo: strength of the pull towards the reference, as dpo.beta for loss=sigmoid"
@@ -534,15 +534,15 @@ class PpoSection(StageSection):
     @property
     def kl_counts_in(self) -> Literal["reward", "loss"]:
         """`kl_in`, or the usual choice for `advantage`."""
-        in_loss = ("grpo", "reinforce_baseline", "online_dpo")
+        in_loss = ("grpo", "reinforce_baseline", "online_dpo", "distill")
         return self.kl_in or ("loss" if self.advantage in in_loss else "reward")
 
     @property
     def asks_reference(self) -> bool:
-        """`reference`, or whether the KL counts (`kl_coef` above 0), the guard watches it or online DPO needs it."""
+        """`reference`, or whether the KL counts (`kl_coef` above 0), the guard watches it or the estimator needs it."""
         if self.reference is not None:
             return self.reference
-        return self.kl_coef > 0 or self.guard != "off" or self.advantage == "online_dpo"
+        return self.kl_coef > 0 or self.guard != "off" or self.advantage in ("online_dpo", "distill")
 
 
 class RolloutSection(Section):
@@ -643,9 +643,9 @@ class RunConfig(Section):
     stage: Literal["all", "sft", "reward", "dpo", "ppo", "plan"] = Field(
         "all", description="stage to run; all: every stage; plan: only print the memory and time that all stages need"
     )
-    method: Literal["ppo", "dpo"] = Field(
+    method: Literal["ppo", "dpo", "distill"] = Field(
         "ppo",
-        description="stages of stage=all: ppo runs SFT, a reward model and PPO; dpo runs SFT and direct preference optimisation",
+        description="stages of stage=all: ppo runs SFT, a reward model and PPO; dpo runs SFT and direct preference optimisation; distill runs SFT and on-policy distillation from `teacher` (short form of ppo=distill)",
     )
     seed: int = Field(1, ge=0, lt=2**32, description="seed of all random numbers")
     ranks: int | None = Field(
@@ -664,6 +664,10 @@ class RunConfig(Section):
     reward_path: FilePath | None = Field(
         None,
         description="model folder (or stage folder) of the reward model; default: the reward stage of this run (short form: reward=PATH)",
+    )
+    teacher: FilePath | None = Field(
+        None,
+        description="model folder (or stage folder) of the teacher, for method=distill; with the tokenizer of the student",
     )
     debug: bool = Field(False, description="show tracebacks")
     model: ModelConfig

@@ -79,7 +79,7 @@ STAGES = {
         closing=("eval_score", "eval_function_score", "gold_score", "gold_score_at_0", "kl", "response_length"),
     ),
 }
-METHODS = {"ppo": ("sft", "reward", "ppo"), "dpo": ("sft", "dpo")}
+METHODS = {"ppo": ("sft", "reward", "ppo"), "dpo": ("sft", "dpo"), "distill": ("sft", "ppo")}
 """The stages of each method, which makes a chat model from a base model."""
 POLICIES = ("dpo", "ppo")
 """The stages that train a policy further after SFT."""

@@ -240,7 +240,8 @@ def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path
     sft: {"base": None}
     reward: {"base": None} or {"sft": folder}
     dpo: {"actor": folder}
-    ppo: {"actor": folder}, and {"reward": folder, "reward_2": folder, ...} if it uses reward models
+    ppo: {"actor": folder}, and {"reward": folder, "reward_2": folder, ...} if it uses reward models, or
+        {"teacher": folder} if it uses a teacher
 
     Raise UserError if the model of an earlier stage is missing.
     """
@@ -255,6 +256,8 @@ def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path
         inputs["reward"] = find_model("reward", "reward", config.reward_path)
         for number, folder in enumerate(config.ppo.reward_ensemble, 2):
             inputs[f"reward_{number}"] = model_folder(folder, "ppo.reward_ensemble")
+    if stage == "ppo" and config.teacher is not None:
+        inputs["teacher"] = model_folder(config.teacher, "teacher")
     return inputs
 
 
@@ -402,7 +405,9 @@ def hash_request(config: RunConfig, stages: list[str]) -> str:
         }
         for stage in stages
     }
-    return digest({"stages": settings, "actor": config.actor, "reward": config.reward_path})
+    models = {"actor": config.actor, "reward": config.reward_path}
+    models |= {} if config.teacher is None else {"teacher": config.teacher}
+    return digest({"stages": settings, **models})
 
 
 def move_aside(folder: Path) -> Path:

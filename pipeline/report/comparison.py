@@ -23,6 +23,7 @@ SCORED = {
     "reward model": "By the reward model that PPO was trained on. It has no fixed scale.",
     "reward function": "By the reward function that PPO was trained on.",
     "reward": "The sum of reward model and reward function, which PPO was trained on. It has no fixed scale.",
+    "teacher": "The log-ratio of teacher and student, which distillation was trained on.",
 }
 
 

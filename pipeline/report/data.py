@@ -90,7 +90,9 @@ class RunReading:
 
     @property
     def rewarder(self) -> str:
-        """Return what scores PPO's answers: "reward model", "reward function", or "reward" for both."""
+        """Return what PPO learns from: "reward model", "reward function", "reward" for both, or "teacher"."""
+        if self.setting("ppo", "advantage") == "distill":
+            return "teacher"
         if not self.setting("ppo", "reward_function"):
             return "reward model"
         return "reward function" if self.setting("ppo", "reward_model") is False else "reward"

@@ -178,9 +178,10 @@ def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
     if gold is not None:
         evidence = _evidence(gold, "gold score", label)
         evidence += f" {describe_pooled(wins, label)}" if wins is not None else ""
+        method = "Distillation" if runs[0].rewarder == "teacher" else "RLHF" if policy == "ppo" else label
         headlines: dict[Outcome, str] = {
-            "good": f"{'RLHF' if policy == 'ppo' else label} helped over {count} seeds",
-            "bad": f"{'RLHF' if policy == 'ppo' else label} hurt over {count} seeds",
+            "good": f"{method} helped over {count} seeds",
+            "bad": f"{method} hurt over {count} seeds",
             "open": f"No clear difference between SFT and {label} over {count} seeds",
         }
         return Verdict(gold.outcome, headlines[gold.outcome], evidence, METHOD)

@@ -38,6 +38,7 @@ SCORE = {
     "reward model": "The reward score",
     "reward function": "The reward function's score",
     "reward": "The sum of reward model and reward function",
+    "teacher": "The log-ratio of teacher and student",
 }
 MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not clearly change"}
 
@@ -248,6 +249,8 @@ def conclusion(run_dir: Path) -> str | None:
 def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, rewarder: str) -> Verdict:
     label = LABELS[gold.after]
     method = "RLHF" if gold.after == "ppo" else label
+    if rewarder == "teacher":
+        method = label = "Distillation"
     evidence = (
         f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after SFT to "
         f"{gold.new_mean:.2f} after {label}: {_interval(gold)}."

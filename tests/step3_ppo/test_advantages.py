@@ -9,6 +9,7 @@ import torch
 
 from step3_ppo.advantages import (
     KlController,
+    distill,
     gae,
     grpo,
     is_uniform,
@@ -145,6 +146,24 @@ def test_online_dpo_by_hand() -> None:
     weight = 0.4 / (1 + math.exp(0.4 * (-0.5 - 1.0)))
     found = online_dpo(scores, ratios, 3, beta=0.4)
     assert found.tolist() == pytest.approx([0.0, weight, -weight, 0.0, 0.0, 0.0])
+
+
+def test_distillation_by_hand() -> None:
+    """The teacher gives 0.5 and 0.1 to tokens that the student gives 0.25 and 0.4: log 2 and -log 4."""
+    found = distill(torch.tensor([0.25, 0.4]).log(), torch.tensor([0.5, 0.1]).log())
+    assert found.tolist() == pytest.approx([math.log(2), -math.log(4)], rel=1e-6)
+
+
+def test_a_policy_gradient_step_towards_the_teacher_lowers_the_reverse_kl() -> None:
+    """Over all tokens of a position, the expected gradient is that of sum p log(p / q)."""
+    noise = torch.Generator().manual_seed(4)
+    logits = torch.randn(5, dtype=torch.float64, generator=noise).requires_grad_()
+    teacher = torch.randn(5, dtype=torch.float64, generator=noise).log_softmax(0)
+    student = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
+    advantages = distill(student.detach(), teacher)
+    (found,) = torch.autograd.grad(-(student.detach().exp() * advantages * student).sum(), logits)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_policy_gradient_step_with_these_advantages_is_a_step_of_dpo() -> None:

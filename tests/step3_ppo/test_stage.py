@@ -158,6 +158,51 @@ def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(tmp_path: Path
     assert inputs["reward_2"] == tmp_path / "second" / "model" and inputs["reward"] == tmp_path / "reward" / "model"
 
 
+def distillation(folder: Path) -> RunConfig:
+    """PPO that learns from the model in `folder`/teacher, without a reward."""
+    section = {"advantage": "distill", "reward_model": False, "kl_coef": 0.0, "update_epochs": 1, "epochs": 6.0}
+    made = config(folder, **section, batch_size=12, samples=4, lr=0.02)
+    return made.model_copy(update={"reward_path": None, "teacher": str(folder / "teacher")})
+
+
+def test_a_student_approaches_its_teacher_on_its_own_answers(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    language_model(config_of("gpt2", vocab_size=VOCABULARY), seed=9).save_pretrained(tmp_path / "t")
+    source = source_in(tmp_path / "t")
+    export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "teacher" / "model")
+    made = distillation(tmp_path)
+    assert stage_inputs(made, tmp_path, "ppo")["teacher"] == tmp_path / "teacher" / "model"
+    sources = load_models(made, tmp_path)
+    prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
+    ppo = Ppo(made, tmp_path / "ppo", sources, prompts)
+    assert ppo.models.critic is None and not ppo.models.has_rewards
+    stage = StageRun(tmp_path / "ppo", made.ppo, ppo.steps, ppo.models.learning)
+    kl = []
+    for step in range(1, ppo.steps + 1):
+        rollout = ppo.collect(step, stage)
+        advantages = ppo.compute_advantages(rollout)
+        mask = rollout.response_mask
+        assert rollout.reference is not None
+        assert torch.equal(advantages.advantages, torch.where(mask, rollout.reference - rollout.logprobs, 0))
+        torch.testing.assert_close(rollout.scores, advantages.advantages.sum(1))
+        metrics = rollout_metrics(rollout, advantages)
+        assert metrics["score"] == pytest.approx(-metrics["kl"], rel=1e-4)
+        kl.append(metrics["kl"] / metrics["response_length"])
+        learn(ppo, step, rollout, advantages, stage.budget)
+    assert kl[-1] < 0.7 * kl[0], kl
+    sampling = Sampling(max_new_tokens=4, end_ids=ppo.tokenizer.end_ids, pad_id=ppo.tokenizer.pad_id, seed=1)
+    evaluator = build_evaluator(ppo.models, [], ppo.tokenizer, sampling, [0.0], budget=100, keep=True)
+    assert evaluator.score is None
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    shutil.copytree(tmp_path / "sft", tmp_path / "teacher")
+    tokenizer("zzz zzz zzz zzz zzz zzz").save(tmp_path / "teacher" / "model")
+    with pytest.raises(UserError, match=r"teacher=.* has another tokenizer than the student"):
+        load_models(distillation(tmp_path), tmp_path)
+
+
 def test_the_missing_end_costs_standard_deviations_of_the_score(tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, missing_end_penalty=2.0)

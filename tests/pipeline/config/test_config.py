@@ -224,7 +224,16 @@ def test_an_actor_from_elsewhere_is_the_model(tmp_path):
         ("beta=0.2", "beta: there is no such key; did you mean dpo.beta?"),
         ("dpo.loss_type=ipo", "dpo.loss_type: there is no such key; did you mean dpo.loss?"),
         ("dpo.rpo_alpha=1", "dpo.rpo_alpha: there is no such key; did you mean dpo.sft_coef?"),
-        ("method=grpo", "method=grpo: write ppo or dpo"),
+        ("method=grpo", "method=grpo: write ppo, dpo or distill"),
+        ("method=distill", "ppo.advantage=distill learns from a teacher: set teacher=FOLDER"),
+        ("teacher=a", "teacher=a is used by method=distill only: set method=distill"),
+        (["method=distill", "teacher=a", "ppo=grpo"], "method=distill needs ppo.advantage=distill, not grpo"),
+        (["method=distill", "teacher=a", "ppo.kl_coef=0.1"], "would count the KL to the teacher twice"),
+        (["method=distill", "teacher=a", "ppo.reference=false"], "of the teacher, but ppo.reference=false: remove it"),
+        (["method=distill", "teacher=a", "ppo.reward_model=true"], "ppo.reward_model=true has no effect, because"),
+        (["method=distill", "teacher=a", "ppo.reward_function=f.py:f"], "ppo.reward_function=f.py:f has no effect"),
+        (["method=distill", "teacher=a", "ppo.score_clip=1"], "ppo.score_clip changes scores"),
+        (["method=distill", "teacher=a", "ppo.ratio=sequence"], "one advantage for each answer, but ppo.advantage=di"),
         (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
         (["method=dpo", "reward=x/reward"], "model that PPO starts from, but method=dpo: remove reward="),
         (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 needs dpo.loss=sigmoid"),
@@ -294,6 +303,14 @@ def test_the_guard_is_a_word_and_false_is_off():
     decay = "engine.deepspeed={scheduler: {type: WarmupDecayLR, params: {total_num_steps: 9}}}"
     assert "the scheduler of engine.deepspeed sets" in refusal("ppo.guard=rollback", decay)
     assert config_of("ppo.guard=rollback", warmup % "auto").ppo.guard == "rollback"
+
+
+def test_distillation_has_two_stages_and_no_reward():
+    config = config_of("method=distill", "teacher=runs/x/ppo")
+    assert wanted_stages(config) == ["sft", "ppo"] and config.teacher == "runs/x/ppo"
+    assert (config.ppo.advantage, config.ppo.reward_model, config.ppo.kl_coef) == ("distill", False, 0.0)
+    assert config.ppo.asks_reference and config.ppo.samples == 1
+    assert config_of("stage=ppo", "ppo=distill", "teacher=a").ppo == config.ppo
 
 
 def test_a_coefficient_of_zero_can_not_adapt():
@@ -529,7 +546,8 @@ def test_architectures_have_the_published_sizes(option, millions):
 def test_every_option_of_every_group_composes():
     for group, options in {group: some for group, some in groups().items() if group != "model"}.items():
         for option in options:
-            validate(compose(["model=gpt2", f"{group}={option}"]))
+            needs = ["teacher=runs/x/ppo"] if option == "distill" else []
+            validate(compose(["model=gpt2", f"{group}={option}", *needs]))
 
 
 def test_the_page_of_keys_is_current():
