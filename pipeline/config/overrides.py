@@ -31,7 +31,7 @@ PATH_KEYS = {
     "judge",
     "pair_judge",
 }
-REPLACED_MAPPINGS = {"architecture", "tensor_plan"}
+REPLACED_MAPPINGS = {"architecture", "tensor_plan", "options"}
 """Mappings that replace the mapping of the option file. Hydra would merge the two."""
 PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*", re.ASCII)
 

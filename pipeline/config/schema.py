@@ -133,7 +133,7 @@ class SourceConfig(Section):
 
 
 class TaskConfig(Section):
-    name: str = Field("chain_sum", description="name of a task of reasoning-gym")
+    name: str = Field("spell_backward", description="name of a task of reasoning-gym")
     options: dict[str, Any] = Field({}, description="options of the task, {name: value}")
     rows: int = Field(
         8000,
