@@ -28,8 +28,11 @@ HARMLESS = re.compile(r"(?!.*\*\s*\*)[\d\s+\-*/().,\[\]]{0,1000}", re.ASCII | re
 
 
 def solved(answer: str, row: dict[str, Any]) -> float:
-    """Return 1 for an answer that gets the full score of its task, otherwise 0."""
-    return float(score(answer, row) >= 1.0)
+    """Return 1 for an answer that gets the full score of its task, otherwise 0.
+
+    A sum of parts of the score may round to slightly more than 1, for an answer that is not right.
+    """
+    return float(score(answer, row) == 1.0)
 
 
 def score(answer: str, row: dict[str, Any]) -> float:

@@ -94,15 +94,14 @@ def test_the_task_of_the_option_with_the_package() -> None:
     option["task"] = {"rows": 64, "held_out": 16}
     prompts = load_held_out(DataConfig(**option), seed=1, rows=True)
     assert len(prompts) == 16 and prompts[0].row is not None
-    solved, score = (
-        load_function(f"{CONF.parent}/examples/rewards/reasoning_tasks.py:{n}") for n in ("solved", "score")
-    )
+    file = CONF.parent / "examples" / "rewards" / "reasoning_tasks.py"
+    solved, score = (load_function(f"{file}:{name}") for name in ("solved", "score"))
     for prompt in prompts:
         row = prompt.row
         assert row is not None and row["metadata"]["word"] == row["answer"][::-1]
-        answers = (row["answer"], f" {row['answer']}\n", "", f"{row['answer']}x")
-        assert [solved.score(text, row) for text in answers] == [1, 1, 0, 0]
-        assert score.score(row["answer"], row) == 1
+        answers = (row["answer"], f" {row['answer']}\n", f"{row['answer']}x", "", f"x{row['answer']}")
+        assert [solved.score(text, row) for text in answers] == [1, 1, 0, 0, 0]
+        assert score.score(row["answer"], row) == 1 and 0.5 < score.score(answers[2], row) < 1.1
 
 
 def test_no_answer_is_run_as_code(tmp_path: Path) -> None:
