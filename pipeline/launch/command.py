@@ -29,6 +29,7 @@ from pipeline.files import ends_within, write_whole
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import (
+    AGAIN,
     CRASHED,
     DISK_TIMEOUT,
     ENDED_EARLY,
@@ -332,7 +333,7 @@ def _follow(ranks: Ranks, control: Control) -> int:
         try:
             message = control.receive()
         except LeaderLost as problem:
-            print(f"error: rank {ranks.first}: {problem}", file=sys.stderr)
+            print(f"error: rank {ranks.first}: {problem}; {AGAIN} on all machines to resume", file=sys.stderr)
             return HUNG
         except KeyboardInterrupt:
             control.report_stop()

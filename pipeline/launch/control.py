@@ -10,6 +10,7 @@ again. A thread makes all calls of the store, because a call never returns if th
 """
 
 import json
+import os
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from pipeline.launch.watchdog import RankState, is_hung, report, stacks, stopped
 PERIOD = 0.2  # seconds between two exchanges with the store
 REPORT_TIMEOUT = 8.0
 """Seconds in which all launchers report how their ranks ended, after the first one has failed."""
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # PyTorch reads it when it is imported
 LAST_MESSAGE_TIMEOUT = 30.0
 """Seconds to wait until the other launchers have received the last message."""
 
@@ -116,8 +118,12 @@ class Control:
             self._exchange.start()
 
     def _connect(self) -> Any:
+        level = os.environ.get(LOG_LEVEL)
+        os.environ[LOG_LEVEL] = level or "ERROR"  # a lost store prints a C++ stack as a warning
         from torch.distributed import PrefixStore, TCPStore
 
+        if level is None:
+            del os.environ[LOG_LEVEL]  # the ranks have their own level
         is_server = self._ranks.leads and not self._ranks.agent_store
         store = TCPStore(
             self._ranks.address,

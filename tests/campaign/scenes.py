@@ -191,7 +191,9 @@ def judge(scene: Scene) -> list[str]:
     messages = [line for line in scene.output.splitlines() if line.startswith("error: ")]
     if scene.status not in fault.statuses:
         faults.append(f"exit status {scene.status}, not {' or '.join(map(str, fault.statuses))}")
-    if "Traceback (most recent call last)" in scene.output or re.search(r"^terminate called", scene.output, re.M):
+    if "Traceback (most recent call last)" in scene.output or re.search(
+        r"^(terminate called|frame #\d+:)", scene.output, re.M
+    ):
         faults.append("a traceback")
     restarts = len(re.findall(r"restart \d of \d", scene.output))
     if scene.status >= 0 and len(messages) != restarts + (scene.status != 0):

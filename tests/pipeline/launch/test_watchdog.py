@@ -300,3 +300,4 @@ def test_a_host_that_is_cut_off_ends_the_job_on_all_hosts(tmp_path):
     assert [process.returncode for process in running] == [HUNG, HUNG], outputs
     assert "the launcher of rank 1 (host" in failures(outputs[0])[0] and len(failures(outputs[0])) == 1
     assert "the store at 10.77.0.1 has not answered for" in failures(outputs[1])[0] and len(failures(outputs[1])) == 1
+    assert failures(outputs[1])[0].endswith("; run the same command again on all machines to resume")
