@@ -22,11 +22,8 @@ from engine.generation.generator import Generator
 from engine.generation.inference_model import AssembledModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
-from engine.loading import persistent_buffers
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
-from engine.offload import OffloadedOptimizer, parameter_values
 from engine.optimizer_step import Average, Gradients, LossScaler, Optimizer, OptimizerStep, Step, Update
-from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import collectives, dist, zero
 from engine.passes import LossAndMetrics, Passes, PipelinePasses, add_up, to_numbers
 
@@ -57,7 +54,7 @@ class Engine:
         self.step_count = 0
         self._micro_batches = 0
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
-        initial_values = parameter_values(module) if sharding.uses_offload(config, optimizer) else {}
+        initial_values = sharding.parameter_values(module) if sharding.uses_offload(config, optimizer) else {}
         self.module, self._nvme_parameters = module, sharding.apply(module, config, optimizer)
         self._flip: Flip | None = None
         if blueprint is not None and rollout_path is not None:
@@ -93,6 +90,8 @@ class Engine:
 
     def _make_optimizer(self, config: OptimizerConfig) -> Optimizer:
         if sharding.uses_offload(self.config, config):
+            from engine.offload import OffloadedOptimizer
+
             return OffloadedOptimizer(self.module, config, self.config, after_write=self._release_pages)
         return optim.build(self.module, config, states=self.config.states)
 
@@ -168,7 +167,7 @@ class Engine:
     def _gradients(self) -> Gradients:
         """Return the gradients of the step, which some optimizers take from the module during backward."""
         zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
-        if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam):
+        if isinstance(self.optimizer, Gradients):
             return self.optimizer
         return self._passes.gradients()
 
@@ -306,7 +305,7 @@ class Engine:
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of each persistent buffer of the full model. Collective, as `full_parameters`."""
-        buffers = sorted(persistent_buffers(self.module).items())
+        buffers = sorted(zero.persistent_buffers(self.module).items())
         return self._passes.all_parameters((name, buffer.detach()) for name, buffer in buffers)
 
     def _other_owners(self) -> dict[str, int]:

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from engine.parallel import dtensors
+from engine.parallel.dtensors import Region, local_region
+from engine.parallel.zero import persistent_buffers
 
 __all__ = [
     "Region",
@@ -28,9 +29,6 @@ __all__ = [
     "read_parameters",
     "read_region",
 ]
-
-Region = tuple[tuple[slice, ...], ...]
-"""A region of a tensor: for each dimension one slice, or several that are concatenated (in one dimension at most)."""
 
 
 class TensorFolder(Protocol):
@@ -88,41 +86,6 @@ class SafetensorsFolder:
                 "trained: use the original model in 16 or 32 bits"
             )
         target.copy_(values)
-
-
-def local_region(parameter: Tensor) -> Region:
-    """Return the region of the full parameter that this rank holds.
-
-    A tensor group splits first (engine/parallel/tensor.py). FSDP2 then cuts the rows of each rank's slice into chunks.
-    """
-    region = [[range(length)] for length in parameter.shape]
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for dim, name in reversed(list(enumerate(mesh.mesh_dim_names or ()))):
-            placement: Any = parameter.placements[dim]
-            if not placement.is_replicate():
-                # FSDP2 marks its chunks as strided if a tensor group split the same dimension. They are contiguous.
-                blocks = getattr(placement, "split_factor", 1) if name == "tensor" else 1
-                rank, size = mesh.get_local_rank(dim), mesh.size(dim)
-                rows = _equal_blocks(region[placement.dim], blocks)
-                region[placement.dim] = [_chunk(block, rank, size) for block in rows]
-    return tuple(tuple(slice(rows.start, rows.stop) for rows in ranges) for ranges in region)
-
-
-def local_rows(parameter: Tensor) -> slice:
-    """Return the rows that this rank holds of a parameter that is sharded by rows only."""
-    return local_region(parameter)[0][0] if parameter.shape else slice(None)
-
-
-def _equal_blocks(ranges: list[range], count: int) -> list[range]:
-    assert len(ranges) == 1, "a dimension in several ranges is not split again"
-    length = len(ranges[0]) // count
-    return [ranges[0][i * length : (i + 1) * length] for i in range(count)]
-
-
-def _chunk(rows: range, rank: int, ranks: int) -> range:
-    length = -(-len(rows) // ranks)
-    return rows[rank * length : (rank + 1) * length]
 
 
 def read_region(tensor: Any, region: Region) -> Tensor:
@@ -225,16 +188,3 @@ def initialize_parameters(
             values, parameter = full._parameters[leaf], live._parameters[leaf]
             assert values is not None and parameter is not None
             copy_local(parameter, values)
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state dict contains, by name: running statistics, a router's correction, scales.
-
-    Buffers that the module computes at construction (rotary frequencies) are not persistent.
-    """
-    return {
-        f"{path}.{leaf}" if path else leaf: buffer
-        for path, owner in module.named_modules()
-        for leaf, buffer in owner._buffers.items()
-        if buffer is not None and leaf not in owner._non_persistent_buffers_set
-    }

@@ -1,4 +1,4 @@
-"""Optimizers by name, Lion, and the learning rate of each step.
+"""Optimizers by name, their states, and Lion.
 
 AdamW: Loshchilov & Hutter, 2019, arXiv:1711.05101. Lion: Chen et al., 2023, arXiv:2302.06675.
 
@@ -7,18 +7,13 @@ optimizers that evaluate the loss again.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import OptimizerConfig
-from engine.optimizers.bf16_adamw import BFloat16AdamW
-from engine.optimizers.onebit_adam import ERRORS, OneBitAdam
-from engine.parallel import dtensors
 
 
 class Lion(torch.optim.Optimizer):
@@ -53,7 +48,7 @@ class Lion(torch.optim.Optimizer):
 
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-OURS: dict[str, type[torch.optim.Optimizer]] = {"lion": Lion, "onebitadam": OneBitAdam}
+ERRORS = ("worker_error_of_", "server_error_of_")  # state names of 1-bit Adam; the number of ranks follows
 CONFIG_FIELDS = {
     "adamw": ("betas", "eps"), "adam": ("betas", "eps"), "onebitadam": ("betas", "eps"), "lion": ("betas",),
 }  # fmt: skip
@@ -66,18 +61,6 @@ UNSUPPORTED = {
 }
 
 
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of step `step` (from 0): linear warm-up to the peak, then decay to the final ratio."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant" or config.total_steps is None:
-        return config.lr
-    span = max(1, config.total_steps - config.warmup_steps)
-    done = min(1.0, (step - config.warmup_steps) / span)
-    fall = done if config.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
-    return config.lr * (1.0 - fall * (1.0 - config.final_lr_ratio))
-
-
 def build(
     module: nn.Module, config: OptimizerConfig, *, states: Literal["fp32", "bf16"] = "fp32"
 ) -> torch.optim.Optimizer:
@@ -87,7 +70,7 @@ def build(
     memory use is known before the first step. Raises ValueError for an unknown or unsupported name or option.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    kind = BFloat16AdamW if states == "bf16" else optimizer_class(config.name)  # only with AdamW
+    kind = _bf16_adamw() if states == "bf16" else optimizer_class(config.name)
     optimizer = with_groups(parameter_groups(trainable, config), config, kind)
     if kind in ADAMS.values():
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if config.options.get("amsgrad") else ()))
@@ -146,8 +129,12 @@ def optimizer_class(name: str) -> Any:
     low = name.lower()
     if low in UNSUPPORTED:
         raise ValueError(f"optimizer {name} is not supported: {UNSUPPORTED[low]}. Use adamw or lion")
-    if low in OURS:
-        return OURS[low]
+    if low == "lion":
+        return Lion
+    if low == "onebitadam":
+        from engine.optimizers.onebit_adam import OneBitAdam
+
+        return OneBitAdam
     known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
     if low not in known:
         names = ", ".join(sorted([*(key for key in known if key not in UNSUPPORTED), "lion", "onebitadam"]))
@@ -155,25 +142,10 @@ def optimizer_class(name: str) -> Any:
     return known[low]
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of a module's shards. `norm` replaces the sum of squares if the module is a pipeline stage."""
+def _bf16_adamw() -> Any:
+    from engine.optimizers.bf16_adamw import BFloat16AdamW
 
-    module: nn.Module
-    norm: Callable[[], float] | None = None
-
-    def squared_norm(self) -> float | Tensor:
-        """Return the sum of squares, the same number on every rank, possibly on the device."""
-        if self.norm is not None:
-            return self.norm()
-        return dtensors.squared_norm(self._tensors())
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        torch._foreach_mul_([dtensors.local(gradient) for gradient in self._tensors()], factor)
-
-    def _tensors(self) -> list[Tensor]:
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
+    return BFloat16AdamW
 
 
 def _is_optimizer(value: Any) -> bool:

@@ -6,19 +6,19 @@ The dynamic loss scale of fp16: Micikevicius et al., 2018, arXiv:1710.03740.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from engine import optim
 from engine.config import LossScale, OptimizerConfig
-from engine.offload import OffloadedOptimizer
-from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import dist, dtensors, zero
 from engine.parallel.collectives import SentBytes
 
-Optimizer = torch.optim.Optimizer | OffloadedOptimizer
-Gradients = optim.Gradients | OffloadedOptimizer | OneBitAdam
+if TYPE_CHECKING:
+    from engine.offload import OffloadedOptimizer
+
+Optimizer: TypeAlias = "torch.optim.Optimizer | OffloadedOptimizer"
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Average:
     name. `runs` is True after `start`.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | OffloadedOptimizer | None) -> None:
+    def __init__(self, module: nn.Module, optimizer: "Optimizer | None") -> None:
         self._module = module
-        self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
+        self._offloaded = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._decay = self._weight = 0.0
         self.runs = False
         self.tensors: dict[str, Tensor] = {}
@@ -182,6 +182,50 @@ class LossScaler:
             self.steps, self.last_overflow = int(state["steps"]), int(state["last_overflow"])
 
 
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of step `step` (from 0): linear warm-up to the peak, then decay to the final ratio."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant" or config.total_steps is None:
+        return config.lr
+    span = max(1, config.total_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / span)
+    fall = done if config.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
+    return config.lr * (1.0 - fall * (1.0 - config.final_lr_ratio))
+
+
+@runtime_checkable
+class Gradients(Protocol):
+    """The gradients of a step. An optimizer that takes them from the module during backward has these methods."""
+
+    def squared_norm(self) -> float | Tensor:
+        """Return the sum of squares, the same number on every rank, possibly on the device."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+
+
+@dataclass(frozen=True)
+class ModuleGradients:
+    """The gradients of a module's shards. `norm` replaces the sum of squares if the module is a pipeline stage."""
+
+    module: nn.Module
+    norm: Callable[[], float] | None = None
+
+    def squared_norm(self) -> float | Tensor:
+        """Return the sum of squares, the same number on every rank, possibly on the device."""
+        if self.norm is not None:
+            return self.norm()
+        return dtensors.squared_norm(self._tensors())
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        torch._foreach_mul_([dtensors.local(gradient) for gradient in self._tensors()], factor)
+
+    def _tensors(self) -> list[Tensor]:
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+
 class OptimizerStep:
     """The optimizer steps of one module.
 
@@ -229,13 +273,13 @@ class OptimizerStep:
     def _set_learning_rate(self, number: int) -> float:
         """Set and return the learning rate of a step."""
         not_skipped = number - self._scaler.skipped
-        lr = self._scheduler(not_skipped) if self._scheduler else optim.learning_rate(self._config, number)
+        lr = self._scheduler(not_skipped) if self._scheduler else learning_rate(self._config, number)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return lr
 
     def _remove_gradients(self, names: set[str]) -> None:
-        if isinstance(self._optimizer, OffloadedOptimizer):
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
             self._optimizer.remove_gradients(names)
         for name, parameter in self._module.named_parameters() if names else ():
             if name in names:

@@ -13,17 +13,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from engine.config import TORCH_DTYPE, EngineConfig
-from engine.loading import persistent_buffers
+from engine.internals import tree_flatten, tree_map_only, tree_unflatten
 from engine.memory.tracker import MemoryTracker
 from engine.oom import watch_pass
-from engine.optim import Gradients
-from engine.optimizer_step import LossScaler
+from engine.optimizer_step import Gradients, LossScaler, ModuleGradients
 from engine.parallel import dist, zero
-from engine.parallel.pipeline_parallel import Pipeline
-from engine.parallel.pipeline_split import split_of
 
 Tree = TypeVar("Tree")
 LossAndMetrics = tuple[Tensor, dict[str, float | Tensor]]  # of a micro-batch, all of them sums
@@ -135,7 +131,7 @@ class Passes:
 
     def gradients(self) -> Gradients:
         """Return the gradients of this rank's parameters, with the norm of the full model."""
-        return Gradients(self.module)
+        return ModuleGradients(self.module)
 
     def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of this rank's micro-batches. Ranks of one pipeline get those of its last rank."""
@@ -150,6 +146,9 @@ class PipelinePasses(Passes):
     """The passes of this rank's stage of a pipeline."""
 
     def __post_init__(self) -> None:
+        from engine.parallel.pipeline_parallel import Pipeline
+        from engine.parallel.pipeline_split import split_of
+
         super().__post_init__()
         split = split_of(self.module)
         assert split is not None, "sharding.apply splits the module"
@@ -176,7 +175,7 @@ class PipelinePasses(Passes):
         return None
 
     def gradients(self) -> Gradients:
-        return Gradients(self.module, self._pipeline.squared_norm)
+        return ModuleGradients(self.module, self._pipeline.squared_norm)
 
     def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
         return self._pipeline.broadcast_from_last(metrics)
@@ -216,7 +215,7 @@ class PassState:
         self._module = module
         self._random = torch.get_rng_state()
         self._device_random = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self._buffers = {name: buffer.clone() for name, buffer in persistent_buffers(module).items()}
+        self._buffers = {name: buffer.clone() for name, buffer in zero.persistent_buffers(module).items()}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -224,7 +223,7 @@ class PassState:
         torch.set_rng_state(self._random)
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random)
-        for name, buffer in persistent_buffers(self._module).items():
+        for name, buffer in zero.persistent_buffers(self._module).items():
             buffer.copy_(self._buffers[name])
 
 

@@ -3,20 +3,22 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch import _dynamo as dynamo
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from engine import optim
 from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig, Precision
+from engine.internals import allow_compilations
 from engine.kernels.products import widen_linears
 from engine.loading import copy_local
-from engine.offload import NvmeParameters, OffloadedOptimizer
-from engine.parallel import dist, meshes, single_rank, tensor, zero
-from engine.parallel.pipeline_split import split_model
+from engine.parallel import dist, meshes, tensor, zero
+
+if TYPE_CHECKING:
+    from engine.offload import NvmeParameters, OffloadedOptimizer
 
 MAX_COMPILED_VARIANTS = 64
 """The limit of compilations of a block. The blocks of a model share their code, and gradients, dropout, padding and row
@@ -24,7 +26,7 @@ lengths each need another variant. PyTorch's limit of 8 is too low for that.
 """
 
 
-def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> NvmeParameters | None:
+def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> "NvmeParameters | None":
     """Cast, split, shard and allocate a module, in place. Return the files of its shards if they are on NVMe.
 
     Trained parameters are fp32 masters, except with an offloaded optimizer (which has the masters) or `states="bf16"`.
@@ -55,7 +57,7 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     policy = precision_policy(config.dtype, config.reduce_dtype) if is_trained else precision_policy("fp32")
     is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)
     if is_plain and dist.world().zero_size * dist.world().tensor == 1:
-        single_rank.attach(module, policy)
+        zero.attach_copies(module, policy)
     else:
         zero.shard(
             module,
@@ -68,10 +70,17 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
             local_gradients=local_gradients,
         )
     if config.offload_parameters == "nvme":
+        from engine.offload import NvmeParameters
+
         return NvmeParameters(module, config.nvme_path)
     if is_on_meta:
         _allocate(module, device)
     return None
+
+
+def parameter_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module that have values, to initialize masters after the module was cast."""
+    return {name: p.detach() for name, p in module.named_parameters() if not p.is_meta}
 
 
 def precision_policy(dtype: Precision, reduce: Precision = "fp32") -> MixedPrecisionPolicy:
@@ -99,7 +108,7 @@ def check_optimizer(config: EngineConfig, optimizer: OptimizerConfig) -> None:
 
 def fill(
     module: nn.Module,
-    optimizer: object,
+    optimizer: "torch.optim.Optimizer | OffloadedOptimizer | None",
     values: dict[str, Tensor],
     initialize: Callable[[nn.Module], None] | None,
 ) -> None:
@@ -107,7 +116,9 @@ def fill(
 
     The masters of an offloaded optimizer get the values in full precision.
     """
-    with optimizer.initializing() if isinstance(optimizer, OffloadedOptimizer) else nullcontext():
+    with (
+        nullcontext() if optimizer is None or isinstance(optimizer, torch.optim.Optimizer) else optimizer.initializing()
+    ):
         for name, parameter in module.named_parameters():
             if name in values:
                 copy_local(parameter, values.pop(name))
@@ -136,6 +147,8 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
     if config.sequence_parallel > 1:
         meshes.sequence_group()  # made now: in the middle of a pass, other collectives may be in flight
     if config.pipeline_parallel > 1:
+        from engine.parallel.pipeline_split import split_model
+
         dtype = TORCH_DTYPE[config.dtype]
         split_model(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)
     if config.tensor_parallel > 1:
@@ -145,7 +158,7 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
 
 
 def _compile_blocks(module: nn.Module) -> None:
-    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_COMPILED_VARIANTS)
+    allow_compilations(MAX_COMPILED_VARIANTS)
     for block in zero.blocks(module):
         block.compile()
 

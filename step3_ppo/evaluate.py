@@ -1,6 +1,7 @@
 """The start, the log and the end of PPO: evaluation on held-out prompts, the metrics of a step, the export."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine import Sampling
 from pipeline.config.schema import LoraConfig
@@ -9,7 +10,6 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero
 from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
 from pipeline.evaluation.samples import BEST_OF, GRADES
-from pipeline.evaluation.user_function import UserFunction
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
@@ -22,6 +22,9 @@ from step3_ppo.models import Models, ModelSources
 from step3_ppo.rollout import Rollout, score_answers
 from step3_ppo.setup import Ppo
 
+if TYPE_CHECKING:
+    from pipeline.evaluation.user_function import UserFunction
+
 
 def build_evaluator(
     models: Models,
@@ -32,7 +35,7 @@ def build_evaluator(
     *,
     budget: int,
     keep: bool,
-    judge: UserFunction | None = None,
+    judge: "UserFunction | None" = None,
     candidates: int = 1,
 ) -> Evaluator:
     """Return an evaluator whose scores are those of the reward model and the reward function of PPO, if it has any."""
@@ -138,7 +141,7 @@ def finish(
     lora: LoraConfig,
     export_best: bool,
     skipped: dict[str, int],
-    pair_judge: UserFunction | None = None,
+    pair_judge: "UserFunction | None" = None,
 ) -> None:
     """Export the model, write the answers of base, SFT and PPO model to samples.jsonl, and write summary.json.
 

@@ -4,20 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import Engine
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.evaluation.user_function import UserFunction, load_function
-from pipeline.models.adapters import adapters_off
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
+from pipeline.models.internals import adapters_off
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
 from pipeline.models.stage_models import actor_folder, policy_to_tune, stage_source
 from pipeline.stages.start import optimizer_config
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.user_function import UserFunction
 
 REWARD_MODEL = "model"  # the name of the reward model in `ppo.reward_weights`
 
@@ -41,7 +43,7 @@ class Models:
     reference: Engine | None
     reward: Engine | None
     reward_std: float = 1.0
-    function: UserFunction | None = None
+    function: "UserFunction | None" = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     ensemble: Sequence[Engine] = ()
     ensemble_score: str = "mean"
@@ -83,7 +85,7 @@ class Models:
     def reference_policy(self) -> Iterator[Engine | None]:
         """Provide the engine that computes the reference's log-probabilities; None without a reference."""
         if self.reference is self.actor:
-            with adapters_off(self.actor):
+            with adapters_off(self.actor.module):
                 yield self.actor
         else:
             yield self.reference
@@ -181,6 +183,8 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
         verify(critic, max_length=longest)
     function = None
     if section.reward_function is not None:
+        from pipeline.evaluation.user_function import load_function
+
         function = load_function(section.reward_function, section.reward_threads)
     if sources.reward is None:
         return Models(actor, critic, reference, None, function=function, reward_weights=section.reward_weights)

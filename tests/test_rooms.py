@@ -74,7 +74,7 @@ def engine_namespaces() -> dict[str, str]:
     """The modules among the names that the engine exports, by name."""
     names = exported("engine")
     found = {}
-    for node in ast.parse((ROOT / "engine" / "__init__.py").read_text(encoding="utf-8")).body:
+    for node in ast.walk(ast.parse((ROOT / "engine" / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 path = ROOT / Path(*f"{node.module}.{alias.name}".split("."))
@@ -181,6 +181,36 @@ def test_no_branch_on_a_models_name():
                 if isinstance(node, ast.Compare | ast.MatchValue):
                     words = {str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}
                     assert not words & (names | families), f"{file}:{node.lineno}: {words}"
+
+
+PUBLIC_PRIVATES = {"_apply", "_buffers", "_modules", "_non_persistent_buffers_set", "_parameters", "_exit"}
+"""The tables of `nn.Module` that subclasses have used since torch 1.0, and `os._exit`."""
+
+
+def defined_names() -> set[str]:
+    """The names of functions, classes, attributes and variables that the rooms define."""
+    found = set()
+    for file in (file for room in ROOMS[:6] for file in sources(room)):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return found
+
+
+def test_one_module_of_a_room_uses_private_interfaces_of_libraries():
+    """`internals.py`: a name that begins with an underscore, and that no room defines, belongs to a library."""
+    own = defined_names() | PUBLIC_PRIVATES
+    for file in (file for room in ROOMS[:6] for file in sources(room) if file.name != "internals.py"):
+        used = [(name, line) for module, line in imports(file) for name in module.split(".")]
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        used += [(node.attr, node.lineno) for node in nodes if isinstance(node, ast.Attribute)]
+        for name, line in used:
+            is_private = name.startswith("_") and not name.startswith(("__", "_foreach_"))
+            assert not is_private or name in own, f"{file}:{line} uses {name}: add a function to internals.py"
 
 
 def test_no_module_is_called_helpers():

@@ -20,12 +20,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from engine import optim
-from engine.checkpoint.checksums import verify
-from engine.checkpoint.storage import LoadPlanner, LocalChunks, Reader, SavePlanner, Writer, chunks_of
-from engine.loading import persistent_buffers
-from engine.offload import OffloadedOptimizer
-from engine.optimizers.onebit_adam import ERRORS
+from engine.checkpoint.storage import LoadPlanner, LocalChunks, Reader, SavePlanner, Writer, chunks_of, verify
+from engine.optim import ERRORS
 from engine.parallel import dist
+from engine.parallel.zero import persistent_buffers
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -175,7 +173,7 @@ def _tensors(engine: "Engine") -> dict[str, LocalChunks]:
     """
     assert engine.optimizer is not None
     buffers = {f"{BUFFER}{name}": buffer for name, buffer in persistent_buffers(engine.module).items()}
-    if isinstance(engine.optimizer, OffloadedOptimizer):
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
         states = engine.optimizer.states().items()
         offloaded = {name: LocalChunks(state.parameter, state.values) for name, state in states}
         return offloaded | {name: chunks_of(buffer) for name, buffer in buffers.items()}
@@ -200,7 +198,7 @@ def _tensors_to_load(engine: "Engine", saved: Mapping[str, Any]) -> dict[str, Lo
 def _counters(engine: "Engine") -> dict[str, Any]:
     """Return the step count, the loss scale, and the optimizer's numbers, for JSON. Every rank calls."""
     assert engine.optimizer is not None
-    if isinstance(engine.optimizer, OffloadedOptimizer):
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
         moments = [name for name, state in engine.optimizer.states().items() if state.is_moment]
         numbers = engine.optimizer.scalars()
     else:
@@ -247,7 +245,7 @@ def _difference(engine: "Engine", saved: Mapping[str, Any], shapes: Mapping[str,
 def _allocate_states(engine: "Engine", saved: Mapping[str, Any]) -> None:
     """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
     assert engine.optimizer is not None
-    if isinstance(engine.optimizer, OffloadedOptimizer):
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
         engine.optimizer.restore_scalars(saved["moments"], saved["numbers"])
         return
     if saved["moments"] or saved["numbers"]:
@@ -263,7 +261,7 @@ def _restore_counters(engine: "Engine", saved: Mapping[str, Any]) -> None:
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])
-    if isinstance(engine.optimizer, OffloadedOptimizer):
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
         engine.optimizer.write_to_module("parameter")
         return
     for name, tensor in optim.states(engine.module, engine.optimizer):

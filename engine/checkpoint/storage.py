@@ -5,7 +5,10 @@
                               and up matrices share a tensor)
     rank-R.json               plain values of rank R (its random state)
     state.json                plain values that all ranks share, written by rank 0
-    checksums.json            the size and checksum of every other file (checksums.py)
+    checksums.json            {file name: {"bytes": size, "xxh3_128": hexadecimal digest}}, written last
+
+A load compares all checksums before it reads anything. XXH3 runs at the speed of memory. It detects disks, copies and
+editors that change a file, not forgery.
 
 The metadata of a safetensors file holds the offsets of each chunk in the form of torch's `HuggingFaceStorageReader`,
 which reads them. Its `HuggingFaceStorageWriter` is not used: it builds each file in memory a second time, and writes
@@ -13,16 +16,18 @@ one chunk per tensor name and rank.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -45,10 +50,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from engine.checkpoint.checksums import Checksum, checksum_of, write_checksums, write_text
-from engine.loading import local_region
 from engine.parallel import dist, dtensors
 
+CHECKSUMS = "checksums.json"
 FILE_BYTES = 2**30  # of chunks in one file: tensors on a GPU are copied to the host file by file
 
 
@@ -66,7 +70,7 @@ class LocalChunks:
     @property
     def by_offset(self) -> dict[torch.Size, Tensor]:
         """Return the chunks by their offsets in the full tensor, without empty ones. They are views."""
-        region = local_region(self.layout)
+        region = dtensors.local_region(self.layout)
         start = [slices[0].start for slices in region]
         chunks = {torch.Size(start): self.values}
         for dim, slices in enumerate(region):
@@ -236,3 +240,83 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Damaged(OSError):
+    """A file of a checkpoint differs from what was written. `reason` names the file and the difference."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(f"the checkpoint {folder} is damaged: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """The size and the XXH3 digest of a file."""
+
+    bytes: int
+    xxh3_128: str
+
+
+def write_text(path: Path, text: str) -> Checksum:
+    """Write a new file, wait until the disk has it, and return its checksum. Raises OSError."""
+    path.write_text(text, encoding="utf-8")
+    return checksum_of(path, sync=True)
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
+    """Write checksums.json. Raises OSError."""
+    write_text(folder / CHECKSUMS, json.dumps({name: asdict(checksum) for name, checksum in checksums.items()}))
+
+
+def verify(folder: Path) -> None:
+    """Compare every file of a checkpoint with its checksum. Each rank reads its share of the files.
+
+    Raises Damaged on every rank if a file differs, or if a file that a load reads has no checksum.
+    """
+    expected, reason = dist.broadcast_object(_read_checksums(folder))
+    names = list(expected)[dist.world().rank :: dist.world().size]
+    differences = (_difference(folder / name, expected[name]) for name in names)
+    reasons = dist.gather_objects(reason or next((found for found in differences if found), None))
+    reason = next((found for found in reasons if found), None)
+    if reason is not None:
+        raise Damaged(folder, reason)
+
+
+def checksum_of(path: Path, *, sync: bool = False) -> Checksum:
+    """Read a file and return its checksum. `sync` waits until the disk has the file. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
+        if sync:  # leaves the page cache to the training data
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return Checksum(file.tell(), digest.hexdigest())
+
+
+def _read_checksums(folder: Path) -> tuple[dict[str, Checksum], str | None]:
+    """Return the content of checksums.json, or the reason why it cannot be read."""
+    try:
+        content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        checksums = {Path(name).name: Checksum(int(c["bytes"]), str(c["xxh3_128"])) for name, c in content.items()}
+        read = {path.name for suffix in ("json", "safetensors") for path in folder.glob(f"*.{suffix}")} - {CHECKSUMS}
+        unlisted = min((read | {"state.json"}) - checksums.keys(), default=None)
+        return checksums, None if unlisted is None else f"{CHECKSUMS} has no checksum of {unlisted}"
+    except FileNotFoundError:
+        missing = f"{CHECKSUMS} is missing (zerochat 0.1 wrote checkpoints of another format)"
+        return {}, missing if folder.is_dir() else "there is no such folder"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        return {}, f"{CHECKSUMS} cannot be read ({problem})"
+
+
+def _difference(path: Path, expected: Checksum) -> str | None:
+    """Return how a file differs from its checksum. None if it is the same."""
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"{path.name} has {size} bytes, was written with {expected.bytes}"
+        return None if checksum_of(path) == expected else f"{path.name} has other bytes than were written"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as problem:
+        return f"{path.name} cannot be read ({problem.strerror or problem})"

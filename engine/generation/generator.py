@@ -9,6 +9,7 @@ depend on the order of the prompts, the batch size or the world size.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_session import DecodeSession
 from engine.generation.parity_check import UnsupportedModel, frequency_change, max_positions
 from engine.generation.sampling import Ending, Sampled, Sampling
-from engine.generation.transformers_fallback import TransformersFallback
 from engine.parallel import dist
+
+if TYPE_CHECKING:
+    from engine.generation.transformers_fallback import TransformersFallback
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -166,7 +169,7 @@ class Generator:
         runner = self._runner()
         return "slots" if isinstance(runner, DecodeLoop) else runner.batching.name
 
-    def _runner(self) -> DecodeLoop | TransformersFallback:
+    def _runner(self) -> "DecodeLoop | TransformersFallback":
         """Return the decode loop, or the fallback if the loop does not support the model. The first call tests it.
 
         Raises ValueError if the fallback does not reproduce the logits of the plain forward either.
@@ -179,6 +182,8 @@ class Generator:
         if self._loop is not None:
             return self._loop
         if self._fallback is None:
+            from engine.generation.transformers_fallback import TransformersFallback
+
             self._fallback = TransformersFallback(self.module, self.device)
             name, description = type(self.module).__name__, self._fallback.batching.description
             if name not in _warned and dist.world().is_rank_zero:

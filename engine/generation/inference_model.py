@@ -13,11 +13,11 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from engine.generation.block_streaming import BlockStream
 from engine.generation.weight_sync import (
     LiveParameter,
     Slice,
@@ -28,6 +28,9 @@ from engine.generation.weight_sync import (
     tensor_parallel_slices,
 )
 from engine.parallel import dist, dtensors
+
+if TYPE_CHECKING:
+    from engine.generation.block_streaming import BlockStream
 
 ALIGNMENT = 64  # bytes
 
@@ -62,7 +65,7 @@ class InferenceModel:
         self._slices: Mapping[str, Slice] = {}
         if tensor_parallel > 1:
             self._slices = tensor_parallel_slices(move_to_meta(self.module), tensor_parallel, plan)
-        self.stream = BlockStream(self.module, dtype, self.device) if stream else None
+        self.stream = _stream_blocks(self.module, dtype, self.device) if stream else None
         self._source = source
         self._buffers: dict[str, Tensor] = {}
         self.release()
@@ -156,6 +159,12 @@ class InferenceModel:
                     shared = live.get(base_name(path, leaf))
                     used = own if shared is None or shared.is_meta else shared.detach()
                     owner._buffers[leaf] = used.to(self.device)
+
+
+def _stream_blocks(module: nn.Module, dtype: torch.dtype, device: torch.device) -> "BlockStream":
+    from engine.generation.block_streaming import BlockStream
+
+    return BlockStream(module, dtype, device)
 
 
 class AssembledModel:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.internals import has_onednn, pack_linear
 from engine.kernels_cpu.library import library
 
 # The number of rows for which oneDNN chooses its layout. With bf16 the layout for one row is also faster with more
@@ -141,8 +142,7 @@ def _prepare(layer: nn.Module) -> Product:
     weight, bias = _weight(layer), _bias(layer)
     if in_place_kernel_supports(weight):
         return LinearRows(weight.contiguous(), bias)
-    ops: Any = torch.ops.mkldnn
-    multiply, packed = ops._linear_pointwise, ops._reorder_linear_weight(weight.contiguous(), LAYOUT_ROWS[weight.dtype])
+    multiply, packed = pack_linear(weight, LAYOUT_ROWS[weight.dtype])
     plain = type(layer).forward
     limit = MAX_FP32_ROWS * weight.shape[1] if weight.dtype == torch.float32 else float("inf")
 
@@ -154,13 +154,8 @@ def _prepare(layer: nn.Module) -> Product:
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
-    """Return whether this PyTorch can pack and multiply weights of `dtype` here. The operators are not public."""
-    ops: Any = torch.ops.mkldnn
-    if not torch.backends.mkldnn.is_available() or dtype not in MIN_NUMEL:
-        return False
-    if not hasattr(ops, "_reorder_linear_weight") or not hasattr(ops, "_linear_pointwise"):
-        return False
-    return dtype != torch.bfloat16 or bool(ops._is_mkldnn_bf16_supported())
+    """Return whether this PyTorch can pack and multiply weights of `dtype` here."""
+    return dtype in MIN_NUMEL and has_onednn(dtype)
 
 
 def _eligible(module: nn.Module) -> Iterator[nn.Module]:

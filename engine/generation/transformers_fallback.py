@@ -21,6 +21,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from engine.generation.parity_check import NEW_TOKENS, counts_from_zero, far_apart, fixed_prompts, plain_logits
 from engine.generation.sampling import Sampled, Sampling, forbid, penalise, uniforms
+from engine.internals import attention_name
 from engine.kernels import sample
 from engine.oom import is_out_of_memory
 
@@ -51,7 +52,7 @@ class TransformersFallback:
         self.module, self.device = module, device
         found = next((batching for batching in BATCHINGS if self._is_exact(batching)), None)
         if found is None:
-            attention = module.config._attn_implementation  # type: ignore[union-attr]
+            attention = attention_name(module)
             advice = "; model.attention=eager may avoid that" if attention != "eager" else ""
             raise ValueError(
                 f"{type(module).__name__} cannot generate: its logits change with the tokens that follow, as those of "

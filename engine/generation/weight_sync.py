@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.loading import local_rows
 from engine.parallel import collectives, dtensors, meshes, tensor
 
 
@@ -172,7 +171,7 @@ def _full_values(copy: WeightCopy) -> Tensor:
         return _with_lora(copy, dtensors.full_tensor(parameter), slice(None))
     ranks, shape = dtensors.shard_count(parameter), parameter.shape
     rows = -(-len(parameter) // ranks)
-    values = _with_lora(copy, dtensors.local(parameter), local_rows(parameter))
+    values = _with_lora(copy, dtensors.local(parameter), dtensors.local_rows(parameter))
     shard = target.new_empty(rows, *shape[1:])  # the last ranks may have fewer rows; the others are padding
     shard[: len(values)].copy_(values)
     fits = copy.slice is None and rows * ranks == len(parameter)

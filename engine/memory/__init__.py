@@ -5,9 +5,11 @@
 owner.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from engine.memory.activations import activations
 from engine.memory.model_shape import ModelShape, measure_shape
-from engine.memory.speed import CostModel, Probe, measure_speed
 from engine.memory.states import ModelStates, Owners, frozen_states, model_states
 from engine.memory.workload import (
     RETAINED,
@@ -21,6 +23,9 @@ from engine.memory.workload import (
     trained_states,
     training_bytes,
 )
+
+if TYPE_CHECKING:
+    from engine.memory.speed import CostModel, Probe, measure_speed
 
 __all__ = [
     "RETAINED",
@@ -44,3 +49,10 @@ __all__ = [
     "trained_states",
     "training_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the prediction of seconds at its first use: only the choice of a setting needs it."""
+    if name in ("CostModel", "Probe", "measure_speed"):
+        return getattr(import_module("engine.memory.speed"), name)
+    raise AttributeError(f"module engine.memory has no attribute {name}")

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModel, PretrainedConfig
 
 from engine.config import TORCH_DTYPE, Precision
+from engine.internals import storage_id
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 
@@ -73,14 +74,14 @@ def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision, 
     with torch.device("meta"):
         body = AutoModel.from_config(with_blocks(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).train()
-    own = {_storage(t) for t in [*body.parameters(), *body.buffers()]}
+    own = {storage_id(t) for t in [*body.parameters(), *body.buffers()]}
     saved: dict[int, int] = {}
     references: list[Tensor] = []  # keep the addresses of storages unique
 
     def save(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in own:
+        if storage_id(tensor) not in own:
             ranks = 1 if tensor.shape[-1:] == (shape.width,) else shape.tensor
-            saved.setdefault(_storage(tensor), tensor.untyped_storage().nbytes() // ranks)
+            saved.setdefault(storage_id(tensor), tensor.untyped_storage().nbytes() // ranks)
             references.append(tensor)
         return tensor
 
@@ -100,10 +101,6 @@ def _forward(body: nn.Module, length: int) -> Any:
         with suppress(TypeError, ValueError, RuntimeError):
             return body(input_ids=ids, use_cache=False, **inputs)
     return body(input_ids=ids, use_cache=False, attention_mask=plain_mask)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from engine.internals import attention_name
 from engine.parallel import tensor as tensor_parallelism
 from engine.parallel import zero
 
@@ -98,7 +99,7 @@ def measure_shape(
     return ModelShape(
         name=name,
         config=config,
-        attention=model.config._attn_implementation,
+        attention=attention_name(model),
         parameters=root + sum(blocks),
         root=root,
         block=max(blocks, default=0),

@@ -152,9 +152,9 @@ def average_bytes(average: Average) -> int:
 
 def storage_bytes(tensors: Iterable[Tensor], *, without: Iterable[Tensor] = ()) -> int:
     """Return the bytes of the tensors' storages, each counted once, without the storages of `without`."""
-    sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     for tensor in without:
-        sizes.pop(tensor.untyped_storage()._cdata, None)
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 
 

@@ -1,6 +1,6 @@
 """Offload: fp32 optimizer states on the CPU or on NVMe, parameter shards on NVMe."""
 
-from engine.offload.optimizer import OffloadedOptimizer, parameter_values
+from engine.offload.optimizer import OffloadedOptimizer
 from engine.offload.parameters import NvmeParameters
 
-__all__ = ["NvmeParameters", "OffloadedOptimizer", "parameter_values"]
+__all__ = ["NvmeParameters", "OffloadedOptimizer"]

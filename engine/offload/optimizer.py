@@ -207,11 +207,6 @@ class OffloadedOptimizer:
         return found
 
 
-def parameter_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module that have values, to initialize masters after the module was cast."""
-    return {name: p.detach() for name, p in module.named_parameters() if not p.is_meta}
-
-
 def _split(shards: list[Shard], ratio: float) -> tuple[list[Shard], list[Shard]]:
     """Return (shards on the device, offloaded shards).
 

@@ -19,8 +19,8 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup, Work
-from torch.distributed import _functional_collectives as functional
 
+from engine.internals import functional_collectives
 from engine.parallel import dist
 
 Kind = Literal["gather", "reduce", "other"]
@@ -185,13 +185,13 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        return functional.all_reduce(x, "sum", group)
+        return functional_collectives.all_reduce(x, "sum", group)
     return all_reduce_sum(x.clone(), group)  # a copy: autograd may hold the same tensor
 
 
 def _concatenate(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        return functional.all_gather_tensor(x, x.ndim - 1, group)
+        return functional_collectives.all_gather_tensor(x, x.ndim - 1, group)
     return torch.cat(gather_tensors(x, group), dim=-1)
 
 

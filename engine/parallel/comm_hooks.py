@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.fsdp import FSDPModule
 
-# The interfaces that `set_custom_all_gather` takes have no public name; they are the same from torch 2.11 to 2.13.
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-
 from engine.config import Compress
+from engine.internals import AllGather, ReduceScatter
 from engine.parallel import collectives, dist
 
 BLOCK = 256  # values with one scale

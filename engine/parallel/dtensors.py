@@ -1,10 +1,11 @@
-"""Parameters and gradients that may be DTensors: local shards, full tensors, and sums over shards.
+"""Parameters and gradients that may be DTensors: local shards, full tensors, sums over shards, a split head.
 
 The mesh of a DTensor (`engine/parallel/meshes.py`) gives the ranks that have its shards. A plain tensor is full on
 every rank.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,52 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from engine import kernels
 from engine.parallel import collectives, dist
 
+Region = tuple[tuple[slice, ...], ...]
+"""A region of a tensor: for each dimension one slice, or several that are concatenated (in one dimension at most)."""
 _MeshDims = tuple[tuple[DeviceMesh, int], ...]  # (mesh, number of one of its dimensions)
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_region(parameter: Tensor) -> Region:
+    """Return the region of the full parameter that this rank holds.
+
+    A tensor group splits first (engine/parallel/tensor.py). FSDP2 then cuts the rows of each rank's slice into chunks.
+    """
+    region = [[range(length)] for length in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dim, name in reversed(list(enumerate(mesh.mesh_dim_names or ()))):
+            placement: Any = parameter.placements[dim]
+            if not placement.is_replicate():
+                # FSDP2 marks its chunks as strided if a tensor group split the same dimension. They are contiguous.
+                blocks = getattr(placement, "split_factor", 1) if name == "tensor" else 1
+                rank, size = mesh.get_local_rank(dim), mesh.size(dim)
+                rows = _equal_blocks(region[placement.dim], blocks)
+                region[placement.dim] = [_chunk(block, rank, size) for block in rows]
+    return tuple(tuple(slice(rows.start, rows.stop) for rows in ranges) for ranges in region)
+
+
+def local_rows(parameter: Tensor) -> slice:
+    """Return the rows that this rank holds of a parameter that is sharded by rows only."""
+    return local_region(parameter)[0][0] if parameter.shape else slice(None)
+
+
+def _equal_blocks(ranges: list[range], count: int) -> list[range]:
+    assert len(ranges) == 1, "a dimension in several ranges is not split again"
+    length = len(ranges[0]) // count
+    return [ranges[0][i * length : (i + 1) * length] for i in range(count)]
+
+
+def _chunk(rows: range, rank: int, ranks: int) -> range:
+    length = -(-len(rows) // ranks)
+    return rows[rank * length : (rank + 1) * length]
 
 
 def is_full(tensor: Tensor) -> bool:
@@ -106,6 +145,34 @@ def sum_of_squares(norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
             collectives.all_reduce_sum(squares, group=mesh.get_group(dim))
         total += squares
     return total
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of `targets` and entropies, (N,) fp32 each, from a full head or a split one.
+
+    hidden: (N, D); weight: (V, D); targets: (N,) int64; bias: (V,). `softcap` c bounds logits to c tanh(logit / c)
+    (Gemma 2). For a split head, every rank of the group calls with the same hidden states, and in backward with the
+    same upstream gradients. Formulas and precision: engine/kernels/token_logprobs.py. Raises ValueError if shapes do
+    not fit or the temperature is not positive.
+    """
+    if not isinstance(weight, DTensor):
+        return kernels.token_logprobs(hidden, weight, targets, temperature, bias, softcap)
+    mesh, rows = weight.device_mesh, local(weight)
+    group: Any = mesh.get_group()
+    shard = kernels.VocabularyShard(
+        mesh.get_local_rank() * len(rows),
+        partial(collectives.all_reduce_max, group=group),
+        partial(collectives.all_reduce_sum, group=group),
+    )
+    local_bias = None if bias is None else local(bias)
+    return kernels.token_logprobs(hidden, rows, targets, temperature, local_bias, softcap, shard)
 
 
 def _sharded_dims(tensor: Tensor) -> _MeshDims:

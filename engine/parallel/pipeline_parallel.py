@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map_only
 
+from engine.internals import tree_map_only
 from engine.parallel import collectives, dist, dtensors, meshes, zero
 from engine.parallel.pipeline_split import PipelineSplit
 

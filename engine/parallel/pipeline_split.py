@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
 
+from engine.internals import tree_leaves
 from engine.parallel import zero
 
 

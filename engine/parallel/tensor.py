@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-from engine import kernels
+from engine.internals import interleaved_shard, tensor_parallel_plan
 from engine.parallel import collectives, dtensors
 
 HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
@@ -34,9 +33,9 @@ WITH_PLAN = "Llama, Qwen, Mistral, Mixtral, Gemma, Phi, OLMo, GPT-NeoX and Starc
 def plan_of(module: nn.Module) -> Mapping[str, str]:
     """Return the plan of the outermost submodule that has one. Raises ValueError if no submodule has one."""
     for child in module.modules():
-        plan = getattr(child, "_tp_plan", None) or {}
+        plan = tensor_parallel_plan(child)
         if any("*" in pattern for pattern in plan):  # a plan without blocks describes only the head
-            return dict(plan)
+            return plan
     models = (type(child).__name__ for child in module.modules() if hasattr(child, "config"))
     raise ValueError(
         f"tensor_parallel: {next(models, type(module).__name__)} comes without a tensor-parallel plan "
@@ -190,18 +189,11 @@ def _distribute(path: str, owner: nn.Module, leaf: str, dim: int, mesh: DeviceMe
     size = _divide(f"{path}.{leaf} (dimension {dim})", full.shape[dim] // matrices, mesh.size())
     first = mesh.get_local_rank() * size
     shards = [matrix.narrow(dim, first, size) for matrix in full.detach().chunk(matrices, dim)]
-    placement = Shard(dim) if matrices == 1 else _interleaved(dim, matrices)
+    placement = Shard(dim) if matrices == 1 else interleaved_shard(dim, matrices)
     split = DTensor.from_local(
         torch.cat(shards, dim), mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
     )
     owner._parameters[leaf] = nn.Parameter(split, requires_grad=full.requires_grad)
-
-
-def _interleaved(dim: int, matrices: int) -> Placement:
-    """Return the placement of a shard of each matrix: private in torch, the same from 2.11 to 2.13."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard(dim, split_factor=matrices)
 
 
 def _divide(what: str, count: int, ranks: int) -> int:
@@ -275,31 +267,3 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
         return collectives.summed(vectors.masked_fill(is_other[..., None], 0), group)
 
     embedding.forward = forward  # type: ignore[method-assign, assignment]
-
-
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of `targets` and entropies, (N,) fp32 each, from a full head or a split one.
-
-    hidden: (N, D); weight: (V, D); targets: (N,) int64; bias: (V,). `softcap` c bounds logits to c tanh(logit / c)
-    (Gemma 2). For a split head, every rank of the group calls with the same hidden states, and in backward with the
-    same upstream gradients. Formulas and precision: engine/kernels/token_logprobs.py. Raises ValueError if shapes do
-    not fit or the temperature is not positive.
-    """
-    if not isinstance(weight, DTensor):
-        return kernels.token_logprobs(hidden, weight, targets, temperature, bias, softcap)
-    mesh, rows = weight.device_mesh, dtensors.local(weight)
-    group: Any = mesh.get_group()
-    shard = kernels.VocabularyShard(
-        mesh.get_local_rank() * len(rows),
-        partial(collectives.all_reduce_max, group=group),
-        partial(collectives.all_reduce_sum, group=group),
-    )
-    local_bias = None if bias is None else dtensors.local(bias)
-    return kernels.token_logprobs(hidden, rows, targets, temperature, local_bias, softcap, shard)

@@ -1,21 +1,29 @@
 """ZeRO stages 0 to 3 as settings of FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
 Stage 0 replicates on a mesh (W, 1). Stages 1 to 3 shard on a mesh (1, W). They differ in how long gathered parameters
-and unreduced gradients live. FSDP2 always keeps the optimizer states with the shards. On one rank without offload,
-`engine/parallel/single_rank.py` replaces FSDP2; all functions here support both.
+and unreduced gradients live. FSDP2 always keeps the optimizer states with the shards.
+
+On one rank, FSDP2 still gathers into buffers and reduces through others: it copies each gradient four times and each
+parameter twice per micro-batch. Without offload, `ComputeCopies` therefore replaces FSDP2 on one rank: a module that
+computes in the precision of its parameters stays as it is. Otherwise a copy of each fp32 master in compute precision
+replaces the master in the module from `gather` to `release`. Gradients are added to the masters in fp32. Results equal
+those of FSDP2 bit for bit. All functions here support both.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from engine import internals
 from engine.config import Compress
-from engine.parallel import comm_hooks, dist, dtensors, meshes, single_rank
+from engine.internals import tree_map
+from engine.parallel import dist, meshes
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -65,6 +73,8 @@ def shard(
     `offload` keeps the shards on the host, and `pin` pins them there. `local_gradients` (stage 0) reduces nothing, so
     that each rank has its own gradients.
     """
+    from engine.parallel import comm_hooks
+
     zero_mesh = meshes.zero_mesh(stage=stage, shard_ranks=shard_ranks)
     replicate = 1 if local_gradients else zero_mesh["replicate"].size()
     # With a replicate dimension of size 1, FSDP2 would hold all reduced fp32 gradients until backward ends.
@@ -80,65 +90,7 @@ def shard(
         reshard = stage == 3 and unit is not module
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
         comm_hooks.install(unit, replicate=replicate, ranks=ranks, compress=compress)
-    for group in _groups_of(module):
-        group.parameter_usage = ParameterUsage(group)
-
-
-class ParameterUsage:
-    """The parameters of one FSDP group that had a gradient since `reset`, and those whose gradient became zeros.
-
-    Some parameters have no gradient on some ranks, such as the experts that no token of a rank was routed to. FSDP2
-    reduces the gradients that exist. Ranks with different gradients would wait for each other or sum gradients of
-    different parameters. A unit used only in the last micro-batch would have gradients in two precisions. Therefore
-    zeros replace missing gradients in each reduction. At the step, the ranks find the parameters that none of them
-    used (`unused_on_all_ranks`): these have no gradient, as on one rank. Not supported: a unit whose forward only some
-    ranks run. Uses private names of FSDP2, which are the same from torch 2.11 to 2.13.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._post_backward: Callable[..., None] = group.post_backward
-        self._used: dict[int, Any] = {}
-        self._filled: dict[int, Any] = {}
-        group.post_backward = self._fill_and_post_backward
-
-    def _fill_and_post_backward(self, *args: Any) -> None:
-        if self._group.reduce_grads:
-            self._fill_missing()
-        self._post_backward(*args)
-
-    @torch.no_grad()
-    def _fill_missing(self) -> None:
-        """Give all gathered parameters a gradient in one precision."""
-        gathered = [p for p in self._group.fsdp_params if hasattr(p, "_unsharded_param")]
-        trained = [p for p in gathered if p._unsharded_param.requires_grad]
-        accumulates = any(p.unsharded_accumulated_grad is not None for p in trained)
-        for parameter in trained:
-            full = parameter._unsharded_param
-            if not full.numel():  # FSDP2 cannot reduce empty gradients
-                full.grad = parameter.unsharded_accumulated_grad = None
-                continue
-            if parameter.unsharded_accumulated_grad is None and full.grad is None:
-                full.grad = torch.zeros_like(full)
-                self._filled[id(parameter)] = parameter
-            else:
-                self._used[id(parameter)] = parameter
-            if accumulates and parameter.unsharded_accumulated_grad is None:
-                parameter.unsharded_accumulated_grad = full.grad.to(parameter.reduce_dtype)
-                full.grad = None
-
-    def used(self) -> list[nn.Parameter]:
-        """Return the shards of the parameters that had a gradient."""
-        return [parameter.sharded_param for parameter in self._used.values()]
-
-    def unused(self) -> list[nn.Parameter]:
-        """Return the shards of the parameters that had no gradient."""
-        return [parameter.sharded_param for key, parameter in self._filled.items() if key not in self._used]
-
-    def reset(self) -> None:
-        """Start a new step."""
-        self._used.clear()
-        self._filled.clear()
+    internals.track_parameter_usage(module)
 
 
 def unused_on_all_ranks(module: nn.Module) -> set[str]:
@@ -146,21 +98,23 @@ def unused_on_all_ranks(module: nn.Module) -> set[str]:
 
     Every rank calls, once per step.
     """
-    groups = _groups_of(module)
-    names = {id(parameter): name for name, parameter in module.named_parameters()} if groups else {}
+    if compute_copies(module) is not None:
+        return set()
+    usages = internals.parameter_usages(module)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     used, unused = set[str](), set[str]()
-    for group in groups:
-        used.update(names[id(shard)] for shard in group.parameter_usage.used())
-        unused.update(names[id(shard)] for shard in group.parameter_usage.unused())
-        group.parameter_usage.reset()
-    if not groups or dist.max_over_ranks(float(len(unused))) == 0.0:
+    for usage in usages:
+        used.update(names[id(shard)] for shard in usage.used())
+        unused.update(names[id(shard)] for shard in usage.unused())
+        usage.reset()
+    if dist.max_over_ranks(float(len(unused))) == 0.0:
         return set()
     return unused.difference(*dist.gather_objects(used))
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
     """Set whether the next backward reduces gradients and releases parameters."""
-    copies = single_rank.compute_copies(module)
+    copies = compute_copies(module)
     if copies is not None:
         copies.gather()
         return
@@ -171,104 +125,151 @@ def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
 
 def after_micro_batch(module: nn.Module, *, last: bool) -> None:
     """Release the compute copies of one rank after the last backward. FSDP2 releases by itself."""
-    copies = single_rank.compute_copies(module)
+    copies = compute_copies(module)
     if copies is not None and last:
         copies.release()
 
 
 def release(module: nn.Module) -> None:
     """Release gathered parameters, so that the next use gathers the values of the last step."""
-    copies = single_rank.compute_copies(module)
+    copies = compute_copies(module)
     if copies is not None:
         copies.release()
         return
-    for unit in _fsdp_modules(module):
-        unit.reshard()
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def discard(module: nn.Module) -> None:
-    """Reset a module in the middle of a pass to its state before the forward, without gradients.
-
-    FSDP2 has no public function for this. Its callback at the end of a backward resets its state; it runs here with
-    nothing to reduce. Uses private names, which are the same from torch 2.11 to 2.13.
-    """
-    copies = single_rank.compute_copies(module)
+    """Reset a module in the middle of a pass to its state before the forward, without gradients."""
+    copies = compute_copies(module)
     if copies is not None:
         copies.discard()
-        return
-    assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(False)
-    module.set_reshard_after_backward(True)
-    groups = _groups_of(module)
-    for group in groups:
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-            parameter.sharded_param.grad = None
-        group._partial_reduce_output = None
-        group.parameter_usage.reset()
-    root = module._get_fsdp_state()
-    root._state_ctx.iter_forward_root = None
-    root._comm_ctx.all_gather_state = None
-    if root._is_root:  # None before the first forward
-        root._root_post_backward_final_callback()
-    for group in groups:
-        if not group.is_sharded:
-            group._to_sharded()
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                parameter.to_sharded()  # also those that failed between gathering and use
+    else:
+        assert isinstance(module, FSDPModule)
+        internals.discard_pass(module)
 
 
 def sharded(module: nn.Module) -> list[Tensor]:
     """Return the parameters as they are stored between uses, whether gathered now or not."""
-    copies = single_rank.compute_copies(module)
+    copies = compute_copies(module)
     if copies is not None:
         return [*(copies.masters or module.parameters())]
-    return [parameter.sharded_param for parameter in _parameters(module)]
+    return internals.fsdp_shards(module)
 
 
 def gathered(module: nn.Module) -> list[Tensor]:
     """Return the buffers of gathered parameters. Released buffers have no bytes."""
-    copies = single_rank.compute_copies(module)
-    if copies is not None:
-        return list(copies.copies)
-    buffers: list[Tensor] = []
-    for parameter in _parameters(module):
-        buffers += getattr(parameter, "all_gather_outputs", [])
-        if hasattr(parameter, "_unsharded_param"):
-            buffers.append(dtensors.local(parameter._unsharded_param.detach()))
-    return buffers
+    copies = compute_copies(module)
+    return internals.fsdp_gathered(module) if copies is None else list(copies.copies)
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
     """Return all current gradients: reduced ones, and full ones that wait for their reduction."""
-    if single_rank.compute_copies(module) is not None:
-        return [parameter.grad for parameter in sharded(module) if parameter.grad is not None]
-    found = []
-    for parameter in _parameters(module):
-        full = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
-        each = (parameter.sharded_param.grad, full, parameter.unsharded_accumulated_grad)
-        found += [dtensors.local(gradient) for gradient in each if gradient is not None]
-    return found
+    if compute_copies(module) is None:
+        return internals.fsdp_gradients(module)
+    return [parameter.grad for parameter in sharded(module) if parameter.grad is not None]
 
 
-def _parameters(module: nn.Module) -> list[Any]:
-    return [parameter for group in _groups_of(module) for parameter in group.fsdp_params]
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state dict contains, by name: running statistics, a router's correction, scales.
+
+    Buffers that the module computes at construction (rotary frequencies) are not persistent.
+    """
+    return {
+        f"{path}.{leaf}" if path else leaf: buffer
+        for path, owner in module.named_modules()
+        for leaf, buffer in owner._buffers.items()
+        if buffer is not None and leaf not in owner._non_persistent_buffers_set
+    }
 
 
-def _groups_of(module: nn.Module) -> list[Any]:
-    return [group for unit in _fsdp_modules(module) for group in _groups(unit._get_fsdp_state())]
+def attach_copies(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Let a module compute in the precision of `policy`. Its parameters may still be on the meta device."""
+    vars(module)["compute_copies"] = ComputeCopies(module, policy.param_dtype)
 
 
-def _groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP state: a list since torch 2.12, one or None before."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+def compute_copies(module: nn.Module) -> "ComputeCopies | None":
+    """Return the copies of a module for which `attach` was called; None for others."""
+    return vars(module).get("compute_copies")
 
 
-def _fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            yield child
+class ComputeCopies:
+    """Copies of a module's parameters in compute precision; none if `dtype` is None."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        self._module, self._dtype = module, dtype
+        self._slots: list[tuple[nn.Module, str, int]] = []  # owner, name, and index of the master
+        self.masters: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
+        self._is_gathered = False
+        if dtype is not None:
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cast parameters and floating-point inputs, as FSDP2 does."""
+        self.gather()
+        return tree_map(self._cast, (args, kwargs))
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def gather(self) -> None:
+        """Replace the masters by new copies, unless copies are already in the module."""
+        if self._dtype is None or self._is_gathered:
+            return
+        if not self._slots:
+            self._find_masters()
+        for copy in self.copies:
+            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+        with torch.no_grad():
+            torch._foreach_copy_([*self.copies], [*self.masters])
+        self._set_parameters(self.copies)
+        self._is_gathered = True
+
+    def release(self) -> None:
+        """Put the masters back and free the copies."""
+        if self._is_gathered:
+            self._set_parameters(self.masters)
+            self._is_gathered = False
+            for copy in self.copies:
+                copy.grad = None
+                copy.untyped_storage().resize_(0)
+
+    def discard(self) -> None:
+        """Put the masters back and drop all gradients."""
+        self.release()
+        for parameter in self._module.parameters():
+            parameter.grad = None
+
+    def _find_masters(self) -> None:
+        """Find the parameters with another precision, and all their slots; tied parameters have several."""
+        indices: dict[int, int] = {}
+        for owner in self._module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is None or not parameter.is_floating_point() or parameter.dtype == self._dtype:
+                    continue
+                if id(parameter) not in indices:
+                    indices[id(parameter)] = len(self.masters)
+                    self.masters.append(parameter)
+                self._slots.append((owner, name, indices[id(parameter)]))
+        for master in self.masters:
+            copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype), requires_grad=master.requires_grad)
+            if master.requires_grad:
+                copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+            self.copies.append(copy)
+
+    def _set_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        for owner, name, index in self._slots:
+            owner._parameters[name] = parameters[index]
+
+
+def _move_gradient(master: nn.Parameter, copy: Tensor) -> None:
+    """Add the gradient of a copy to that of its master, in fp32."""
+    assert copy.grad is not None
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad += copy.grad
+    copy.grad = None

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.data.files import Table, data_files, find, read_table, table_of
-from pipeline.data.hub import load_split
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -188,6 +187,8 @@ class HubSource:
         return [self._table(self._config.eval_split)] if self._config.eval_split is not None else []
 
     def _table(self, split: str) -> Table:
+        from pipeline.data.hub import load_split
+
         config = self._config
         assert config.hub is not None
         rows = load_split(config.hub, config.subset, split)

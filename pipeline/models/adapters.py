@@ -1,14 +1,10 @@
-"""LoRA adapters (Hu et al., 2021, arXiv:2106.09685): add them to a model with peft, and disable them temporarily."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""LoRA adapters (Hu et al., 2021, arXiv:2106.09685): add them to a model with peft."""
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine import Engine
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
 
@@ -67,18 +63,3 @@ def _is_linear(module: nn.Module) -> bool:
     except Exception:  # its forward needs other arguments
         return False
     return isinstance(out, Tensor) and out.shape == (1, 2, module.out_features)
-
-
-@contextmanager
-def adapters_off(engine: Engine) -> Iterator[None]:
-    """Disable the adapters inside this context. The model without adapters is the reference of a LoRA policy."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [m for m in engine.module.modules() if isinstance(m, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention, distributed, kernels
 from pipeline.data.documents import Documents, Ragged
+from pipeline.models.internals import attention_name, set_attention
 
 NAME = "zerochat_documents"
 
@@ -43,9 +44,8 @@ def use_documents(model: PreTrainedModel) -> bool:
 
 def attention_of(model: PreTrainedModel, name: str) -> str:
     """Set the attention function of a model by name, and return the previous name."""
-    previous: str = model.config._attn_implementation
-    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
-        config._attn_implementation = name
+    previous = attention_name(model)
+    set_attention(model, name)
     return previous
 
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.utils import is_liger_kernel_available
 
-from engine import Engine, EngineConfig, OptimizerConfig, deepspeed_json, distributed
+from engine import Engine, EngineConfig, OptimizerConfig, distributed
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.distributed import data_share
 from pipeline.errors import UserError
@@ -59,6 +59,8 @@ class EngineChoice:
         """
         if self.settings.deepspeed is None:
             return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
+        from engine import deepspeed_json
+
         file, (_, shares) = self.settings.deepspeed_file(trains=self.optimizer is not None), data_share()
         try:
             parsed = deepspeed_json.parse(file, ranks=shares, optimizer=self.optimizer, base=self._fields(source))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from engine import distributed, token_logprobs
 from pipeline.data.documents import Documents
 from pipeline.models.attention import NAME
+from pipeline.models.internals import attention_name
 
 
 class _ModelModule(nn.Module):
@@ -144,11 +145,11 @@ class Scorer(_ModelModule):
 
 def _sequence_shard(input_ids: Tensor, documents: Documents | None) -> distributed.SequenceShard | None:
     """Return this rank's shard of a packed row; None if the rank computes all tokens."""
+    if distributed.world().sequence == 1:
+        return None
     if documents is not None:
         return distributed.sequence_shard(input_ids.shape[1])
-    assert distributed.world().sequence == 1 or not torch.is_grad_enabled(), (
-        "sequence parallelism trains only packed rows"
-    )
+    assert not torch.is_grad_enabled(), "sequence parallelism trains only packed rows"
     return None
 
 
@@ -162,7 +163,7 @@ def _inputs(
     """Return the keyword arguments of the backbone for padded rows or a packed row."""
     if documents is None:
         return {"input_ids": input_ids} | ({} if positions is None else {"position_ids": positions})
-    assert model.config._attn_implementation == NAME, "packed rows need `checks.verify` to select document attention"
+    assert attention_name(model) == NAME, "packed rows need `checks.verify` to select document attention"
     return packed_inputs(input_ids, documents, share)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine import loading
 from pipeline.distributed import is_rank_zero
 from pipeline.errors import UserError
+from pipeline.models.internals import initialize_module, unused_patterns
 from pipeline.models.source import ModelSource
 
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # old checkpoints store them
@@ -117,7 +118,7 @@ def _check_unused(stored: Sequence[str], empty: PreTrainedModel, source: ModelSo
     base = f"{empty.base_model_prefix}."
     tensors = {*empty.state_dict(keep_vars=True), *dict(empty.named_buffers())}
     known = {name.removeprefix(base) for name in tensors}
-    ignored = [re.compile(pattern) for pattern in (*(empty._keys_to_ignore_on_load_unexpected or []), *OLD_BUFFERS)]
+    ignored = [re.compile(pattern) for pattern in (*unused_patterns(empty), *OLD_BUFFERS)]
     unknown = [
         name
         for name in stored
@@ -191,6 +192,6 @@ def _initializer(model: PreTrainedModel, zero_head: bool) -> Callable[[nn.Module
         elif name.rpartition(".")[2] == "score" and isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.0 if zero_head else 1.0 / math.sqrt(module.in_features + 1))
         else:
-            model._init_weights(module)
+            initialize_module(model, module)
 
     return initialize

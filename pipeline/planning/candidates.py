@@ -8,15 +8,17 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from engine.memory import Probe
 from pipeline.config.schema import EngineSettings
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds
 from pipeline.planning.stage_task import StageTask
+
+if TYPE_CHECKING:
+    from engine.memory import Probe
 
 HEADROOM = 0.92  # the share of memory that a prediction may fill; fragmentation and libraries need the remainder
 
@@ -81,7 +83,7 @@ class Candidate:
         return sum(self.seconds.values())
 
 
-def candidates(task: StageTask, capacity: Capacity, probe: Probe | None = None) -> Iterator[Candidate]:
+def candidates(task: StageTask, capacity: Capacity, probe: "Probe | None" = None) -> Iterator[Candidate]:
     """Yield every allowed setting with its prediction. The micro-batch is halved down to one item."""
     for engine in _layouts(task.work.ranks, is_gpu=capacity.is_gpu):
         try:

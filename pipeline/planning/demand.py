@@ -6,14 +6,13 @@ All models of a stage hold their states, and one of them works on one micro-batc
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from engine.memory import (
     RETAINED,
-    CostModel,
     GenerationLoad,
     ModelStates,
     Owners,
-    Probe,
     generation_bytes,
     pipeline_training_bytes,
     resting_bytes,
@@ -23,6 +22,9 @@ from engine.memory import (
     training_bytes,
 )
 from pipeline.planning.stage_task import StageTask
+
+if TYPE_CHECKING:
+    from engine.memory import Probe
 
 TIERS = ("host", "nvme")  # owners of offloaded bytes: in host memory, and in files
 
@@ -156,8 +158,10 @@ def _offloaded(models: Collection[ModelStates], trains: ModelStates | None = Non
     return {tier: size for tier, size in sizes.items() if size}
 
 
-def predict_seconds(task: StageTask, probe: Probe, *, is_gpu: bool, shares_forward: bool = False) -> dict[str, float]:
+def predict_seconds(task: StageTask, probe: "Probe", *, is_gpu: bool, shares_forward: bool = False) -> dict[str, float]:
     """Predict the seconds by phase of one step with sequences of full length (PPO: one rollout and its updates)."""
+    from engine.memory import CostModel
+
     work, scorer = task.work, task.scorer or task.policy
     tokens = math.ceil(task.sequences * work.config.sequence_parallel / work.ranks) * work.max_length
     policy = CostModel(task.policy, work, probe, is_gpu, tokens)

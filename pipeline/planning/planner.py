@@ -4,9 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.memory import Probe, measure_speed
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.distributed import barrier, broadcast_from_rank_zero, device, is_rank_zero, rank_count
@@ -17,6 +16,9 @@ from pipeline.planning.candidates import Candidate, Capacity, candidates, fastes
 from pipeline.planning.demand import TIERS, Demand
 from pipeline.planning.stage_task import StageTask, stage_task
 from pipeline.stages.restart import within_limits
+
+if TYPE_CHECKING:
+    from engine.memory import Probe
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,10 @@ def more_memory(stage: str) -> str:
     return f"more ranks (ranks=N), adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
 
 
-def measure(config: RunConfig, task: StageTask) -> Probe:
+def measure(config: RunConfig, task: StageTask) -> "Probe":
     """Measure the speed of this machine for a stage's model; every rank calls."""
+    from engine.memory import measure_speed
+
     return measure_speed(
         task.policy,
         dtype=task.work.config.dtype,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.checksums import Checksum, checksum_of, write_text
+from engine.checkpoint.storage import Checksum, checksum_of, write_text
 
 
 @pytest.mark.parametrize("text", ["", "{}", 1000 * "checkpoint "])

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from engine import OptimizerConfig, optim
+from engine.optimizer_step import learning_rate
 
 
 def rates(**keys: object) -> list[float]:
     config = OptimizerConfig(lr=2.0, total_steps=20, **keys)  # type: ignore[arg-type]
-    return [optim.learning_rate(config, step) for step in range(22)]
+    return [learning_rate(config, step) for step in range(22)]
 
 
 def test_constant() -> None:

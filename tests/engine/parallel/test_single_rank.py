@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, sharding
-from engine.parallel import dist, dtensors, single_rank, zero
+from engine.parallel import dist, dtensors, zero
 
 
 class Tied(nn.Module):
@@ -33,7 +33,7 @@ def laid_out(dtype: Any, *, by_itself: bool) -> nn.Module:
     torch.manual_seed(3)
     module = Tied()
     if by_itself:
-        single_rank.attach(module, sharding.precision_policy(dtype))
+        zero.attach_copies(module, sharding.precision_policy(dtype))
     else:
         zero.shard(module, stage=0, policy=sharding.precision_policy(dtype))
     return module

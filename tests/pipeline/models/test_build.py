@@ -15,8 +15,8 @@ from engine import Engine
 from engine.parallel import dtensors
 from pipeline.config.schema import LoraConfig
 from pipeline.errors import UserError
-from pipeline.models.adapters import adapters_off
 from pipeline.models.build import build_policy, build_scorer, fuse_kernels, natural_precision, without_dropout
+from pipeline.models.internals import adapters_off
 from pipeline.models.source import ModelSource
 from tests.pipeline.models.tiny import (
     FAMILIES,
@@ -303,7 +303,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_learns(family: str, tmp_path
     torch.testing.assert_close(logprobs_of(engine, ids), base, atol=3e-5, rtol=1e-5)
     engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
     assert (logprobs_of(engine, ids) - base).abs().max() > 1e-3
-    with adapters_off(engine):
+    with adapters_off(engine.module):
         torch.testing.assert_close(logprobs_of(engine, ids), base, atol=3e-5, rtol=1e-5)
     assert (logprobs_of(engine, ids) - base).abs().max() > 1e-3
 

@@ -1,0 +1,227 @@
+"""Every private interface of PyTorch and transformers that the engine uses, with what the engine needs from it.
+
+A new version of a library may change these names without notice. `python -m tests.versions` runs the tests of this
+module with the oldest and the newest version that pyproject.toml allows. The tables that `nn.Module` documents for its
+subclasses (`_parameters`, `_buffers`, `_modules`, `_apply`) and `torch._foreach_*` count as public: they are as old as
+the public interface.
+
+| interface | need |
+| --- | --- |
+| `torch.utils._pytree` | functions on nested containers |
+| `torch.distributed._functional_collectives` | collectives that `torch.compile` traces |
+| FSDP2's `AllGather`, `ReduceScatter` | base classes for `FSDPModule.set_custom_all_gather` and its like |
+| `torch._dynamo.config` | the limit of compilations of one function |
+| `_StridedShard` | the placement of several concatenated matrices that are split over ranks |
+| `torch.ops.mkldnn` | linear layers with weights that oneDNN has packed before |
+| `UntypedStorage._cdata` | one number per storage, also on the meta device |
+| FSDP2's parameter groups | gradients and gathered parameters of a step, and a reset in the middle of a pass |
+| transformers' `_attn_implementation`, `_tp_plan` | the name of the attention function; the tensor-parallel plan |
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+functional_collectives = _functional_collectives
+
+
+def interleaved_shard(dim: int, matrices: int) -> Placement:
+    """Return the placement of tensors that concatenate a shard of each of `matrices` matrices along `dim`."""
+    return _StridedShard(dim, split_factor=matrices)
+
+
+def allow_compilations(number: int) -> None:
+    """Raise the number of times that `torch.compile` compiles one function for different inputs."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, number)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that tensors with the same storage share. `data_ptr` is 0 on the meta device."""
+    return tensor.untyped_storage()._cdata
+
+
+def attention_name(model: Any) -> str:
+    """Return the name of the attention function of a transformers model."""
+    name: str = model.config._attn_implementation
+    return name
+
+
+def tensor_parallel_plan(module: nn.Module) -> Mapping[str, str]:
+    """Return the tensor-parallel plan of a transformers model; empty if it has none."""
+    return dict(getattr(module, "_tp_plan", None) or {})
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN can pack the weight of a linear layer in this precision on this machine."""
+    ops: Any = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(ops, "_reorder_linear_weight") or not hasattr(ops, "_linear_pointwise"):
+        return False
+    return dtype != torch.bfloat16 or bool(ops._is_mkldnn_bf16_supported())
+
+
+def pack_linear(weight: Tensor, rows: int) -> tuple[Callable[..., Tensor], Tensor]:
+    """Return (product, packed weight) for inputs of about `rows` rows; weight: (out, in).
+
+    `product(x, packed, bias, "none", [], "")` returns x @ weight.T + bias.
+    """
+    ops: Any = torch.ops.mkldnn
+    return ops._linear_pointwise, ops._reorder_linear_weight(weight.contiguous(), rows)
+
+
+class ParameterUsage:
+    """The parameters of one FSDP group that had a gradient since `reset`, and those whose gradient became zeros.
+
+    Some parameters have no gradient on some ranks, such as the experts that no token of a rank was routed to. FSDP2
+    reduces the gradients that exist. Ranks with different gradients would wait for each other or sum gradients of
+    different parameters. A unit used only in the last micro-batch would have gradients in two precisions. Therefore
+    zeros replace missing gradients in each reduction. At the step, the ranks find the parameters that none of them
+    used: these have no gradient, as on one rank (`engine.parallel.zero.unused_on_all_ranks`). Not supported: a unit
+    whose forward only some ranks run.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._post_backward: Callable[..., None] = group.post_backward
+        self._used: dict[int, Any] = {}
+        self._filled: dict[int, Any] = {}
+        group.post_backward = self._fill_and_post_backward
+
+    def _fill_and_post_backward(self, *args: Any) -> None:
+        if self._group.reduce_grads:
+            self._fill_missing()
+        self._post_backward(*args)
+
+    @torch.no_grad()
+    def _fill_missing(self) -> None:
+        """Give all gathered parameters a gradient in one precision."""
+        gathered = [p for p in self._group.fsdp_params if hasattr(p, "_unsharded_param")]
+        trained = [p for p in gathered if p._unsharded_param.requires_grad]
+        accumulates = any(p.unsharded_accumulated_grad is not None for p in trained)
+        for parameter in trained:
+            full = parameter._unsharded_param
+            if not full.numel():  # FSDP2 cannot reduce empty gradients
+                full.grad = parameter.unsharded_accumulated_grad = None
+                continue
+            if parameter.unsharded_accumulated_grad is None and full.grad is None:
+                full.grad = torch.zeros_like(full)
+                self._filled[id(parameter)] = parameter
+            else:
+                self._used[id(parameter)] = parameter
+            if accumulates and parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = full.grad.to(parameter.reduce_dtype)
+                full.grad = None
+
+    def used(self) -> list[nn.Parameter]:
+        """Return the shards of the parameters that had a gradient."""
+        return [parameter.sharded_param for parameter in self._used.values()]
+
+    def unused(self) -> list[nn.Parameter]:
+        """Return the shards of the parameters that had no gradient."""
+        return [parameter.sharded_param for key, parameter in self._filled.items() if key not in self._used]
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self._used.clear()
+        self._filled.clear()
+
+
+def track_parameter_usage(module: nn.Module) -> None:
+    """Give each FSDP group of a sharded module a `ParameterUsage`."""
+    for group in _groups(module):
+        group.parameter_usage = ParameterUsage(group)
+
+
+def parameter_usages(module: nn.Module) -> list[ParameterUsage]:
+    """Return the `ParameterUsage` of each FSDP group; none without FSDP2."""
+    return [group.parameter_usage for group in _groups(module)]
+
+
+def discard_pass(module: Any) -> None:
+    """Reset a module in the middle of a pass to its state before the forward, without gradients.
+
+    FSDP2 has no public function for this. Its callback at the end of a backward resets its state; it runs here with
+    nothing to reduce.
+    """
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(True)
+    groups = _groups(module)
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            parameter.sharded_param.grad = None
+        group._partial_reduce_output = None
+        group.parameter_usage.reset()
+    root = module._get_fsdp_state()
+    root._state_ctx.iter_forward_root = None
+    root._comm_ctx.all_gather_state = None
+    if root._is_root:  # None before the first forward
+        root._root_post_backward_final_callback()
+    for group in groups:
+        if not group.is_sharded:
+            group._to_sharded()
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.to_sharded()  # also those that failed between gathering and use
+
+
+def fsdp_shards(module: nn.Module) -> list[Tensor]:
+    """Return the shards of the parameters, whether they are gathered now or not."""
+    return [parameter.sharded_param for parameter in _parameters(module)]
+
+
+def fsdp_gathered(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of gathered parameters. Released buffers have no bytes."""
+    buffers: list[Tensor] = []
+    for parameter in _parameters(module):
+        buffers += getattr(parameter, "all_gather_outputs", [])
+        if hasattr(parameter, "_unsharded_param"):
+            buffers.append(_local(parameter._unsharded_param.detach()))
+    return buffers
+
+
+def fsdp_gradients(module: nn.Module) -> list[Tensor]:
+    """Return all current gradients: reduced ones, and full ones that wait for their reduction."""
+    found = []
+    for parameter in _parameters(module):
+        full = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+        each = (parameter.sharded_param.grad, full, parameter.unsharded_accumulated_grad)
+        found += [_local(gradient) for gradient in each if gradient is not None]
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _parameters(module: nn.Module) -> Iterator[Any]:
+    return (parameter for group in _groups(module) for parameter in group.fsdp_params)
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return the parameter groups of all FSDP units: a list per unit since torch 2.12, one or None before."""
+    groups: list[Any] = []
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            found = getattr(state, "_fsdp_param_groups", None)
+            groups += found if found is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+    return groups

@@ -1,0 +1,71 @@
+"""Test private interfaces with the oldest and the newest torch and transformers that pyproject.toml allows.
+
+    python -m tests.versions            makes a virtual environment for each in a temporary folder (minutes, 10 GB)
+    python -m tests.versions PYTHON     uses an environment that exists: PYTHON is its interpreter
+
+The versions are those of the package index. Exit status 1 if a test fails. CI runs this once a week.
+"""
+
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("torch", "transformers")
+TESTS = (
+    "tests/engine/parallel",
+    "tests/engine/offload",
+    "tests/engine/test_zero.py",
+    "tests/engine/test_passes.py",
+    "tests/engine/test_checkpoint.py",
+    "tests/engine/memory/test_activations.py",
+    "tests/engine/generation/test_prepacked_linears.py",
+    "tests/engine/generation/test_transformers_fallback.py",
+    "tests/pipeline/models",
+)
+"""The tests of everything in `engine/internals.py` and `pipeline/models/internals.py`."""
+
+
+def bounds() -> dict[str, tuple[str, str]]:
+    """Return (oldest version, requirement) of each library. The newest version that fits is the index's choice."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = {}
+    for requirement in project["dependencies"]:
+        name, _, rest = requirement.partition(">=")
+        if name in LIBRARIES:
+            oldest, comma, _ = rest.partition(",<")
+            assert comma, f"{requirement} has no upper bound"
+            found[name] = (oldest, requirement)
+    return found
+
+
+def make_environment(folder: Path, pins: list[str]) -> Path:
+    """Install the project with these requirements; return the interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", str(ROOT), "pytest", "pytest-xdist", *pins], check=True)
+    return python
+
+
+def run_tests(python: Path) -> bool:
+    """Print the versions, run the tests, and return whether all passed."""
+    show = "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
+    subprocess.run([python, "-c", show], check=True)
+    return subprocess.run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS], cwd=ROOT).returncode == 0
+
+
+def main() -> int:
+    if len(sys.argv) > 1:
+        return 0 if run_tests(Path(sys.argv[1])) else 1
+    oldest = [f"{name}=={version}" for name, (version, _) in bounds().items()]
+    newest = [requirement for _, requirement in bounds().values()]
+    with tempfile.TemporaryDirectory() as folder:
+        pythons = [make_environment(Path(folder) / f"{n}", pins) for n, pins in enumerate((oldest, newest))]
+        passed = [run_tests(python) for python in pythons]
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
