@@ -26,7 +26,7 @@ class Host:
         with_names = f"mount --bind {shlex.quote(str(self.names))} /etc/hosts && exec {shlex.join(command)}"
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, "sh", "-c", with_names],
-            env=os.environ | environment | {"GLOO_SOCKET_IFNAME": self.interface},
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -71,7 +71,8 @@ def cut_off(host: Host) -> None:
 
 def _host(folder: Path, number: int) -> Host:
     mark, address, names = os.getpid(), f"10.77.0.{number}", folder / f"hosts-{number}"
-    names.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n10.77.0.1 one\n10.77.0.2 two\n")
+    # A host's own name is 127.0.1.1, as the installer of Debian writes it: other hosts cannot reach this address.
+    names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n10.77.0.1 one\n10.77.0.2 two\n")
     return Host(f"zerochat-{mark}-{number}", f"veth{mark}.{number}", address, names)
 
 

@@ -6,11 +6,13 @@ environment without them means one rank. NCCL carries tensors on GPUs, Gloo carr
 """
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -134,9 +136,11 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         torch.cuda.set_device(own_device)
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    store = dist.PrefixStore(namespace, store)
+    _choose_interface(store, rank, size)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        store=dist.PrefixStore(namespace, store),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
@@ -147,6 +151,31 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     _patient_group = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)
     _world = World(rank, size, local_rank, own_device)
     return _world
+
+
+def _choose_interface(store: dist.Store, rank: int, size: int) -> None:
+    """Set the network interface of Gloo, unless the environment variable GLOO_SOCKET_IFNAME names one.
+
+    Gloo's own choice is the address of the host's name. On many machines this is 127.0.1.1, which other machines cannot
+    reach. Here each rank takes the interface with the route to the first rank's machine. The last rank resolves the
+    name of this machine for all ranks, because the machine itself may resolve it to 127.0.1.1.
+    """
+    if size == 1:
+        return
+    if rank == size - 1:
+        family, _, _, _, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_DGRAM)[0]
+        store.set("address", f"{int(family)} {place[0]}")
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    family_number, address = store.get("address").decode().split()
+    with socket.socket(socket.AddressFamily(int(family_number)), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))  # sends nothing
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in (each.address.partition("%")[0] for each in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            if rank == 0 and not own.startswith("127.") and own != "::1":
+                print(f"engine: Gloo uses {name} ({own}); GLOO_SOCKET_IFNAME selects another interface", flush=True)
 
 
 def stop() -> None:

@@ -195,8 +195,6 @@ def _environment(ranks: Ranks, number: int, shared_store: bool) -> dict[str, str
     }
     if shared_store:
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if not ranks.given_by and sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # on one machine, the host name need not resolve
     return env
 
 
