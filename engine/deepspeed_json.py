@@ -1,8 +1,8 @@
 """Parses a DeepSpeed configuration into the engine's own settings.
 
-Steps: read the JSON, check each key against the table (deepspeed_keys.py), fill "auto" and absent keys from the
-caller's settings or DeepSpeed's defaults, and translate. Every problem raises a ValueError with the key and
-what to write.
+Steps: read the JSON, convert each value by the table of keys (deepspeed_keys.py), fill "auto" and absent keys from the
+caller's settings or DeepSpeed's defaults, and translate. Every problem raises a ValueError with the key and what to
+write.
 """
 
 import difflib
@@ -14,17 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine import optim
-from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig, Precision
-from engine.deepspeed_keys import (
-    IGNORED,
-    OPTIMIZERS,
-    SUPPORTED,
-    UNSUPPORTED,
-    UNSUPPORTED_OPTIMIZERS,
-    UNSUPPORTED_SCHEDULERS,
-    Key,
-    Optimizer,
-)
+from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig
+from engine.deepspeed_keys import KEYS, OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS, Key
 from engine.schedules import SCHEDULES, WarmupCosineLR, parameters
 from engine.sharding import check_optimizer
 
@@ -33,15 +24,11 @@ __all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
 RENAMED = {"bfloat16": "bf16"}
 TYPED = ("optimizer", "scheduler")  # sections with `type` and `params`
 OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-LEAVES = (*SUPPORTED, *IGNORED, *UNSUPPORTED)
-SECTIONS = {name.rsplit(".", depth)[0] for name in LEAVES for depth in range(1, name.count(".") + 1)}
+SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
 COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
-TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "bool": (bool, "true or false"),
-    "int": ((int, float), "a whole number"),
-    "number": ((int, float), "a number"),
-    "text": (str, "text"),
-}
+COMPRESS: dict[tuple[bool, bool], Compress] = {  # of (weights, gradients)
+    (False, False): "none", (True, False): "gather8", (False, True): "reduce8", (True, True): "both",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,19 +69,16 @@ def parse(
     micro, accumulation, total = _batch_sizes(values, ranks) if ranks is not None else (None, None, None)
     if accumulation is not None:
         engine = replace(engine, gradient_accumulation=accumulation)
-    clipping = values.get("gradient_clipping")
-    if clipping is not None:
-        clipping = _number("gradient_clipping", clipping, 0.0)
-        optimizer = optimizer and replace(optimizer, max_grad_norm=clipping)
     if section := _section("optimizer", raw.get("optimizer")):
-        optimizer = _optimizer(section, optimizer, clipping)
+        optimizer = _optimizer(section, optimizer)
+    if optimizer is not None:
+        optimizer = replace(optimizer, max_grad_norm=values.get("gradient_clipping", optimizer.max_grad_norm))
+        check_optimizer(engine, optimizer)
     scheduler = None
     if section := _section("scheduler", raw.get("scheduler")):
         if optimizer is None:
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
         scheduler = _scheduler(section, optimizer)
-    if optimizer is not None:
-        check_optimizer(engine, optimizer)
     drops_last = bool(values.get("dataloader_drop_last"))
     return Parsed(engine, optimizer, scheduler, micro, total, drops_last, tuple(ignored(raw)))
 
@@ -114,29 +98,40 @@ def config_fields(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     values = _values(config)
     if values.get("zero_optimization.mics_shard_size", 1) < 1:
         del values["zero_optimization.mics_shard_size"]
-    paths = {values[name] for section in OFFLOADS if (name := f"{section}.nvme_path") in values}
-    if len(paths) > 1:
+    if len({values[name] for section in OFFLOADS if (name := f"{section}.nvme_path") in values}) > 1:
         raise ValueError(
             "zero_optimization: offload_optimizer.nvme_path and offload_param.nvme_path differ; write one folder"
         )
-    base = vars(EngineConfig()) | dict(own)
-    translated = {key.field: _converted(key, values[name]) for name, key in SUPPORTED.items() if name in values}
-    fields = base | {name: value for name, value in translated.items() if name in base}
-    recompute = values.get("activation_checkpointing.partition_activations", False)
-    recompute = recompute or "activation_checkpointing.number_checkpoints" in values
-    return fields | {
-        "dtype": _dtype(values, base["dtype"]),
-        "activation_checkpointing": recompute or base["activation_checkpointing"],
-        "loss_scale": _loss_scale(values, fields["zero_stage"], base["loss_scale"]),
-        "compress": _compress(values, base["compress"]),
-    }
+    fields = vars(EngineConfig()) | dict(own)
+    scale: dict[str, Any] = {}
+    for name, value in values.items():
+        if (field := KEYS[name].field) is not None:
+            (scale if name.startswith("fp16.") else fields)[field] = value
+    fp16, bf16 = values.get("fp16.enabled"), values.get("bf16.enabled")
+    if fp16 and bf16:
+        raise ValueError("fp16.enabled and bf16.enabled are both true; keep one")
+    if fp16 or bf16 or fp16 is bf16 is False:
+        fields["dtype"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    if scale or fp16 is not None:
+        fields["loss_scale"] = _loss_scale(scale, fields["zero_stage"])
+    if values.get("activation_checkpointing.partition_activations") or (
+        "activation_checkpointing.number_checkpoints" in values
+    ):
+        fields["activation_checkpointing"] = True
+    quantized = [values.get(f"zero_optimization.zero_quantized_{what}") for what in ("weights", "gradients")]
+    if quantized != [None, None]:
+        fields["compress"] = COMPRESS[bool(quantized[0]), bool(quantized[1])]
+    return fields
 
 
 def ignored(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each key without effect, unless its value switches the feature off."""
     for name, value in _leaves(config):
-        if name in IGNORED and value != "auto" and not _is_off(name, value):
-            yield f"{name} has no effect: {IGNORED[name]}"
+        if name in KEYS and KEYS[name].kind == "ignored" and value != "auto" and not _is_off(name, value):
+            yield f"{name} has no effect: {KEYS[name].note}"
+
+
+# Keys and their values
 
 
 def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -157,20 +152,11 @@ def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    section: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in section:
+    section = dict(pairs)
+    for name, _ in pairs if len(section) < len(pairs) else ():
+        if sum(name == other for other, _ in pairs) > 1:
             raise ValueError(f"{name} occurs twice in one section; remove one")
-        section[name] = value
     return section
-
-
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Check all keys, and return the supported ones that have a value ("auto" and null are none)."""
-    found = {name: value for name, value in _leaves(config) if value is not None and value != "auto"}
-    for name, value in found.items():
-        _check(name, value)
-    return {name: value for name, value in found.items() if name in SUPPORTED}
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -187,23 +173,46 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield key, value
 
 
-def _check(name: str, value: Any) -> None:
-    """Raise ValueError for an unknown key, a value of the wrong type, and a value without support."""
-    if name in SECTIONS:
-        _section(name, value)
-    elif name in UNSUPPORTED:
-        if not _is_off(name, value):
-            raise ValueError(f"{name}={json.dumps(value)} is not supported: {UNSUPPORTED[name]}")
-    elif name in SUPPORTED:
-        key = SUPPORTED[name]
-        types, expected = TYPES[key.type]
-        is_wrong = not isinstance(value, types) or (isinstance(value, bool) and key.type != "bool")
-        if is_wrong or (key.type == "int" and not float(value).is_integer()):
-            raise ValueError(f"{name}={json.dumps(value)}: write {expected}, as JSON")
-        if key.choices and value not in key.choices:
-            raise ValueError(f"{name}={value} is not supported; write one of {', '.join(map(str, key.choices))}")
-    elif name not in IGNORED:
-        raise ValueError(f"{name}: DeepSpeed has no such key; {_similar_key(name)}")
+def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Check all keys, and return the converted values of the supported ones ("auto" and null are none)."""
+    found = {}
+    for name, value in _leaves(config):
+        if value is None or value == "auto":
+            continue
+        if name in SECTIONS:
+            _section(name, value)
+        elif name not in KEYS:
+            raise ValueError(f"{name}: DeepSpeed has no such key; {_similar_key(name)}")
+        elif KEYS[name].kind == "unsupported" and not _is_off(name, value):
+            raise ValueError(f"{name}={json.dumps(value)} is not supported: {KEYS[name].note}")
+        elif KEYS[name].kind not in ("ignored", "unsupported"):
+            found[name] = _convert(name, KEYS[name], value)
+    return found
+
+
+def _convert(name: str, key: Key, value: Any) -> Any:
+    """Return the value of a supported key as its field has it. Raises ValueError for a wrong type or value."""
+    if key.kind in ("int", "number"):
+        value = _number(name, value, key.minimum, is_whole=key.kind == "int")
+    elif not isinstance(value, bool if key.kind == "bool" else str):
+        expected = "true or false" if key.kind == "bool" else "text"
+        raise ValueError(f"{name}={json.dumps(value)}: write {expected}, as JSON")
+    if key.choices and value not in key.choices:
+        raise ValueError(f"{name}={value} is not supported; write one of {', '.join(map(str, key.choices))}")
+    return {"bfp16": "bf16"}.get(value, value)
+
+
+def _number(name: str, value: Any, minimum: float | None = None, *, is_whole: bool = False) -> float:
+    """Return a number, also from text ("1e-5")."""
+    try:
+        number = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    is_low = minimum is not None and number < minimum
+    if number != number or is_low or (is_whole and not number.is_integer()):
+        bound = "" if minimum is None else f", at least {minimum:g}"
+        raise ValueError(f"{name}={json.dumps(value)}: write a {'whole ' if is_whole else ''}number{bound}")
+    return int(number) if is_whole else number
 
 
 def _is_off(name: str, value: Any) -> bool:
@@ -211,30 +220,6 @@ def _is_off(name: str, value: Any) -> bool:
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value is None or value is False or (name.endswith("_size") and value == 1)
-
-
-def _similar_key(name: str) -> str:
-    """Return the hint for an unknown key: the most similar name, in its own section if possible."""
-    section, _, leaf = name.rpartition(".")
-    known = sorted([*LEAVES, *TYPED, *sorted(SECTIONS)], key=lambda key: key.rpartition(".")[0] == section)
-    by_leaf = {key.rpartition(".")[2]: key for key in known}
-    if closest := _closest(leaf, by_leaf):
-        return f"did you mean {by_leaf[closest]}?"
-    return "docs/reference/deepspeed.md lists all"
-
-
-def _closest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
-
-
-def _require_known(names: Iterable[str], known: Iterable[str], section: str, what: str = "key") -> None:
-    """Raise ValueError for the first name that is not known."""
-    known = tuple(known)
-    for name in names:
-        if name not in known:
-            close = _closest(name, known)
-            hint = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
-            raise ValueError(f"{section}: DeepSpeed has no {what} {name}; {hint}")
 
 
 def _section(name: str, value: Any) -> dict[str, Any]:
@@ -246,28 +231,34 @@ def _section(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _number(name: str, value: Any, minimum: float | None = None) -> float:
-    """Return a number, also from text ("1e-5")."""
-    try:
-        number = float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if number != number or (minimum is not None and number < minimum):
-        bound = "" if minimum is None else f", at least {minimum:g}"
-        raise ValueError(f"{name}={json.dumps(value)}: write a number{bound}")
-    return number
+def _similar_key(name: str) -> str:
+    """Return the hint for an unknown key: the most similar name, in its own section if possible."""
+    section, _, leaf = name.rpartition(".")
+    known = sorted([*KEYS, *TYPED, *sorted(SECTIONS)], key=lambda key: key.rpartition(".")[0] == section)
+    return _hint(leaf, {key.rpartition(".")[2]: key for key in known}, "docs/reference/deepspeed.md lists all")
 
 
-# Fields of the engine
+def _hint(name: str, known: Mapping[str, str], otherwise: str) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {known[close[0]]}?" if close else otherwise
+
+
+def _require_known(names: Iterable[str], known: Iterable[str], section: str, what: str = "key") -> None:
+    """Raise ValueError for the first name that is not known."""
+    shown = {name: name for name in known}
+    for name in names:
+        if name not in shown:
+            hint = _hint(name, shown, f"write one of {', '.join(shown)}")
+            raise ValueError(f"{section}: DeepSpeed has no {what} {name}; {hint}")
+
+
+# Translation
 
 
 def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None, int | None]:
     """Return (micro-batch size, accumulation steps, global batch size). Two of them determine the third."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    for name in names:
-        if name in values and values[name] < 1:
-            raise ValueError(f"{name}={values[name]}: must be at least 1")
-    micro, steps, total = (int(values[name]) if name in values else None for name in names)
+    micro, steps, total = (values.get(name) for name in names)
     if total is not None:
         if micro is None:
             steps = steps or 1
@@ -284,55 +275,16 @@ def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int
     return micro, steps, total
 
 
-def _dtype(values: Mapping[str, Any], own: Precision) -> Precision:
-    fp16, bf16 = values.get("fp16.enabled"), values.get("bf16.enabled")
-    if fp16 and bf16:
-        raise ValueError("fp16.enabled and bf16.enabled are both true; keep one")
-    if fp16 or bf16:
-        return "fp16" if fp16 else "bf16"
-    return "fp32" if fp16 is False and bf16 is False else own
-
-
-def _compress(values: Mapping[str, Any], own: Compress) -> Compress:
-    """Return the 8-bit collectives (ZeRO++)."""
-    weights, gradients = (values.get(f"zero_optimization.zero_quantized_{what}") for what in ("weights", "gradients"))
-    if weights is None and gradients is None:
-        return own
-    if weights and gradients:
-        return "both"
-    return "gather8" if weights else "reduce8" if gradients else "none"
-
-
-def _loss_scale(values: Mapping[str, Any], stage: int, own: LossScale) -> LossScale:
-    """Return DeepSpeed's loss scale if the configuration has a key of fp16. Its stage 0 has no hysteresis."""
-    fp16 = {name: value for name, value in values.items() if name.startswith("fp16.")}
-    if not fp16:
-        return own
-    fields = {
-        SUPPORTED[name].field.removeprefix("loss_scale."): _converted(SUPPORTED[name], value)  # type: ignore[union-attr]
-        for name, value in fp16.items()
-        if name != "fp16.enabled"
-    }
-    fields |= {"static": fields.get("static") or None, **({"hysteresis": 1} if stage == 0 else {})}
+def _loss_scale(fields: Mapping[str, Any], stage: int) -> LossScale:
+    """Return DeepSpeed's loss scale. Its stage 0 has no hysteresis, and its constant scale 0 is none."""
     try:
-        return LossScale(**fields)
+        changed = {"static": fields.get("static") or None, **({"hysteresis": 1} if stage == 0 else {})}
+        return LossScale(**{**fields, **changed})
     except ValueError as problem:
         raise ValueError(f"fp16: {problem}") from None
 
 
-def _converted(key: Key, value: Any) -> Any:
-    """Return the value of a key as its field has it."""
-    if key.type == "int":
-        return int(value)
-    if key.type == "number":
-        return float(value)
-    return "bf16" if value == "bfp16" else value
-
-
-# Optimizer and scheduler
-
-
-def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None, clipping: float | None) -> OptimizerConfig:
+def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None) -> OptimizerConfig:
     """Translate the optimizer section. `base` has the values for "auto", the schedule, and which parameters decay."""
     _require_known(section, ("type", "params", "legacy_fusion"), "optimizer")
     kind, params = section.get("type"), _section("optimizer.params", section.get("params"))
@@ -343,47 +295,44 @@ def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None, clippin
         raise ValueError(f"optimizer.type={kind} is not supported: {reason}")
     if params.pop("max_grad_norm", None):
         raise ValueError("optimizer.params.max_grad_norm is not supported: write gradient_clipping at the top level")
-    known = next((known for name, known in OPTIMIZERS.items() if name.lower() == kind.lower()), None)
-    if known is not None:
-        _require_known(params, known.parameters, "optimizer.params")
-    fallbacks = {} if base is None else {key: getattr(base, key) for key in ("lr", "betas", "eps", "weight_decay")}
-    defaults = {"lr": 1e-3} if known is None else known.parameters
-    values = {**defaults, **({"lr": fallbacks["lr"]} if fallbacks else {}), **params}
-    values = {k: fallbacks.get(k, defaults.get(k)) if v is None or v == "auto" else v for k, v in values.items()}
-    name = _name(kind, known, values)
-    frame = base or OptimizerConfig(lr=0.0, schedule="constant", decay="all")
-    lr, eps, decay = (
-        _number(f"optimizer.params.{key}", values.get(key, default), 0.0)
-        for key, default in (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.0))
-    )
-    return replace(
-        frame,
-        lr=lr,
-        betas=_betas(values.get("betas", (0.9, 0.999))),
-        eps=eps,
-        weight_decay=decay,
-        max_grad_norm=frame.max_grad_norm if clipping is None else clipping,
-        name=name,
-        options=_options(name, values),
-    )
-
-
-def _name(kind: str, known: Optimizer | None, values: Mapping[str, Any]) -> str:
-    if known is None:
+    defaults = next((known for name, known in OPTIMIZERS.items() if name.lower() == kind.lower()), None)
+    if defaults is not None:
+        _require_known(params, defaults, "optimizer.params")
+    else:
         try:
             optim.optimizer_class(kind)
         except ValueError as problem:
             raise ValueError(f"optimizer.type={kind}: {problem}") from None
-        return kind.lower()
-    if known.name != "adamw":
-        return known.name
-    if not values["bias_correction"]:
-        raise ValueError(
-            "optimizer.params.bias_correction=false is not supported: Adam corrects its moments; write true"
-        )
-    # Without torch_adam, DeepSpeed's "Adam" decays as AdamW does unless adam_w_mode is false.
-    is_decoupled = kind.lower() == "adamw" or (values["adam_w_mode"] and not values["torch_adam"])
-    return "adamw" if is_decoupled else "adam"
+    own = {} if base is None else {key: getattr(base, key) for key in ("lr", "betas", "eps", "weight_decay")}
+    values = {"lr": 1e-3} | dict(defaults or {}) | ({"lr": own["lr"]} if own else {})
+    values |= {k: own.get(k, values.get(k)) if v is None or v == "auto" else v for k, v in params.items()}
+    lr, eps, decay = (
+        _number(f"optimizer.params.{key}", values.get(key, default), 0.0)
+        for key, default in (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.0))
+    )
+    name, options = _name_and_options(kind.lower(), values)
+    frame = base or OptimizerConfig(lr=0.0, schedule="constant", decay="all")
+    betas = _betas(values.get("betas", (0.9, 0.999)))
+    return replace(frame, lr=lr, betas=betas, eps=eps, weight_decay=decay, name=name, options=options)
+
+
+def _name_and_options(kind: str, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of the optimizer here, and its arguments for which `OptimizerConfig` has no field."""
+    if kind in optim.ADAMS:
+        if not values["bias_correction"]:
+            raise ValueError(
+                "optimizer.params.bias_correction=false is not supported: Adam corrects its moments; write true"
+            )
+        # Without torch_adam, DeepSpeed's "Adam" decays as AdamW does unless adam_w_mode is false.
+        is_decoupled = kind == "adamw" or (values["adam_w_mode"] and not values["torch_adam"])
+        return "adamw" if is_decoupled else "adam", {"amsgrad": True} if values["amsgrad"] else {}
+    if kind == "onebitadam":
+        for key in ("amsgrad", "eps_inside_sqrt"):
+            if values[key]:
+                raise ValueError(f"optimizer.params.{key}=true is not supported by OneBitAdam; write false")
+        return kind, {"freeze_step": int(_number("optimizer.params.freeze_step", values["freeze_step"], 1))}
+    fields = ("lr", "weight_decay", "betas") if kind == "lion" else ("lr", "weight_decay")
+    return kind, {key: value for key, value in values.items() if key not in fields}
 
 
 def _betas(value: Any) -> tuple[float, float]:
@@ -393,19 +342,6 @@ def _betas(value: Any) -> tuple[float, float]:
     if max(first, second) >= 1.0:
         raise ValueError(f"optimizer.params.betas={json.dumps(value)}: both must be below 1")
     return first, second
-
-
-def _options(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the class for which `OptimizerConfig` has no field."""
-    if name in optim.ADAMS:
-        return {"amsgrad": True} if values["amsgrad"] else {}
-    if name == "onebitadam":
-        for key in ("amsgrad", "eps_inside_sqrt"):
-            if values[key]:
-                raise ValueError(f"optimizer.params.{key}=true is not supported by OneBitAdam; write false")
-        return {"freeze_step": int(_number("optimizer.params.freeze_step", values["freeze_step"], 1))}
-    fields = ("lr", "weight_decay", "betas") if name == "lion" else ("lr", "weight_decay")
-    return {key: value for key, value in values.items() if key not in fields}
 
 
 def _scheduler(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Callable[[int], float]:
@@ -425,13 +361,10 @@ def _scheduler(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Callab
         "warmup_min_lr": 0.0,
         "warmup_type": "log",
     }
-    values: dict[str, Any] = {
-        name: auto.get(name) if value == "auto" or (value is None and name == "warmup_max_lr") else value
-        for name, value in (known | {k: v for k, v in params.items() if v is not None}).items()
-    }
-    values = {name: _scheduler_value(name, value) for name, value in values.items()}
-    if "total_num_steps" in values and values["total_num_steps"] is None:
-        raise ValueError("scheduler.params.total_num_steps is missing and has no default; write a number")
+    values: dict[str, Any] = {}
+    for name, value in (known | {k: v for k, v in params.items() if v is not None}).items():
+        is_open = value == "auto" or (value is None and name == "warmup_max_lr")
+        values[name] = _scheduler_value(name, auto.get(name) if is_open else value)
     if kind == WarmupCosineLR.__name__:
         values["optimizer_lr"] = optimizer.lr
     return SCHEDULES[kind](**values).lr
@@ -442,10 +375,12 @@ def _scheduler_value(name: str, value: Any) -> Any:
     key = f"scheduler.params.{name}"
     if isinstance(value, list):
         raise ValueError(f"{key}={value}: write one number, for all parameters")
-    if name == "warmup_type" and value not in ("log", "linear"):
-        raise ValueError(f"{key}={value}: write log or linear")
-    if value is None or name == "warmup_type":
+    if name == "total_num_steps" and value is None:
+        raise ValueError(f"{key} is missing and has no default; write a number")
+    if name == "warmup_type":
+        if value not in ("log", "linear"):
+            raise ValueError(f"{key}={value}: write log or linear")
         return value
-    if not name.endswith("_steps"):
-        return _number(key, value)
+    if value is None or not name.endswith("_steps"):
+        return value if value is None else _number(key, value)
     return int(_number(key, value, 1.0 if name == "total_num_steps" else 0.0))

@@ -4,8 +4,8 @@ Defaults are those of DeepSpeed's code (deepspeed/runtime/zero/config.py, offloa
 constants.py). They differ from its manual in places.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,44 +18,40 @@ MARKER = "<!-- `make docs` writes everything below this line -->\n"
 
 @dataclass(frozen=True)
 class Key:
-    """The type of a supported key, its meaning, the field of `EngineConfig` that it sets, and the values that it may
-    have. A key without a field sets several fields, or one field with other keys.
+    """A key: its JSON type, or "ignored" (no effect), or "unsupported" (only a value that switches it off is accepted).
+
+    `note` is the meaning, the reason, or what to write instead. `field` is the field of `EngineConfig`, in the section
+    `fp16` of `LossScale`. A key without a field sets several fields, or one field with other keys.
     """
 
-    type: Literal["bool", "int", "number", "text"]
+    kind: Literal["bool", "int", "number", "text", "ignored", "unsupported"]
     note: str
     field: str | None = None
     choices: tuple[str | int, ...] = ()
+    minimum: float | None = None
 
 
 DEVICES = ("none", "cpu", "nvme")
 NVME_PATH = "folder for the files of the run; default: the temporary folder"
 
 SUPPORTED: dict[str, Key] = {
-    "train_batch_size": Key("int", "checked: micro-batch size x accumulation steps x ranks"),
-    "train_micro_batch_size_per_gpu": Key("int", "batch size of the returned data loader"),
-    "gradient_accumulation_steps": Key("int", "`step()` updates at every n-th call"),
-    "gradient_clipping": Key("number", "global L2 norm, default 1; 0 turns clipping off"),
+    "train_batch_size": Key("int", "checked: micro-batch size x accumulation steps x ranks", minimum=1),
+    "train_micro_batch_size_per_gpu": Key("int", "batch size of the returned data loader", minimum=1),
+    "gradient_accumulation_steps": Key("int", "`step()` updates at every n-th call", minimum=1),
+    "gradient_clipping": Key("number", "global L2 norm, default 1; 0 turns clipping off", minimum=0),
     "communication_data_type": Key(
         "text", "type of gradient reductions, default fp32", "reduce_dtype", ("fp32", "bf16", "fp16", "bfp16")
     ),
     "dataloader_drop_last": Key("bool", "the returned data loader drops an incomplete last batch"),
     "fp16.enabled": Key("bool", "compute in fp16 with fp32 master weights and loss scaling"),
-    "fp16.loss_scale": Key("number", "a constant scale; 0 (default) adapts the scale", "loss_scale.static"),
-    "fp16.initial_scale_power": Key("int", "the first scale is 2**n, default 16", "loss_scale.initial_power"),
-    "fp16.loss_scale_window": Key(
-        "int", "steps without overflow before the scale doubles, default 1000", "loss_scale.window"
-    ),
+    "fp16.loss_scale": Key("number", "a constant scale; 0 (default) adapts the scale", "static"),
+    "fp16.initial_scale_power": Key("int", "the first scale is 2**n, default 16", "initial_power"),
+    "fp16.loss_scale_window": Key("int", "steps without overflow before the scale doubles, default 1000", "window"),
     "fp16.hysteresis": Key(
-        "int", "overflows before the scale halves, default 2; no effect at stage 0, as in DeepSpeed",
-        "loss_scale.hysteresis",
+        "int", "overflows before the scale halves, default 2; no effect at stage 0, as in DeepSpeed", "hysteresis"
     ),
-    "fp16.consecutive_hysteresis": Key(
-        "bool", "a step without overflow resets the count of overflows", "loss_scale.refill"
-    ),
-    "fp16.min_loss_scale": Key(
-        "number", "lowest scale, default 1; an overflow at this scale stops the run", "loss_scale.minimum"
-    ),
+    "fp16.consecutive_hysteresis": Key("bool", "a step without overflow resets the count of overflows", "refill"),
+    "fp16.min_loss_scale": Key("number", "lowest scale, default 1; an overflow at this scale stops the run", "minimum"),
     "bf16.enabled": Key("bool", "compute in bf16 with fp32 master weights"),
     "zero_optimization.stage": Key(
         "int", "0 replicates, 1 shards optimizer states, 2 gradients, 3 parameters", "zero_stage", (0, 1, 2, 3)
@@ -81,14 +77,14 @@ SUPPORTED: dict[str, Key] = {
     ),
     "activation_checkpointing.partition_activations": Key("bool", "true recomputes every block in backward"),
     "activation_checkpointing.number_checkpoints": Key("int", "any number recomputes every block in backward"),
-}  # fmt: skip
+}
 
 ALWAYS = "always on"
 ENGINE = "the engine or the model decides"
 FSDP2 = "FSDP2 gathers and reduces one block at a time, and gathers the next block during computation"
 FP32 = "gradients are reduced and accumulated in fp32"
 SAVED = "checkpoints are sharded, written in the background, and load at any number of ranks; an export is not sharded"
-IGNORED_BY_SECTION: dict[str, dict[str, str]] = {
+IGNORED: dict[str, dict[str, str]] = {
     "": {
         FP32: "prescale_gradients gradient_predivide_factor fp32_allreduce gradient_accumulation_dtype data_types",
         "the training loop logs metrics, and torch.profiler records operations": "steps_per_print wall_clock_breakdown "
@@ -129,18 +125,7 @@ IGNORED_BY_SECTION: dict[str, dict[str, str]] = {
         "the generator decides": "max_out_tokens pin_parameters tp_gather_partition_size enable_cuda_graph",
     },
 }
-
-
-def _dotted(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name
-
-
-IGNORED: dict[str, str] = {
-    _dotted(section, name): reason
-    for section, rows in IGNORED_BY_SECTION.items()
-    for reason, names in rows.items()
-    for name in names.split()
-}
+"""Reason and names of keys without effect, by section."""
 
 MASTERS = "master weights, gradients and optimizer states are fp32; write false"
 UNSUPPORTED: dict[str, str] = {
@@ -177,32 +162,34 @@ UNSUPPORTED: dict[str, str] = {
     "sequence_parallel_size": "write EngineConfig(sequence_parallel=N)",
 }
 
-
-@dataclass(frozen=True)
-class Optimizer:
-    """An optimizer that DeepSpeed names: its name here, and its parameters with their defaults."""
-
-    name: str
-    parameters: dict[str, Any] = field(default_factory=dict)
-
-
-ADAM = {
-    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True,
-    "torch_adam": False, "fused": True, "amsgrad": False, "set_grad_none": True, "fp32_optimizer_states": True,
-}  # fmt: skip
-ONE_BIT_ADAM = {
-    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "freeze_step": 100_000,
-    "bias_correction": True, "eps_inside_sqrt": False, "amsgrad": False, "cuda_aware": False,
-    "comm_backend_name": "nccl",
-}  # fmt: skip
-OPTIMIZERS = {
-    "Adam": Optimizer("adamw", ADAM),
-    "AdamW": Optimizer("adamw", ADAM),
-    "Lion": Optimizer("lion", {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0}),
-    "Adagrad": Optimizer("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
-    "OneBitAdam": Optimizer("onebitadam", ONE_BIT_ADAM),
-    "SGD": Optimizer("sgd", {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}),
+KEYS: dict[str, Key] = {
+    **SUPPORTED,
+    **{
+        f"{section}.{name}".lstrip("."): Key("ignored", reason)
+        for section, rows in IGNORED.items()
+        for reason, names in rows.items()
+        for name in names.split()
+    },
+    **{name: Key("unsupported", remedy) for name, remedy in UNSUPPORTED.items()},
 }
+
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+TORCH_ADAM = ADAM | {
+    "bias_correction": True, "adam_w_mode": True, "torch_adam": False, "fused": True, "amsgrad": False,
+    "set_grad_none": True, "fp32_optimizer_states": True,
+}  # fmt: skip
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adam": TORCH_ADAM,
+    "AdamW": TORCH_ADAM,
+    "Lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
+    "Adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+    "OneBitAdam": ADAM | {
+        "freeze_step": 100_000, "bias_correction": True, "eps_inside_sqrt": False, "amsgrad": False,
+        "cuda_aware": False, "comm_backend_name": "nccl",
+    },
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+}  # fmt: skip
+"""The parameters of the optimizers that DeepSpeed names, with their defaults."""
 TRUST_RATIO = "its trust ratio needs full parameters, and a rank has shards; write AdamW"
 MUP = "widths are not scaled (package mup); write"
 UNSUPPORTED_OPTIMIZERS = {
@@ -227,26 +214,30 @@ UNSUPPORTED_SCHEDULERS = {
 
 def page() -> str:
     """Return docs/reference/deepspeed.md with current tables. The text above the marker is written by hand."""
-    supported = [f"| `{name}` | {key.type} | {_note(key)} |" for name, key in SUPPORTED.items()]
     ignored = [
-        f"| {', '.join(f'`{_dotted(section, name)}`' for name in names.split())} | {reason} |"
-        for section, rows in IGNORED_BY_SECTION.items()
+        (", ".join(f"`{section}.{name}`".replace("`.", "`") for name in names.split()), reason)
+        for section, rows in IGNORED.items()
         for reason, names in rows.items()
     ]
-    unsupported = [f"| `{name}` | {remedy} |" for name, remedy in UNSUPPORTED.items()]
-    optimizers = [f"| {name} | {_parameters(known.parameters)} |" for name, known in OPTIMIZERS.items()]
-    schedulers = [f"| {name} | {_parameters(parameters(known))} |" for name, known in SCHEDULES.items()]
+    any_class = ("any other class of torch.optim", "the arguments of the class")
+    optimizers = [*((name, _parameters(known)) for name, known in OPTIMIZERS.items()), any_class]
+    schedulers = [(name, _parameters(parameters(known))) for name, known in SCHEDULES.items()]
     lines = [
-        *("## Supported keys", "", "| key | type | meaning |", "| --- | --- | --- |", *supported, ""),
-        *("## Ignored keys", "", "| keys | reason |", "| --- | --- |", *ignored, ""),
-        *("## Unsupported keys", "", "| key | write instead |", "| --- | --- |", *unsupported, ""),
-        *("## Optimizers (`optimizer.type`, upper or lower case)", "", "| type | parameters |", "| --- | --- |"),
-        *(*optimizers, "| any other class of torch.optim | the arguments of the class |", "", "Unsupported:", ""),
-        *(f"- {name}: {reason}" for name, reason in UNSUPPORTED_OPTIMIZERS.items()),
-        *("", "## Schedulers (`scheduler.type`)", "", "| type | parameters |", "| --- | --- |", *schedulers),
-        *("", "Unsupported:", "", *(f"- {name}: {remedy}" for name, remedy in UNSUPPORTED_SCHEDULERS.items())),
+        *_table("Supported keys", "key | type | meaning", ((f"`{n}`", k.kind, _note(k)) for n, k in SUPPORTED.items())),
+        *_table("Ignored keys", "keys | reason", ignored),
+        *_table("Unsupported keys", "key | write instead", ((f"`{n}`", remedy) for n, remedy in UNSUPPORTED.items())),
+        *_table("Optimizers (`optimizer.type`, upper or lower case)", "type | parameters", optimizers),
+        *("Unsupported:", "", *(f"- {name}: {reason}" for name, reason in UNSUPPORTED_OPTIMIZERS.items()), ""),
+        *_table("Schedulers (`scheduler.type`)", "type | parameters", schedulers),
+        *("Unsupported:", "", *(f"- {name}: {remedy}" for name, remedy in UNSUPPORTED_SCHEDULERS.items())),
     ]
     return PAGE.read_text(encoding="utf-8").partition(MARKER)[0] + MARKER + "\n" + "\n".join(lines) + "\n"
+
+
+def _table(title: str, header: str, rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a section with a table."""
+    rule = " | ".join("---" for _ in header.split(" | "))
+    return [f"## {title}", "", f"| {header} |", f"| {rule} |", *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def _note(key: Key) -> str:
