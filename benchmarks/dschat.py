@@ -28,7 +28,7 @@ from benchmarks.record import Result
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
 from engine.config import Precision
 from engine.parallel import dist
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents
 from pipeline.models.checks import verify
 from pipeline.models.modules import Policy, Scorer
 from step3_ppo.advantages import gae, kl_k1, shaped_rewards, whiten

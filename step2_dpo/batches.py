@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batch import Movable, collate_pairs, pack_pairs
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents, Movable, collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
 from pipeline.data.microbatches import largest_microbatch, local_microbatches, pair_budget, pair_lengths
 

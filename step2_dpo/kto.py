@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from engine import Engine
 from pipeline.config.schema import DpoSection
-from pipeline.data.batch import padded
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents, padded
 from pipeline.data.encode import Ids, LabelledItem
 from pipeline.data.microbatches import largest_microbatch, local_microbatches
 from pipeline.distributed import gather_by_index

@@ -12,8 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.evaluation.intervals import paired_difference
-from pipeline.evaluation.rank_correlation import rank_correlation
+from pipeline.evaluation.intervals import paired_difference, rank_correlation
 
 WINDOW = 3
 FEWEST_ANSWERS = 64  # of a window; with fewer answers, noise is too large

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine import Update
 from pipeline.distributed import is_rank_zero
-from pipeline.evaluation.rank_correlation import rank_correlation
+from pipeline.evaluation.intervals import rank_correlation
 from pipeline.files import explained_disk
 from step3_ppo.advantages import kl_k1, kl_k3, masked_mean, masked_variance
 from step3_ppo.estimators import Advantages

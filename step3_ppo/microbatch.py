@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data import microbatches
-from pipeline.data.batch import Movable, padded
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents, Movable, padded
 
 
 @dataclass(frozen=True, eq=False)

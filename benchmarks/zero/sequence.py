@@ -18,8 +18,7 @@ from benchmarks.record import Result
 from engine import Engine, OptimizerConfig
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings, ModelConfig
-from pipeline.data.batch import TokenBatch
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents, TokenBatch
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.source import resolve

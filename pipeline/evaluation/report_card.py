@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-from pipeline.evaluation.intervals import mean_interval, wilson_interval
+from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation, wilson_interval
 from pipeline.evaluation.pair_accuracy import Scored
-from pipeline.evaluation.rank_correlation import correlation_interval, rank_correlation
 
 CONFIDENCE_BINS = 5
 LENGTH_GROUPS = 4

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention, distributed, kernels
-from pipeline.data.documents import Documents, Ragged
+from pipeline.data.batch import Documents, Ragged
 from pipeline.models.internals import attention_name, set_attention
 
 NAME = "zerochat_documents"

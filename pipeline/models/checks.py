@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine import Engine, attention, distributed, oom
-from pipeline.data.batch import true_indices
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents, true_indices
 from pipeline.errors import UserError
 from pipeline.models.attention import attention_of, use_documents
 from pipeline.models.internals import attention_name

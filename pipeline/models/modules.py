@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from engine import distributed, token_logprobs
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents
 from pipeline.models.attention import NAME
 from pipeline.models.internals import attention_name
 

@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.evaluation.intervals import mean_interval
-from pipeline.evaluation.rank_correlation import correlation_interval, rank_correlation, ranks
+from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation, ranks
 from pipeline.evaluation.samples import Sample, StepGrades
 from pipeline.report.axes import MINUS, format_interval, format_signed
 from pipeline.report.charts import path_chart, scatter_chart

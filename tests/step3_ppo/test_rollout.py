@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine import Generation, Sampling
 from pipeline.config.schema import LoraConfig, PpoSection
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
 from step3_ppo.microbatch import collate, local_microbatches

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline.data.batch import (
+    Documents,
     batch_indices,
     collate_pairs,
     collate_tokens,
@@ -15,7 +16,6 @@ from pipeline.data.batch import (
     pack_tokens,
     shared_tokens,
 )
-from pipeline.data.documents import Documents
 from pipeline.data.encode import PairItem, TokenItem
 from pipeline.data.microbatches import divide_batch
 

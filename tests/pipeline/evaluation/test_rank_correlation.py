@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.evaluation.rank_correlation import rank_correlation
+from pipeline.evaluation.intervals import rank_correlation
 
 
 def test_rank_correlation_by_hand() -> None:

@@ -16,7 +16,7 @@ from engine.kernels.varlen import varlen_kernel
 from engine.kernels_cpu.library import library
 from engine.kernels_cpu.ragged_attention import ragged_attention
 from engine.parallel import dist, dtensors
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents
 from pipeline.errors import UserError
 from pipeline.models import attention, checks
 from pipeline.models.attention import NAME, attention_of, document_attention

@@ -10,8 +10,7 @@ from engine import EngineConfig, OptimizerConfig
 from engine.config import LossScale
 from engine.engine import Engine
 from engine.kernels.varlen import varlen_kernel
-from pipeline.data.batch import true_indices
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents, true_indices
 from pipeline.models import attention
 from pipeline.models.checks import verify
 from pipeline.models.modules import Policy, packed_inputs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine import Engine, OptimizerConfig
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import EngineSettings, LoraConfig
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents
 from pipeline.errors import UserError
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import verify

@@ -10,7 +10,7 @@ from engine import EngineConfig, kernels
 from engine.kernels_cpu.library import library
 from engine.memory import ModelStates, Workload, measure_shape, training_bytes, workload
 from engine.parallel.sequence import sequence_shard
-from pipeline.data.documents import Documents
+from pipeline.data.batch import Documents
 from pipeline.models.attention import use_documents
 from pipeline.models.modules import packed_inputs
 
