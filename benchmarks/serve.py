@@ -7,6 +7,7 @@ share of the processor's cores, which the offline rollout has for itself.
 """
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -83,9 +84,12 @@ def _measure(case: str, load: Load, rounds: int) -> Result:
     # The thread ends with the process. Signals reach the main thread only, so the server does not handle them.
     threading.Thread(target=listener.run, args=(app, f"serving at {listener.url}"), daemon=True).start()
     first_token: list[float] = []
+    rounds_of_questions = itertools.count()  # a session has the prompts of earlier rounds in its cache
 
     def through_server() -> float:
-        command = [sys.executable, "-m", "benchmarks.serve", listener.url, str(load.requests), str(load.tokens)]
+        first = next(rounds_of_questions) * CLIENTS * load.requests
+        arguments = [listener.url, str(load.requests), str(load.tokens), str(first)]
+        command = [sys.executable, "-m", "benchmarks.serve", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
         if done.returncode:
             raise BenchFailed(done.stderr[-2000:])
@@ -108,15 +112,18 @@ def _measure(case: str, load: Load, rounds: int) -> Result:
     return Result("serve", case, median(rates["ours"]), "tokens/s", False, median(rates["peer"]), detail)
 
 
-async def drive(url: str, requests: int, tokens: int) -> dict[str, float]:
-    """Send `requests` requests from each client; return tokens, seconds and the median time to the first token."""
+async def drive(url: str, requests: int, tokens: int, first: int) -> dict[str, float]:
+    """Send `requests` requests from each client; return tokens, seconds and the median time to the first token.
+
+    `first` is the number of the first question.
+    """
     delays: list[float] = []
 
-    async def one_client(first: int) -> int:
-        return sum([await _send(url, number, tokens, delays) for number in range(first, first + requests)])
+    async def one_client(begin: int) -> int:
+        return sum([await _send(url, number, tokens, delays) for number in range(begin, begin + requests)])
 
     began = time.perf_counter()
-    counts = await asyncio.gather(*(one_client(requests * index) for index in range(CLIENTS)))
+    counts = await asyncio.gather(*(one_client(first + requests * index) for index in range(CLIENTS)))
     seconds = time.perf_counter() - began
     return {"tokens": sum(counts), "seconds": seconds, "first_token_seconds": median(delays)}
 
@@ -149,5 +156,5 @@ async def _send(url: str, number: int, tokens: int, delays: list[float]) -> int:
 
 
 if __name__ == "__main__":
-    address, each, length = sys.argv[1:]
-    print(json.dumps(asyncio.run(drive(address, int(each), int(length)))))
+    address, each, length, number = sys.argv[1:]
+    print(json.dumps(asyncio.run(drive(address, int(each), int(length), int(number)))))
