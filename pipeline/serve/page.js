@@ -44,7 +44,8 @@ async function call(path, options = {}) {
   if (response.ok) return response;
   if (response.status === 401) at("settings").open = true;
   const body = await response.json().catch(() => null);
-  throw new Error(body?.error?.message || "The server answered with status " + response.status + ".");
+  const problem = new Error(body?.error?.message || "The server answered with status " + response.status + ".");
+  throw Object.assign(problem, { code: body?.error?.code });
 }
 
 const post = (path, body, signal) => call(path, { method: "POST", body: JSON.stringify(body), signal });

@@ -129,6 +129,19 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_its_beginning(
 
 
 @needs_chromium
+def test_the_oldest_turns_are_left_out_if_the_context_is_full(page: Page) -> None:
+    """The model has 256 positions, so two answers of 240 tokens do not fit."""
+    page.fill("#temperature", "0")
+    page.fill("#max_tokens", "240")
+    send(page, "hello")
+    assert page.locator(".note").count() == 0
+    body = json.loads(send(page, "good morning"))
+    assert len(body["messages"]) == 3
+    expect(page.locator(".note")).to_have_text("The first turns are left out, because the context is full.")
+    assert page.locator(".assistant").last.text_content() and page.locator("#problem").text_content() == ""
+
+
+@needs_chromium
 def test_stop_ends_an_answer(page: Page) -> None:
     page.route("**/v1/chat/completions", lambda route: None)  # an answer that never comes
     page.fill("#text", "hello")
