@@ -1,5 +1,6 @@
 """How ranks and stages end: the interface of launcher and worker, exit statuses, causes, and advice on errors."""
 
+import errno
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ DISK_TIMEOUT = 5.0  # seconds to write what is useful but not necessary
 PIPE_BYTES = 32_000
 PIPE_CAPACITY = 65_536  # of a pipe on Linux and macOS
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
+NO_THREAD = "can't start new thread"  # the message of Python's threading
 
 END_ORDER = {
     "user": 0,
@@ -77,7 +79,13 @@ def advise(problem: BaseException) -> str | None:
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
-    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or HOST_FULL in text:
+    if NO_THREAD in text:
+        return (
+            f"no thread can be started ({text}), because memory or the number of processes is limited: raise the limit "
+            "(ulimit -v, ulimit -u), or use fewer ranks; then run the same command again to resume"
+        )
+    is_full = isinstance(problem, OSError) and problem.errno == errno.ENOMEM
+    if is_full or isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or HOST_FULL in text:
         return (
             "out of memory outside of forward and backward (while a model is built, the optimizer steps or a "
             "checkpoint is written), where a smaller micro-batch does not help: choose engine=auto, engine=zero3, or "

@@ -72,7 +72,7 @@ def undisturbed(folder: Path, ranks: int) -> Path:
     run_dir = folder / f"undisturbed-{ranks}"
     if not run_dir.exists():
         worker = start(run_dir, f"ranks={ranks}", "stage=all")
-        output, _ = worker.communicate(timeout=400)
+        output, _ = worker.communicate(timeout=900)
         assert worker.returncode == 0, output
     return run_dir
 

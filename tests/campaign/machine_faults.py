@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests import hosts
 from tests.campaign.hang_faults import pause
-from tests.campaign.scenes import HANG_SECONDS, SECONDS, Fault, NotPossible, Scene
+from tests.campaign.scenes import HANG_SECONDS, SECONDS, Fault, Missed, NotPossible, Scene
 from tests.forked_launch import launch
 from tests.tiny import ROOT
 
@@ -150,7 +150,7 @@ def _wait_for_lines(scene: Scene, running: "list[subprocess.Popen[str]]", lines:
     until = time.monotonic() + SECONDS
     while not log.exists() or len(log.read_bytes().splitlines()) < lines:
         if all(process.poll() == 0 for process in running):
-            raise NotPossible("the run ended before the fault")
+            raise Missed("the run ended before the fault")
         if any(process.poll() for process in running) or time.monotonic() > until:
             raise AssertionError("ended before the fault: " + "".join(p.communicate()[0] for p in running))
         time.sleep(0.02)

@@ -1,5 +1,6 @@
 """A stage that hangs ends with its own status and one line that names the rank; `restarts` starts it again."""
 
+import errno
 import json
 import os
 import signal
@@ -130,6 +131,22 @@ def test_the_cause_of_several_ends_is_the_lost_rank():
     consequence = StageEnd(CRASHED, order=END_ORDER["consequence"], stop_status=143)
     assert merge_ends([consequence, later, crash]).message == "connection closed"
     assert merge_ends([StageEnd(0), crash, consequence, lost]) == replace(lost, stop_status=143)
+
+
+@pytest.mark.parametrize(
+    ("problem", "advice"),
+    [
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory outside of forward and backward"),
+        (
+            RuntimeError("can't start new thread"),
+            "no thread can be started (can't start new thread), because memory or",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+    ],
+)
+def test_limits_of_the_machine_have_advice(problem, advice):
+    assert failure.advise(problem).startswith(advice)
+    assert failure.advise(OSError(errno.EINVAL, "Invalid argument")) is None
 
 
 def test_a_blocked_disk_does_not_delay_the_message(tmp_path, monkeypatch):
