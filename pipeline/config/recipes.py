@@ -77,12 +77,15 @@ def compare_rates(config: "RunConfig", recipe: Recipe | None) -> list[Rate]:
 def rate_warnings(rates: Sequence[Rate], recipe: Recipe | None) -> list[str]:
     """Return a message for each learning rate that is not usual."""
     name = "" if recipe is None else recipe.name
-    return [
-        f"{rate.key}={rate.value:g} is {rate.value / rate.usual:.2g} times the {rate.usual:g} of recipe={name}: set "
-        f"{rate.key}={rate.usual:g}, or watch the first steps"
-        for rate in rates
-        if rate.usual and not rate.is_usual
-    ]
+    found = []
+    for rate in rates:
+        if rate.usual and not rate.is_usual:
+            factor = float(f"{rate.value / rate.usual:.2g}")
+            found.append(
+                f"{rate.key}={rate.value:g} is {factor:g} times the {rate.usual:g} of recipe={name}: set "
+                f"{rate.key}={rate.usual:g}, or watch the first steps"
+            )
+    return found
 
 
 def _usual(recipe: Recipe | None, stage: str, rank: int) -> float | None:

@@ -121,7 +121,8 @@ def plan_stage(
     config, predicted = announce(config, stage, folder, policy=policy, reward=reward)
     if distributed.world().is_rank_zero:
         print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)
-        print(f"{stage}: {steps_line(config, stage, steps)}", flush=True)
+        if stage == "ppo":  # a step of the other stages is one optimizer step
+            print(f"{stage}: {steps_line(config, stage, steps)}", flush=True)
     return StagePlan(config, steps, predicted)
 
 
