@@ -33,6 +33,15 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Return the prediction in a stage's folder; empty if it has none."""
+    try:
+        record = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 @contextmanager
 def explained_disk(folder: Path) -> Iterator[None]:
     """Raise UserError if the disk is full or broken."""

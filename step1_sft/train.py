@@ -55,7 +55,7 @@ def run(config: RunConfig, folder: Path) -> None:
     data = examples("sft", config.sft, records, encode)
     prompts, judge = evaluation_prompts(config, tokenizer, ppo_prompts), load_judge(config)
     del records, ppo_prompts  # frees the texts
-    plan = plan_stage(config, "sft", folder, len(data.train), policy=source)
+    plan = plan_stage(config, "sft", folder, data.train, policy=source)
     config, section = plan.config, plan.config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)

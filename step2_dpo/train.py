@@ -76,7 +76,7 @@ def run(config: RunConfig, folder: Path) -> None:
     data = examples("dpo", config.dpo, records, partial(form.encode, tokenizer, max_length=config.dpo.max_length))
     prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
     del records  # frees the texts
-    plan = plan_stage(config, "dpo", folder, len(data.train), policy=source)
+    plan = plan_stage(config, "dpo", folder, data.train, policy=source)
     config, section = plan.config, plan.config.dpo
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_policy(source, choice, generates=True)

@@ -50,7 +50,7 @@ def run(config: RunConfig, folder: Path) -> None:
     encode = partial(encode_preferences, tokenizer, max_length=config.reward.max_length)
     data = examples("reward", config.reward, records, encode)
     del records  # frees the texts
-    plan = plan_stage(config, "reward", folder, len(data.train), policy=source)
+    plan = plan_stage(config, "reward", folder, data.train, policy=source)
     config, section = plan.config, plan.config.reward
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))

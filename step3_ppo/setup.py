@@ -14,9 +14,10 @@ from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import data_share, on_rank_zero
 from pipeline.evaluation.judge import Call
+from pipeline.planning.stage_task import stage_steps
 from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
 from pipeline.stages.stage_run import StageRun
-from pipeline.stages.start import prepare_generation, sampling, stage_steps
+from pipeline.stages.start import prepare_generation, sampling
 from step3_ppo.advantages import KlController
 from step3_ppo.dynamic_sampling import Answered, replace_uniform
 from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, RewardShaping, compute_advantages

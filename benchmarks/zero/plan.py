@@ -161,10 +161,10 @@ def predict(run_dir: Path, stage: str) -> dict[str, float]:
     world = dist.world()
     is_gpu = world.device.type == "cuda"
     task = stage_task(config, stage, policy=policy, reward=reward, ranks=world.size, is_cpu=not is_gpu)
-    probe = measure_machine(config, task)
+    rates = measure_machine(config, task)
     if length is not None:
         task = replace(task, work=replace(task.work, max_length=length))
-    return predict_seconds(task, probe, is_gpu=is_gpu)
+    return predict_seconds(task, rates, is_gpu=is_gpu)
 
 
 if __name__ == "__main__":

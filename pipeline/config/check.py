@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.config.engines import engine_mistakes
 from pipeline.config.messages import indivisible, messages
-from pipeline.config.schema import DataConfig, DpoSection, ModelConfig, PpoSection, RunConfig
+from pipeline.config.schema import DataConfig, DpoSection, ModelConfig, PlanSection, PpoSection, RunConfig
 from pipeline.config.stages import METHODS, POLICIES, STAGES, wanted_stages
 from pipeline.errors import UserError
 
@@ -38,6 +38,7 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
     stages = wanted_stages(config)
     yield from _method_mistakes(config)
     yield from _start_mistakes(config, stages)
+    yield from _plan_mistakes(config)
     if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
         yield (
             f"rollout.min_new_tokens={config.rollout.min_new_tokens} exceeds "
@@ -84,6 +85,22 @@ def _method_mistakes(config: RunConfig) -> Iterable[str]:
         )
     if config.teacher is not None and not teaches:
         yield f"teacher={config.teacher} is used by method=distill only: set method=distill, or remove teacher="
+
+
+def _plan_mistakes(config: RunConfig) -> Iterable[str]:
+    """Yield messages about `plan` keys without an effect."""
+    plan, default = config.plan, PlanSection()
+    changed = [key for key in PlanSection.model_fields if getattr(plan, key) != getattr(default, key)]
+    if changed and config.stage != "plan":
+        key = f"plan.{changed[0]}={getattr(plan, changed[0])}"
+        yield f"{key} needs stage=plan, not stage={config.stage}: add stage=plan, or remove {key}"
+    elif plan.device is None and plan.ranks > 1:
+        yield f"plan.ranks={plan.ranks} needs plan.device=NAME: set it, or set ranks={plan.ranks} for this machine"
+    elif plan.device is not None and config.ranks is not None:
+        yield (
+            f"ranks={config.ranks} starts processes on this machine, but plan.device={plan.device} plans for another "
+            f"one: write plan.ranks={config.ranks} instead"
+        )
 
 
 def _start_mistakes(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:

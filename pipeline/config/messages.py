@@ -97,6 +97,13 @@ def as_written(value: Any) -> str:
     return str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
 
 
+def format_time(seconds: float) -> str:
+    """Return a time in hours, minutes or seconds: "12.3 h", "4.5 min", "38 s"."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
 def format_bytes(count: float) -> str:
     """Return a number of bytes in MiB or GiB."""
     gib = count / 2**30

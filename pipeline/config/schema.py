@@ -101,6 +101,12 @@ class ModelConfig(Section):
     )
 
 
+class RecordedSize(Section):
+    rows: int = Field(ge=1, description="rows of the training split")
+    prompt_tokens: float = Field(gt=0, description="mean tokens of a prompt, with the chat template")
+    answer_tokens: float = Field(gt=0, description="mean tokens of an answer")
+
+
 class SourceConfig(Section):
     path: FilePath | None = Field(
         None, description="local file or folder: jsonl, json, csv, tsv (also compressed), parquet, arrow"
@@ -128,6 +134,9 @@ class SourceConfig(Section):
     stages: list[Literal["sft", "reward", "ppo"]] = Field(
         ["sft", "reward", "ppo"],
         description="stages that this source serves; dpo reads the pairs of the sources that serve reward",
+    )
+    size: RecordedSize | None = Field(
+        None, description="recorded size of the training split, which stage=plan reads instead of a hub set"
     )
     columns: dict[str, str] = Field({}, description="columns to rename: {name in the file: name that zerochat expects}")
 
@@ -637,11 +646,24 @@ class ProfileSection(Section):
     ranks: Literal["first", "all"] = Field("first", description="ranks that are recorded")
 
 
+class PlanSection(Section):
+    device: (
+        Literal[
+            "b200", "h200", "h100", "a100", "a100-40gb", "l40s", "a6000", "rtx4090", "rtx3090", "a10g", "l4", "v100",
+            "t4",
+        ]
+        | None
+    ) = Field(None, description="stage=plan: GPU to plan for, by its data sheet; null: measure this machine")  # fmt: skip
+    ranks: int = Field(1, ge=1, description="number of GPUs of plan.device (for this machine: ranks)")
+    price_per_gpu_hour: float | None = Field(None, ge=0, description="price of one GPU for one hour, in any currency")
+
+
 class RunConfig(Section):
     name: str | None = Field(None, description="run name; default: made from model, data and time")
     run_dir: FilePath | None = Field(None, description="run folder, instead of runs/<name>")
     stage: Literal["all", "sft", "reward", "dpo", "ppo", "plan"] = Field(
-        "all", description="stage to run; all: every stage; plan: only print the memory and time that all stages need"
+        "all",
+        description="stage to run; all: every stage; plan: only print the hours and the memory that all stages need, and what they cost",
     )
     method: Literal["ppo", "dpo", "distill"] = Field(
         "ppo",
@@ -684,3 +706,4 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
     profile: ProfileSection = ProfileSection()
+    plan: PlanSection = PlanSection()

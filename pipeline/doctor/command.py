@@ -8,12 +8,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.environment import check_paths, check_ranks, hub_data
+from pipeline.config.messages import format_time
 from pipeline.config.recipes import Rate, compare_rates
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import wanted_stages
@@ -23,7 +25,8 @@ from pipeline.errors import UserError
 from pipeline.installation import DOCTOR
 from pipeline.launch.folder import with_stage_shares
 from pipeline.launch.ranks import count_gpus, own_ranks
-from pipeline.planning.planner import plan
+from pipeline.planning.candidates import predict
+from pipeline.planning.planner import measure, plan
 from pipeline.stages.overview import batch_line, rendered_example, steps_line
 
 USAGE = f"""\
@@ -125,13 +128,19 @@ def _rows(stages: Sequence[StageFacts]) -> Iterator[str]:
 
 
 def _predictions(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
-    """Yield the predicted memory of each stage."""
+    """Yield the predicted memory and time of each stage. The first stage measures the speed of the machine."""
+    rates = None
+    answer = next((each.size.answer for each in facts.stages if each.size.answer), None)
     for each in facts.stages:
         policy = facts.reward or facts.policy if each.stage == "reward" else facts.policy
         reward = facts.reward if each.stage == "ppo" else None
+        size = replace(each.size, answer=each.size.answer or answer)
         try:
-            planned = plan(config, each.stage, policy=policy, reward=reward, ranks=ranks)
+            planned = plan(config, each.stage, policy=policy, reward=reward, ranks=ranks, size=size)
+            rates = rates or measure(config, planned.task, has_files=False)
+            seconds = predict(planned.task, planned.capacity, rates).stage_seconds
         except Exception as problem:  # a model that cannot be counted trains without a prediction
             yield f"{each.stage}: no prediction ({type(problem).__name__}: {str(problem).partition(chr(10))[0]})"
             continue
         yield f"{each.stage}: {planned.summary}{'' if planned.fits else ': does not fit'}"
+        yield f"{'':{len(each.stage)}}  time: about {format_time(seconds)} by a measurement of this machine"

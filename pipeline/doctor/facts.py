@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from pipeline.models.stage_models import (
     require_scorer,
     run_tokenizer,
 )
-from pipeline.stages.start import stage_steps
+from pipeline.planning.data_size import DataSize, size_of
+from pipeline.planning.stage_task import stage_steps
 
 SAMPLE = 2000  # records of a stage that are tokenized
 
@@ -33,7 +34,7 @@ class StageFacts:
     """A stage: its steps, and its rows.
 
     sample: the records that were tokenized; skipped: numbers of skipped rows by reason; cut: numbers of `sample` by
-    reason
+    reason; size: rows and mean lengths
     """
 
     stage: str
@@ -43,6 +44,7 @@ class StageFacts:
     sample: int
     skipped: Mapping[str, int]
     cut: Mapping[str, int]
+    size: DataSize
 
 
 @dataclass(frozen=True)
@@ -121,21 +123,25 @@ def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer
     if stage == "dpo" and not config.dpo.reads_pairs:
         train = labelled_answers(train)
     sample = train[:SAMPLE]
-    cut = _cut(config, stage, sample, tokenizer)
+    items, cut = _encoded(config, stage, sample, tokenizer)
     steps = stage_steps(getattr(config, stage), len(train))
-    return StageFacts(stage, steps, len(train), len(records.held_out), len(sample), records.skipped, cut)
+    size = replace(size_of(items), rows=len(train))
+    return StageFacts(stage, steps, len(train), len(records.held_out), len(sample), records.skipped, cut, size)
 
 
-def _cut(config: RunConfig, stage: str, sample: Sequence[Any], tokenizer: ChatTokenizer) -> Mapping[str, int]:
-    """Return how many of the records are cut or dropped because of their length, by reason."""
+def _encoded(
+    config: RunConfig, stage: str, sample: Sequence[Any], tokenizer: ChatTokenizer
+) -> tuple[Sequence[Any], Mapping[str, int]]:
+    """Return the encoded records, and how many are cut or dropped because of their length, by reason."""
     length = getattr(config, stage).max_length
     if stage == "sft":
-        return encode_conversations(tokenizer, sample, max_length=length, loss_on=config.sft.loss_on)[1]
+        return encode_conversations(tokenizer, sample, max_length=length, loss_on=config.sft.loss_on)
     if stage == "ppo":
-        return encode_prompts(tokenizer, sample, max_tokens=config.rollout.max_prompt_tokens)[1]
+        prompts, cut = encode_prompts(tokenizer, sample, max_tokens=config.rollout.max_prompt_tokens)
+        return prompts.ids, cut
     if stage == "dpo" and not config.dpo.reads_pairs:
-        return encode_labelled(tokenizer, sample, max_length=length)[1]
-    return encode_preferences(tokenizer, sample, max_length=length, stage=stage)[1]
+        return encode_labelled(tokenizer, sample, max_length=length)
+    return encode_preferences(tokenizer, sample, max_length=length, stage=stage)
 
 
 def _example(

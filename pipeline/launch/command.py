@@ -163,7 +163,7 @@ def _ranks(configs: list[RunConfig]) -> Ranks:
         )
     ranks = external or own_ranks(rank_counts.pop(), count_gpus())
     for config in configs:
-        check_ranks(config, ranks.world)
+        check_ranks(config, ranks.world if config.plan.device is None else config.plan.ranks)
     return ranks
 
 

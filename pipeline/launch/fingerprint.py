@@ -182,7 +182,7 @@ def data_source(data: DataConfig) -> dict[str, Any]:
     """Return where the data comes from, with absolute paths: one path, or the list of sources."""
     if data.path is not None:
         return {"path": _absolute(data.path)}
-    sources = [source.model_dump(mode="json") for source in data.sources]
+    sources = [source.model_dump(mode="json", exclude={"size"}) for source in data.sources]
     for source in sources:
         source["path"], source["eval_path"] = _absolute(source["path"]), _absolute(source["eval_path"])
     return {"sources": [{key: value for key, value in source.items() if value is not None} for source in sources]}

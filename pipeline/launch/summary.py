@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.messages import format_time
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES, STAGES
+from pipeline.files import read_plan
 from pipeline.installation import CHAT
 from pipeline.launch.fingerprint import flatten
 from pipeline.launch.manifest import Manifest
@@ -26,6 +28,7 @@ def summarize_run(run_dir: Path, verdict: str | None = None) -> str:
     metrics = {stage: text for stage in STAGES if (text := stage_figures(run_dir, stage)) is not None}
     lines = [f"{stage:<7} {text}".rstrip() for stage, text in metrics.items()]
     newest = next((stage for stage in Manifest.read(run_dir).answering() if stage in metrics), "reward")
+    lines += [line for stage in metrics if (line := planned_time(run_dir, stage))]
     if verdict is not None:
         lines += wrap_verdict(verdict)
     lines.append(f"model   {run_dir / newest / 'model'}")
@@ -34,6 +37,15 @@ def summarize_run(run_dir: Path, verdict: str | None = None) -> str:
     if newest != "reward":
         lines.append(f"talk    {CHAT} {shlex.quote(str(run_dir))}")
     return "\n".join(lines)
+
+
+def planned_time(run_dir: Path, stage: str) -> str:
+    """Return one line with the planned and the measured time of a stage; "" without a plan."""
+    planned, summary = read_plan(run_dir / stage).get("stage_seconds"), read_summary(run_dir / stage)
+    took = figure(summary or {}, "seconds")
+    if not isinstance(planned, int | float) or planned <= 0 or not took:
+        return ""
+    return f"time    {stage} planned {format_time(planned)}, took {format_time(took)} ({took / planned:.2f} x)"
 
 
 def wrap_verdict(verdict: str) -> list[str]:

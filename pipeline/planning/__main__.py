@@ -3,4 +3,4 @@
 from pipeline.launch.worker import stage_main
 
 if __name__ == "__main__":
-    stage_main("plan", "pipeline.planning.table")
+    stage_main("plan", "pipeline.planning.hours")

@@ -5,21 +5,21 @@ On a CPU host memory is the device's memory, so that only the NVMe tiers save me
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 
+from engine.memory import Rates
 from pipeline.config.schema import EngineSettings
-from pipeline.planning.demand import Demand, predict_bytes, predict_seconds
+from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
 from pipeline.planning.stage_task import StageTask
 
-if TYPE_CHECKING:
-    from engine.memory import Probe
-
+LAYOUT_KEYS = ("zero_stage", "offload_optimizer", "offload_parameters", "activation_checkpointing")
 HEADROOM = 0.92  # the share of memory that a prediction may fill; fragmentation and libraries need the remainder
 
 
@@ -65,17 +65,18 @@ def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting: values of four keys of `engine`, and of the stage's `micro_batch_tokens`.
+    """A setting of a stage: values of four keys of `engine`, and of the stage's `micro_batch_tokens`.
 
     `changes` are the command-line overrides that lead from the stage's configuration to this setting. `seconds` are
-    those of a step by phase, empty without a probe.
+    those of a step by phase, and `stage_seconds` those of the stage; empty and 0 without rates.
     """
 
     engine: dict[str, Any]
     micro_batch_tokens: int
-    changes: str
+    changes: tuple[str, ...]
     demand: Demand
     seconds: dict[str, float]
+    stage_seconds: float
     fits: bool
 
     @property
@@ -83,19 +84,34 @@ class Candidate:
         return sum(self.seconds.values())
 
 
-def candidates(task: StageTask, capacity: Capacity, probe: "Probe | None" = None) -> Iterator[Candidate]:
+def predict(
+    task: StageTask, capacity: Capacity, rates: Rates | None, engine: Mapping[str, Any] | None = None, tokens: int = 0
+) -> Candidate:
+    """Predict a stage, with other values of keys of `engine` and of `micro_batch_tokens` (0: as configured).
+
+    Raises ValueError for keys that exclude each other, such as bf16 states and an offloaded optimizer.
+    """
+    changes = {key: value for key, value in (engine or {}).items() if value != getattr(task.work.config, key)}
+    overrides = [f"engine.{key}={str(value).lower()}" for key, value in changes.items()]
+    if tokens not in (0, task.work.micro_batch_tokens):
+        overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
+    tokens = tokens or task.work.micro_batch_tokens
+    config = replace(task.work.config, **changes)
+    changed = replace(task, work=replace(task.work, config=config, micro_batch_tokens=tokens))
+    demand, seconds, total = capacity.demand(changed), dict[str, float](), 0.0
+    if rates is not None:
+        seconds = predict_seconds(changed, rates, is_gpu=capacity.is_gpu, shares_forward=demand.shares_forward)
+        total = stage_seconds(changed, rates, seconds, is_gpu=capacity.is_gpu)
+    layout = {key: getattr(config, key) for key in LAYOUT_KEYS}
+    return Candidate(layout, tokens, tuple(overrides), demand, seconds, total, capacity.fits(demand))
+
+
+def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Candidate]:
     """Yield every allowed setting with its prediction. The micro-batch is halved down to one item."""
     for engine in _layouts(task.work.ranks, is_gpu=capacity.is_gpu):
-        try:
-            config = replace(task.work.config, **engine)
-        except ValueError:  # such as a pipeline with stage 3, or bf16 states with an offloaded optimizer
-            continue
         for tokens in _micro_batch_sizes(task.work.micro_batch_tokens, task.work.min_tokens):
-            changed = replace(task, work=replace(task.work, config=config, micro_batch_tokens=tokens))
-            demand, seconds = capacity.demand(changed), dict[str, float]()
-            if probe is not None:
-                seconds = predict_seconds(changed, probe, is_gpu=capacity.is_gpu, shares_forward=demand.shares_forward)
-            yield Candidate(engine, tokens, _changes(task, engine, tokens), demand, seconds, capacity.fits(demand))
+            with suppress(ValueError):  # such as a pipeline with stage 3
+                yield predict(task, capacity, rates, engine, tokens)
 
 
 def fastest(settings: Iterable[Candidate]) -> Candidate | None:
@@ -111,14 +127,6 @@ def _micro_batch_sizes(tokens: int, least: int) -> Iterator[int]:
     while tokens > least:
         tokens = max(least, tokens // 2)
         yield tokens
-
-
-def _changes(task: StageTask, engine: dict[str, Any], tokens: int) -> str:
-    config, work = task.work.config, task.work
-    overrides = [f"engine.{k}={str(value).lower()}" for k, value in engine.items() if value != getattr(config, k)]
-    if tokens != work.micro_batch_tokens:
-        overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
-    return " ".join(overrides) or "as configured"
 
 
 def _layouts(ranks: int, *, is_gpu: bool) -> Iterator[dict[str, Any]]:
@@ -137,9 +145,4 @@ def _layouts(ranks: int, *, is_gpu: bool) -> Iterator[dict[str, Any]]:
 def _layout(
     stage: int, *, optimizer: str = "none", parameters: str = "none", checkpointing: bool = False
 ) -> dict[str, Any]:
-    return {
-        "zero_stage": stage,
-        "offload_optimizer": optimizer,
-        "offload_parameters": parameters,
-        "activation_checkpointing": checkpointing,
-    }
+    return dict(zip(LAYOUT_KEYS, (stage, optimizer, parameters, checkpointing), strict=True))

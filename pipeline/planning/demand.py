@@ -4,15 +4,16 @@ All models of a stage hold their states, and one of them works on one micro-batc
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from engine.memory import (
     RETAINED,
+    CostModel,
     GenerationLoad,
     ModelStates,
     Owners,
+    Rates,
     generation_bytes,
     pipeline_training_bytes,
     resting_bytes,
@@ -21,10 +22,8 @@ from engine.memory import (
     trained_states,
     training_bytes,
 )
+from pipeline.config.messages import format_bytes
 from pipeline.planning.stage_task import StageTask
-
-if TYPE_CHECKING:
-    from engine.memory import Probe
 
 TIERS = ("host", "nvme")  # owners of offloaded bytes: in host memory, and in files
 
@@ -52,6 +51,12 @@ class Demand:
     def peak(self) -> int:
         """Bytes on the device at the peak of the stage."""
         return self.device_bytes(self.peak_phase)
+
+    def largest_owners(self, count: int) -> str:
+        """Return the largest owners on the device at the peak of the stage, with their bytes."""
+        owners = [item for item in self.phases[self.peak_phase].items() if item[0] not in TIERS]
+        largest = sorted(owners, key=lambda item: -item[1])[:count]
+        return ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest)
 
     @property
     def host(self) -> int:
@@ -158,20 +163,21 @@ def _offloaded(models: Collection[ModelStates], trains: ModelStates | None = Non
     return {tier: size for tier, size in sizes.items() if size}
 
 
-def predict_seconds(task: StageTask, probe: "Probe", *, is_gpu: bool, shares_forward: bool = False) -> dict[str, float]:
-    """Predict the seconds by phase of one step with sequences of full length (PPO: one rollout and its updates)."""
-    from engine.memory import CostModel
-
+def predict_seconds(task: StageTask, rates: Rates, *, is_gpu: bool, shares_forward: bool = False) -> dict[str, float]:
+    """Predict the seconds by phase of one step with sequences of mean length (PPO: one rollout and its updates)."""
     work, scorer = task.work, task.scorer or task.policy
-    tokens = math.ceil(task.sequences * work.config.sequence_parallel / work.ranks) * work.max_length
-    policy = CostModel(task.policy, work, probe, is_gpu, tokens)
+    tokens = math.ceil(math.ceil(task.sequences * work.config.sequence_parallel / work.ranks) * task.length)
+    policy = CostModel(task.policy, work, rates, is_gpu, tokens)
     trained, response_share, phases = [policy], 1.0, dict[str, float]()
     if task.stage == "ppo":
-        response_share = task.load.response / work.max_length  # of tokens: those with a log-probability
-        judge = CostModel(scorer, replace(work, adapters=0), probe, is_gpu, tokens)
+        response_share = task.response_length / task.length  # of tokens: those with a log-probability
+        judge = CostModel(scorer, replace(work, adapters=0), rates, is_gpu, tokens)
         rounds = math.ceil(task.sequences / work.ranks / task.load.slots)
         phases["generate"] = policy.generation_seconds(
-            steps=rounds * task.load.response, slots=task.load.slots, prompt_share=1 - response_share
+            steps=rounds * task.response_length,
+            slots=task.load.slots,
+            prompt_share=1 - response_share,
+            context=task.length - task.response_length / 2,
         )
         policies = 1 + task.has_reference - shares_forward
         judges = task.has_critic + task.reward_models - (shares_forward and task.has_critic)
@@ -181,3 +187,12 @@ def predict_seconds(task: StageTask, probe: "Probe", *, is_gpu: bool, shares_for
     phases["train"] = task.passes * sum(m.training_seconds(task.updates, head_share=response_share) for m in trained)
     phases["step"] = task.passes * task.updates * sum(model.optimizer_seconds() for model in trained)
     return phases
+
+
+def stage_seconds(task: StageTask, rates: Rates, seconds: Mapping[str, float], *, is_gpu: bool) -> float:
+    """Predict the seconds of a stage, given those of a step by phase: all steps, and all evaluations."""
+    work, load = task.work, task.load
+    policy = CostModel(task.policy, work, rates, is_gpu, math.ceil(task.scored * task.length / work.ranks))
+    rounds = task.answered / work.ranks / load.slots
+    answers = policy.generation_seconds(steps=rounds * load.response, slots=load.slots, prompt_share=0.0)
+    return task.steps * sum(seconds.values()) + answers + policy.scoring_seconds(head_share=float(task.scored > 0))

@@ -1,24 +1,23 @@
 """Before a stage starts: predict whether it fits in memory, and choose the setting with `engine=auto`."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine.memory import Rates, measure_rates
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
+from pipeline.config.stages import wanted_stages
 from pipeline.distributed import barrier, broadcast_from_rank_zero, device, is_rank_zero, rank_count
 from pipeline.errors import UserError
-from pipeline.files import PLAN, write_whole
+from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest, measure_capacity
-from pipeline.planning.demand import TIERS, Demand
+from pipeline.planning.data_size import DataSize, later_size
+from pipeline.planning.demand import Demand, predict_seconds, stage_seconds
 from pipeline.planning.stage_task import StageTask, stage_task
 from pipeline.stages.restart import within_limits
-
-if TYPE_CHECKING:
-    from engine.memory import Probe
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,9 @@ class Plan:
     def summary(self) -> str:
         """One line: predicted bytes, the device's bytes, and the largest owners at the peak."""
         need = self.demand.peak + (0 if self.capacity.is_gpu else self.demand.host)
-        phase = self.demand.peak_phase
-        on_device = [item for item in self.demand.phases[phase].items() if item[0] not in TIERS]
-        largest = sorted(on_device, key=lambda item: -item[1])[:4]
-        owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest)
+        peak = f"{self.demand.peak_phase}: {self.demand.largest_owners(4)}"
         available = format_bytes(self.capacity.device)
-        return f"memory: about {format_bytes(need)} of {available} a device ({phase}: {owners})"
+        return f"memory: about {format_bytes(need)} of {available} a device ({peak})"
 
 
 def plan(
@@ -61,28 +57,37 @@ def plan(
     reward: ModelSource | None = None,
     ranks: int,
     capacity: Capacity | None = None,
+    size: DataSize | None = None,
 ) -> Plan:
-    """Predict a stage on `ranks` ranks with `capacity` (default: this machine's). Models as in `stage_task`."""
+    """Predict a stage on `ranks` ranks and `capacity` (default: this machine's); other arguments as in `stage_task`."""
     capacity = capacity or measure_capacity(config.engine, ranks)
-    task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=not capacity.is_gpu)
+    is_cpu = not capacity.is_gpu
+    task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=is_cpu, size=size)
     return Plan(task, capacity.demand(task), capacity)
 
 
 def announce(
-    config: RunConfig, stage: str, folder: Path, *, policy: ModelSource, reward: ModelSource | None = None
+    config: RunConfig,
+    stage: str,
+    folder: Path,
+    *,
+    policy: ModelSource,
+    reward: ModelSource | None = None,
+    size: DataSize | None = None,
 ) -> tuple[RunConfig, dict[str, dict[str, int]]]:
     """Print the prediction of a stage; on a GPU, raise UserError if the stage does not fit. Every rank calls.
 
     Return the configuration to run with, and the predicted bytes by phase and owner (empty for a model that cannot be
     predicted, which trains without a prediction). `engine=auto` chooses the fastest setting that fits; a stage that
     resumes uses the setting that it started with. Limits that an earlier start found by running out of memory apply
-    (`pipeline.stages.restart`).
+    (`pipeline.stages.restart`). With the `size` of the data, the predicted seconds are written to plan.json.
     """
+    record = _earlier_record(folder)
     try:
         if config.engine.auto:
-            config = _choose_setting(config, stage, folder, policy, reward)
+            config, record = _choose_setting(config, stage, record, policy, reward, size)
         config = within_limits(config, stage, folder)
-        planned = plan(config, stage, policy=policy, reward=reward, ranks=rank_count())
+        planned = plan(config, stage, policy=policy, reward=reward, ranks=rank_count(), size=size)
     except UserError:
         raise
     except Exception as problem:
@@ -96,8 +101,46 @@ def announce(
     if stage == "ppo":
         section = config.ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
         config = config.model_copy(update={"ppo": section})
+    if size is not None and "stage_seconds" not in record:
+        record |= _expected_seconds(config, planned, size, policy, reward)
+    if record and is_rank_zero():
+        write_json(folder / PLAN, record | {"ranks": rank_count(), "bytes": planned.demand.phases})
+    barrier()
     phases = planned.demand.phases.items()
     return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}
+
+
+def _expected_seconds(
+    config: RunConfig, planned: Plan, size: DataSize, policy: ModelSource, reward: ModelSource | None
+) -> dict[str, Any]:
+    """Return the predicted seconds of a step by phase, of the stage, and of the later stages of the run."""
+    task, is_gpu = planned.task, planned.capacity.is_gpu
+    has_files = "nvme" in (task.work.config.offload_optimizer, task.work.config.offload_parameters)
+    rates = measure(config, task, has_files=has_files)
+    seconds = predict_seconds(task, rates, is_gpu=is_gpu, shares_forward=planned.demand.shares_forward)
+    later_seconds: float | None = 0.0
+    try:
+        for later in _later_stages(config, task.stage):
+            # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
+            expected, scorer = later_size(config, task.stage, size, later), reward if later == "ppo" else None
+            coming = stage_task(
+                config, later, policy=policy, reward=scorer, ranks=rank_count(), is_cpu=not is_gpu, size=expected
+            )
+            phases = predict_seconds(coming, rates, is_gpu=is_gpu)
+            later_seconds = (later_seconds or 0.0) + stage_seconds(coming, rates, phases, is_gpu=is_gpu)
+    except ValueError:  # a model that cannot be counted, for example as a reward model
+        later_seconds = None
+    return {
+        "seconds": seconds,
+        "stage_seconds": stage_seconds(task, rates, seconds, is_gpu=is_gpu),
+        "later_seconds": later_seconds,
+        "answer_tokens": size.answer,
+    }
+
+
+def _later_stages(config: RunConfig, stage: str) -> list[str]:
+    stages = wanted_stages(config)
+    return stages[stages.index(stage) + 1 :] if stage in stages else []
 
 
 def check_fit(planned: Plan, *, refuse: bool) -> list[str]:
@@ -108,7 +151,7 @@ def check_fit(planned: Plan, *, refuse: bool) -> list[str]:
     if candidate is None:
         advice = f"No engine setting fits; use {more_memory(planned.task.stage)}"
     else:
-        advice = f"This setting fits: {candidate.changes}"
+        advice = f"This setting fits: {' '.join(candidate.changes) or 'as configured'}"
     is_close = planned.demand.peak <= planned.capacity.device
     if refuse and not is_close:
         raise UserError(f"{planned.summary}: the stage does not fit. {advice}")
@@ -120,49 +163,40 @@ def more_memory(stage: str) -> str:
     return f"more ranks (ranks=N), adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
 
 
-def measure(config: RunConfig, task: StageTask) -> "Probe":
-    """Measure the speed of this machine for a stage's model; every rank calls."""
-    from engine.memory import measure_speed
-
-    return measure_speed(
+def measure(config: RunConfig, task: StageTask, *, has_files: bool = True) -> Rates:
+    """Measure the speed of this machine for a stage's model; every rank calls. `has_files` includes the disk."""
+    return measure_rates(
         task.policy,
         dtype=task.work.config.dtype,
         length=task.work.max_length,
         rows=min(task.load.slots, 32),
         folder=config.engine.nvme_path,
+        has_files=has_files,
     )
 
 
 def _choose_setting(
-    config: RunConfig, stage: str, folder: Path, policy: ModelSource, reward: ModelSource | None
-) -> RunConfig:
-    """Return the configuration with the setting in the folder's plan.json, or choose one and write it there."""
-    ranks = rank_count()
-    record: dict[str, Any] | None = broadcast_from_rank_zero(_read(folder / PLAN))
-    if record is not None and record["ranks"] == ranks:
+    config: RunConfig,
+    stage: str,
+    record: dict[str, Any],
+    policy: ModelSource,
+    reward: ModelSource | None,
+    size: DataSize | None,
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the configuration with the setting of an earlier start, or with the fastest one; and its record."""
+    if "engine" in record:
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
-        return _configured(config, stage, record)
-    planned = plan(config, stage, policy=policy, reward=reward, ranks=ranks)
-    probe = measure(config, planned.task)
-    best: Candidate | None = broadcast_from_rank_zero(fastest(candidates(planned.task, planned.capacity, probe)))
+        return _configured(config, stage, record), record
+    planned = plan(config, stage, policy=policy, reward=reward, ranks=rank_count(), size=size)
+    rates = measure(config, planned.task)
+    best: Candidate | None = broadcast_from_rank_zero(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:
-        size = format_bytes(planned.capacity.device)
-        raise UserError(f"engine=auto: no setting fits in {size} a device; use {more_memory(stage)}")
-    peak = format_bytes(best.demand.peak)
-    _print([f"engine=auto: {best.changes} ({peak}, about {best.step_seconds:.1f} s a step with full-length sequences)"])
-    record = {
-        "ranks": ranks,
-        "words": best.changes,
-        "engine": best.engine,
-        "micro_batch_tokens": best.micro_batch_tokens,
-        "seconds": best.seconds,
-        "bytes": best.demand.phases,
-        "probe": asdict(probe),
-    }
-    if is_rank_zero():
-        write_whole(folder / PLAN, json.dumps(record, indent=1) + "\n")
-    barrier()
-    return _configured(config, stage, record)
+        device_size = format_bytes(planned.capacity.device)
+        raise UserError(f"engine=auto: no setting fits in {device_size} a device; use {more_memory(stage)}")
+    peak, words = format_bytes(best.demand.peak), " ".join(best.changes) or "as configured"
+    _print([f"engine=auto: {words} ({peak}, about {best.step_seconds:.1f} s a step)"])
+    record = {"words": words, "engine": best.engine, "micro_batch_tokens": best.micro_batch_tokens}
+    return _configured(config, stage, record), record
 
 
 def _configured(config: RunConfig, stage: str, record: Mapping[str, Any]) -> RunConfig:
@@ -171,12 +205,10 @@ def _configured(config: RunConfig, stage: str, record: Mapping[str, Any]) -> Run
     return config.model_copy(update={"engine": engine, stage: section})
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+def _earlier_record(folder: Path) -> dict[str, Any]:
+    """Return the record of an earlier start with as many ranks, on every rank; empty without one."""
+    record: dict[str, Any] = broadcast_from_rank_zero(read_plan(folder) if is_rank_zero() else {})
+    return record if record.get("ranks") == rank_count() else {}
 
 
 def _print(lines: Sequence[str]) -> None:

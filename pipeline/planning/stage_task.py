@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine import EngineConfig, OptimizerConfig
 from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
 from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
 from pipeline.models.build import EngineChoice
 from pipeline.models.source import ModelSource
+from pipeline.planning.data_size import DataSize
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,9 @@ class StageTask:
     `scorer` is the shape of critic and reward model. `roles` are the workloads of PPO's models with an engine of their
     own. `generates` is the policy as it is split for generation (default: `policy`). A step has `sequences` over all
     ranks, `passes` over them, and `updates` optimizer steps a pass. `shares_forward`: PPO keeps its forwards from
-    scoring to the first update; None decides by memory.
+    scoring to the first update; None decides by memory. The stage has `steps` steps. A sequence has `tokens` tokens on
+    average and an answer of a rollout `response` (0: the largest length). The evaluations of the stage answer
+    `answered` prompts and score `scored` sequences.
     """
 
     stage: str
@@ -36,6 +40,21 @@ class StageTask:
     sequences: int = 1
     passes: int = 1
     updates: int = 1
+    steps: int = 1
+    tokens: float = 0.0
+    response: float = 0.0
+    answered: int = 0
+    scored: int = 0
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a sequence."""
+        return self.tokens or self.work.max_length
+
+    @property
+    def response_length(self) -> float:
+        """Mean tokens of a rollout's answer."""
+        return self.response or self.load.response
 
 
 def stage_task(
@@ -46,10 +65,12 @@ def stage_task(
     reward: ModelSource | None = None,
     ranks: int,
     is_cpu: bool,
+    size: DataSize | None = None,
 ) -> StageTask:
     """Describe a stage on `ranks` ranks.
 
-    `policy` is the model that trains, `reward` the base of reward model and critic (default: `policy`).
+    `policy` is the model that trains, `reward` the base of reward model and critic (default: `policy`). Without the
+    `size` of its data, the stage has one step of sequences of the largest length.
     """
     tensor_parallel, ppo = config.engine.tensor_parallel, config.ppo
     shape = _shape(policy, tensor_parallel, scores=stage == "reward")
@@ -83,7 +104,44 @@ def stage_task(
         sequences=_rows(config, stage),
         passes=ppo.update_epochs if stage == "ppo" else 1,
         updates=ppo.minibatches if stage == "ppo" else 1,
+        **({} if size is None else _length_of_stage(config, stage, size)),
     )
+
+
+def stage_steps(section: StageSection, examples: int) -> int:
+    """Return the number of batches in the epochs of a stage, at most `section.steps`."""
+    by_epochs = max(1, round(section.epochs * examples / section.batch_size))
+    return by_epochs if section.steps is None else min(by_epochs, section.steps)
+
+
+def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str, Any]:
+    """Return the fields of a task that depend on the data.
+
+    SFT evaluates the base and the trained model, PPO every evaluated step and the start. The reference of DPO scores
+    each pair once.
+    """
+    section, answers = getattr(config, stage), config.evaluation
+    steps = stage_steps(section, size.rows)
+    evaluations = 1 + ((steps - 1) // section.eval_every if section.eval_every else 0)
+    prompts = answers.prompts * len(answers.temperatures or (1.0, 0.0))
+    answered = {
+        "sft": 2 * prompts,
+        "reward": 0,
+        "dpo": prompts,
+        "ppo": prompts * (1 + evaluations) + answers.prompts * answers.best_of,
+    }[stage]
+    pair = _item_sequences(config, stage)
+    scored = evaluations * pair * section.eval_examples
+    if stage == "dpo" and config.dpo.has_reference:
+        scored += pair * (section.eval_examples * evaluations + min(size.rows, steps * section.batch_size))
+    response, tokens = 0.0, 0.0
+    if stage == "ppo":
+        response = min(size.answer or math.inf, config.rollout.max_new_tokens)
+        prompt = min(size.prompt or math.inf, config.rollout.max_prompt_tokens)
+        tokens, scored = prompt + response, answered
+    elif size.prompt is not None:
+        tokens = min(size.prompt + (size.answer or 0.0), section.max_length)
+    return {"steps": steps, "tokens": tokens, "response": response, "answered": answered, "scored": scored}
 
 
 def workload(

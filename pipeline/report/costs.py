@@ -43,7 +43,7 @@ def speed_section(run: RunReading) -> Markup | None:
 
 
 def predicted_seconds(run: RunReading) -> Markup | None:
-    """Build the table of seconds per step and phase: the prediction of engine=auto and the measured mean."""
+    """Build the table of seconds per step and phase: the prediction of plan.json and the measured mean."""
     rows = []
     for stage in run.stages.values():
         steps, took = stage.number("steps") or 0.0, stage.numbers("seconds_by_phase")
@@ -57,8 +57,7 @@ def predicted_seconds(run: RunReading) -> Markup | None:
     if not rows:
         return None
     lead = (
-        "Seconds per step: the prediction when engine=auto chose the settings, and the measured mean. The prediction "
-        "is for sequences of the largest length. Shorter data takes less time, so a ratio above 1 is usual. A ratio "
+        "Seconds per step: the prediction from the start of the stage, and the measured mean. A ratio "
         "below 1 means that the run was slower than the short measurement before it. Possible causes are other work "
         "on the machine, compilation in the first steps, and a restart with smaller micro-batches after an "
         "out-of-memory error."

@@ -2,9 +2,9 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from pipeline import progress
 from pipeline.config.schema import RolloutSection, RunConfig, StageSection
 from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.files import read_plan
 from pipeline.models.source import ModelSource
+from pipeline.planning.data_size import size_of
 from pipeline.planning.planner import announce
+from pipeline.planning.stage_task import stage_steps
 from pipeline.stages.overview import batch_line, steps_line
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
@@ -37,12 +40,6 @@ def optimizer_config(section: StageSection, *, steps: int, lr: float | None = No
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
     )
-
-
-def stage_steps(section: StageSection, examples: int) -> int:
-    """Return the number of batches in the epochs of a stage, at most `section.steps`."""
-    by_epochs = max(1, round(section.epochs * examples / section.batch_size))
-    return by_epochs if section.steps is None else min(by_epochs, section.steps)
 
 
 def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) -> Sampling:
@@ -103,22 +100,26 @@ def plan_stage(
     config: RunConfig,
     stage: str,
     folder: Path,
-    examples: int,
+    examples: Sequence[Any],
     *,
     policy: ModelSource,
     reward: ModelSource | None = None,
 ) -> StagePlan:
     """Log the number of steps and the predicted memory, choose settings for `engine=auto`, and seed torch.
 
-    On a CPU, compile the kernels in C, so that no step waits for the compiler.
+    `examples` are the encoded training examples. On a CPU, compile the kernels in C, so that no step waits for the
+    compiler.
     """
     section = getattr(config, stage)
-    steps = stage_steps(section, examples)
-    log_steps(stage, section, steps, examples)
+    steps = stage_steps(section, len(examples))
+    log_steps(stage, section, steps, len(examples))
     arrange_ranks(config)
     if distributed.world().device.type == "cpu":
         kernels.load_libraries()
-    config, predicted = announce(config, stage, folder, policy=policy, reward=reward)
+    size = size_of(examples)
+    if size.answer is None:  # PPO's prompts: answers as long as those of SFT
+        size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))
+    config, predicted = announce(config, stage, folder, policy=policy, reward=reward, size=size)
     if distributed.world().is_rank_zero:
         print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)
         if stage == "ppo":  # a step of the other stages is one optimizer step

@@ -13,13 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import STAGES, wanted_stages
 from pipeline.evaluation.samples import SAMPLES
+from pipeline.files import read_plan
 from pipeline.tracking.sections import sectioned
 from pipeline.tracking.tensorboard import TensorBoard
 
@@ -200,12 +202,19 @@ class Progress:
         steps: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        place: str = "",
+        later: float | None = None,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
+        """`place` is "stage 2 of 3"; the later stages take `later` times as long as this one (None: no plan)."""
         self._stage, self._steps = stage, steps
+        self._place, self._later, self._now = place and f" ({place})", later, now
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._began = clock()
         self._first_step: int | None = None
+        self._first_tokens: float | None = None
         self._shown_at = -float("inf")
         self._known: dict[str, float] = {}
         self._bar: Any = None
@@ -220,7 +229,7 @@ class Progress:
         elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = self._clock()
             done = f"{step}/{self._steps}" if step else "before its first step"
-            line = f"{self._stage} {done}  {self._figures()}{self._left(step)}"
+            line = f"{self._stage}{self._place} {done}  {self._figures()}{self._left(step, metrics)}"
             print(line, file=self._stream, flush=True)
 
     def note(self, step: int, text: str) -> None:
@@ -250,12 +259,22 @@ class Progress:
     def _figures(self) -> str:
         return "  ".join(f"{name} {value:.4g}" for name, value in self._known.items() if value is not None)
 
-    def _left(self, step: int) -> str:
+    def _left(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Return the tokens per second, the time that the stage still needs, and the expected end of the run."""
         done = step - (self._first_step or 0)
+        first = self._first_tokens if self._first_tokens is not None else metrics.get("tokens", 0)
+        self._first_tokens = first
         if done <= 0 or step >= self._steps:
             return ""
-        seconds = (self._clock() - self._began) / done * (self._steps - step)
-        return f"  {_duration(seconds)} left"
+        took = self._clock() - self._began
+        seconds = took / done * (self._steps - step)
+        tokens = metrics.get("tokens", 0) - first
+        rate = f"  {tokens / took:,.0f} tokens/s" if tokens and took > 0 else ""
+        left = f"{rate}  {_duration(seconds)} left"
+        if self._later is None:
+            return left
+        end = self._now() + timedelta(seconds=seconds + self._later * took / done * self._steps)
+        return f"{left}, run ends about {end:%a %H:%M}"
 
 
 def _duration(seconds: float) -> str:
@@ -278,7 +297,8 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
     trackers: list[TableWatcher] = [open_tracker(config, stage, folder)]
     if config.tracking.kind in ("tensorboard", "both"):
         trackers.append(TensorBoard(folder.parent, stage))
-    progress, tables = Progress(stage, steps), SampleTables(folder / SAMPLES, trackers)
+    progress = Progress(stage, steps, **_outlook(config, stage, folder))
+    tables = SampleTables(folder / SAMPLES, trackers)
     ended = False
     try:
         yield [*trackers, tables, progress]
@@ -317,6 +337,16 @@ class SampleTables:
         columns, rows = sample_table(self._file)
         for tracker in self._trackers if rows else ():
             tracker.table("samples", columns, rows)
+
+
+def _outlook(config: RunConfig, stage: str, folder: Path) -> dict[str, Any]:
+    """Return where the stage is among the stages of the run, and the planned time of the later ones in its own time."""
+    stages, planned = wanted_stages(config), read_plan(folder)
+    if stage not in stages or len(stages) == 1:
+        return {}
+    own, later = planned.get("stage_seconds"), planned.get("later_seconds")
+    share = later / own if own and later is not None else None
+    return {"place": f"stage {stages.index(stage) + 1} of {len(stages)}", "later": share}
 
 
 def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:

@@ -423,6 +423,19 @@ def test_what_does_not_go_with_rows_that_are_shared_out_is_refused(words: list[s
     config_of("engine.sequence_parallel=2", "sft.packing=false", "stage=reward")  # whose rows are always packed
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan.device=h100"], "plan.device=h100 needs stage=plan, not stage=all: add stage=plan"),
+        (["stage=plan", "plan.ranks=8"], "plan.ranks=8 needs plan.device=NAME: set it, or set ranks=8"),
+        (["stage=plan", "plan.device=h100", "ranks=8"], "write plan.ranks=8 instead"),
+        (["stage=plan", "plan.device=h10"], "plan.device=h10: write b200, h200, h100"),
+    ],
+)
+def test_keys_of_a_plan_without_an_effect_are_refused(words: list[str], message: str):
+    assert message in refusal(*words)
+
+
 def test_pipelines_are_planned_and_chosen_for():
     assert config_of("stage=plan", "engine.pipeline_parallel=2").engine.pipeline_parallel == 2
     assert config_of("stage=sft", "engine.pipeline_parallel=2", "engine=auto").engine.auto

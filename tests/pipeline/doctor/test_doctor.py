@@ -42,7 +42,7 @@ def test_the_screen_shows_what_is_trained_on_what(pairs: Path, capsys: pytest.Ca
     assert example.startswith("  | <|user|>What is ") and "<|assistant|>[It is " in example
     assert example.endswith(".<|end|>]") and "\x1b" not in screen
     assert "sft.lr=1: OUTSIDE 0.00033 to 0.003 (recipe=tiny: 0.001)" in screen
-    assert screen.count("memory: about") == 2
+    assert screen.count("memory: about") == screen.count("time: about") == 2
     assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder
 
 

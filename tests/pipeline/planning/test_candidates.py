@@ -1,19 +1,19 @@
-"""`engine=auto` chooses the fastest setting that fits, a resumed stage uses it again; the output of `stage=plan`."""
+"""`engine=auto` chooses the fastest setting that fits, a resumed stage uses it again."""
 
 from pathlib import Path
 
 import pytest
 
-from engine.memory import Probe, measure_shape
+from engine.memory import Rates, measure_shape
 from pipeline.errors import UserError
-from pipeline.planning import estimate, planner, table
+from pipeline.planning import planner
 from pipeline.planning.candidates import Capacity, candidates, fastest
 from pipeline.planning.planner import announce, plan
 from pipeline.planning.stage_task import stage_task
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.tiny import tiny_config
 
-PROBE = Probe(
+RATES = Rates(
     forward=3e-12, backward=6e-12, decode=3e-10, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
     disk=1e-9,
 )  # fmt: skip
@@ -24,31 +24,31 @@ def test_less_memory_needs_settings_with_less_memory() -> None:
     task = stage_task(config, "sft", policy=source(), ranks=4, is_cpu=False)
     chosen = []
     for size in (80 * GIB, 3 * GIB, 2 * GIB, GIB):
-        best = fastest(candidates(task, Capacity(size, 10 * GIB, 10 * GIB, is_gpu=True), PROBE))
+        best = fastest(candidates(task, Capacity(size, 10 * GIB, 10 * GIB, is_gpu=True), RATES))
         assert best is not None and best.demand.peak <= 0.92 * size
         chosen.append(best)
     assert chosen[0].micro_batch_tokens == 4096 and chosen[0].engine["offload_optimizer"] == "none"
     assert [c.step_seconds for c in chosen] == sorted(c.step_seconds for c in chosen)
     assert chosen[-1].changes != chosen[0].changes
-    assert fastest(candidates(task, Capacity(GIB // 100, GIB, GIB, is_gpu=True), PROBE)) is None
+    assert fastest(candidates(task, Capacity(GIB // 100, GIB, GIB, is_gpu=True), RATES)) is None
 
 
 def test_auto_is_chosen_once_for_a_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(engine={"auto": True, "zero_stage": 3})
-    monkeypatch.setattr(planner, "measure", lambda *_: PROBE)
+    monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     chosen_config, predicted = announce(config, "sft", tmp_path, policy=source())
     assert chosen_config.engine.zero_stage == 0 and not chosen_config.engine.auto and predicted["train"]
     assert "engine=auto: engine.zero_stage=0" in capsys.readouterr().out
 
-    def again(*_: object) -> Probe:
+    def again(*_: object) -> Rates:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(planner, "measure", again)
     assert announce(config, "sft", tmp_path, policy=source())[0] == chosen_config
     assert "the setting that this stage started with" in capsys.readouterr().out
-    monkeypatch.setattr(planner, "measure", lambda *_: PROBE)
+    monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
     with pytest.raises(UserError, match="no setting fits"):
         announce(config, "reward", tmp_path / "other", policy=source())
@@ -65,41 +65,3 @@ def test_offloaded_bytes() -> None:
     assert predicted["generate"]["host"] == pytest.approx(demand.host - gradients, abs=4)
     train = sum(demand.phases["train"].values()) - demand.host - demand.nvme
     assert demand.device_bytes("train") == train, "bytes on the device do not include offloaded ones"
-
-
-def test_the_table_names_owners_phases_and_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "measure", lambda *_: PROBE)
-    lines = "\n".join(table.describe(tiny_config(), "ppo", policy=source(), reward=source()))
-    for word in ("train critic", "reference", "cache", "generate", "checkpointing", "the fastest that fits", "it fits"):
-        assert word in lines
-    assert plan(tiny_config(), "ppo", policy=source(), ranks=1).fits
-
-
-def test_without_a_reward_model_its_stage_has_no_plan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(table, "measure", lambda *_: PROBE)
-    monkeypatch.setattr(table, "base_source", lambda _: source())
-    for words in ({}, {"reward_model": False, "reward_function": "mine.py:score"}):
-        table.run(tiny_config(ppo=words), Path())
-        output = capsys.readouterr().out
-        assert ("\nreward: " in output) == ("    reward " in output) == (not words)
-
-
-def test_a_plan_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert estimate.main(["model=opt-125m", "ranks=8", "gib=80", "sft.max_length=256"]) == 0
-    output = capsys.readouterr().out
-    for words in (
-        "sft: opt-125m, 8 ranks, bf16; 80.0 GiB a device",
-        "engine.zero_stage=3 engine.activation_checkpointing=true",
-        "train critic",
-    ):
-        assert words in output
-    assert "seconds a step" not in output and "the first that fits: as configured" in output
-    for words, message in {
-        ("model=opt-125m", "gib=x"): "gib=x",
-        ("model=opt-125m", "gpus=2"): "gpus",
-        ("model=qwen3-0.6b", "ranks=5", "engine.tensor_parallel=5"): "heads of qwen3-0.6b: 16 query heads, 8 key",
-    }.items():
-        assert estimate.main(words) == 2
-        assert message in capsys.readouterr().err

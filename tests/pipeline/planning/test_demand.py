@@ -8,8 +8,8 @@ from transformers import LlamaConfig, OPTConfig
 
 from engine import EngineConfig, OptimizerConfig
 from engine.kernels.token_logprobs import BLOCK_ELEMENTS
-from engine.memory import GenerationLoad, ModelShape, Probe, Workload, measure_shape, pipeline_training_bytes, workload
-from pipeline.planning.demand import Demand, predict_bytes, predict_seconds
+from engine.memory import GenerationLoad, ModelShape, Rates, Workload, measure_shape, pipeline_training_bytes, workload
+from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
 from pipeline.planning.stage_task import StageTask
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -175,7 +175,7 @@ def test_pipelines_train_in_stages(llama: ModelShape) -> None:
 
 
 def test_seconds_by_hand(llama: ModelShape) -> None:
-    probe = Probe(
+    rates = Rates(
         forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
         disk=1e-9,
     )  # fmt: skip
@@ -193,6 +193,14 @@ def test_seconds_by_hand(llama: ModelShape) -> None:
         "train": 2 * (2 * train + head + sum(sent)),
         "step": 2 * (llama.parameters + scorer.parameters) / 2 * 1e-9,
     }
-    assert predict_seconds(task, probe, is_gpu=False) == pytest.approx(wanted)
-    shared = predict_seconds(task, probe, is_gpu=False, shares_forward=True)
+    assert predict_seconds(task, rates, is_gpu=False) == pytest.approx(wanted)
+    shared = predict_seconds(task, rates, is_gpu=False, shares_forward=True)
     assert shared["score"] == pytest.approx(2 * forward + head / 3)
+    short = replace(task, tokens=50.0, response=5.0, steps=3, answered=6, scored=8)
+    seconds = predict_seconds(short, rates, is_gpu=False)
+    assert seconds["generate"] == pytest.approx(2 * 5 * (blocks * 1e-7 + 2 * 1e-4 / 3) + 0.9 * forward / 2)
+    assert seconds["train"] == pytest.approx(2 * (2 * train / 2 + head / 2 + sum(sent)))
+    answers = 6 / 2 / 2 * 10 * (blocks * 1e-7 + 2 * 1e-4 / 3)  # of the largest length
+    scores = 8 / 2 * 50 * (blocks * 1e-9 + 1e-4 / 3)
+    total = stage_seconds(short, rates, seconds, is_gpu=False)
+    assert total == pytest.approx(3 * sum(seconds.values()) + answers + scores)

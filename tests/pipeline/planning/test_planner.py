@@ -55,7 +55,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_a_setting_that_fits(stage: st
         check_fit(tight, refuse=True)
     assert len(check_fit(tight, refuse=False)) == 2
     # With the suggested setting the stage fits.
-    overrides = dict(override.split("=") for override in tight.advice.changes.split())
+    overrides = dict(override.split("=") for override in tight.advice.changes)
     engine = {key[7:]: yaml.safe_load(value) for key, value in overrides.items() if key.startswith("engine.")}
     tokens = overrides.get(f"{stage}.micro_batch_tokens", 8192)
     changed = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})

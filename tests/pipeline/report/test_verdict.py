@@ -186,6 +186,10 @@ def test_the_summarize_run_of_a_run_say_whether_it_helped(tmp_path: Path) -> Non
         "        Temperature 1:",
         "        Temperature 0:",
     ]
+    took = json.loads((tmp_path / "ppo" / "summary.json").read_text())["seconds"]
+    (tmp_path / "ppo" / "plan.json").write_text(json.dumps({"stage_seconds": took / 2}))
+    (planned,) = (line for line in summarize_run(tmp_path, verdict).splitlines() if line.startswith("time"))
+    assert planned.startswith("time    ppo planned ") and planned.endswith(" (2.00 x)")
     (tmp_path / "ppo" / "summary.json").unlink()
     assert conclusion(tmp_path) is None and "verdict" not in summarize_run(tmp_path)
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from datetime import datetime
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.tracking import watchers
-from pipeline.tracking.watchers import Progress, Tracker, logged_in, open_tracker, open_watchers, sample_table
+from pipeline.tracking.watchers import Progress, Tracker, _outlook, logged_in, open_tracker, open_watchers, sample_table
 
 
 @pytest.fixture
@@ -138,6 +139,22 @@ def test_lines_come_first_now_and_then_and_last():
     assert [line.split()[1] for line in lines] == ["1/100", "51/100", "100/100"]
     assert lines[1] == "sft 51/100  loss 0.01961  5 s left"
     assert "grad_norm" not in lines[0]
+
+
+def test_a_stage_of_a_run_has_a_place_a_speed_and_an_end(alone):
+    """50 of 100 steps took 50 s, and the later stages take half the time of this one: 50 s and 50 s are left."""
+    (alone / "plan.json").write_text(json.dumps({"stage_seconds": 10.0, "later_seconds": 5.0}))
+    outlook = _outlook(config_of("tracking=none"), "sft", alone)
+    assert outlook == {"place": "stage 1 of 3", "later": 0.5}
+    assert _outlook(config_of("tracking=none", "stage=sft"), "sft", alone) == {}
+    stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
+    progress = Progress("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
+    progress.log(0, {"tokens": 10})
+    seconds[0] = 50.0
+    progress.log(50, {"tokens": 5010})
+    assert stream.getvalue().splitlines()[-1] == (
+        "sft (stage 1 of 3) 50/100    100 tokens/s  50 s left, run ends about Fri 12:01"
+    )
 
 
 def test_what_was_measured_before_the_first_step_is_said_to_be():

@@ -1,4 +1,4 @@
-"""Predicted seconds against sums worked out by hand, and the probe."""
+"""Predicted seconds against sums worked out by hand, the rates of the table, and those that are measured."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,23 @@ import torch
 from transformers import LlamaConfig
 
 from engine import EngineConfig
-from engine.memory import CostModel, ModelShape, Probe, Workload, measure_shape, measure_speed, speed
-from engine.memory.speed import _disk_seconds
+from engine.memory import (
+    GPUS,
+    CostModel,
+    ModelShape,
+    Rates,
+    Workload,
+    measure_rates,
+    measure_shape,
+    rates,
+    tabulated_rates,
+)
+from engine.memory.rates import _disk_seconds
 from tests.ranks import run_ranks
 
-PROBE = Probe(
+RATES = Rates(
     forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
-    disk=1e-9,
+    disk=1e-9, read=1e-11,
 )  # fmt: skip
 
 
@@ -28,7 +38,7 @@ def llama() -> ModelShape:
 
 def model(shape: ModelShape, *, ranks: int = 1, tokens: int = 400, is_gpu: bool = False, **layout: Any) -> CostModel:
     work = Workload(EngineConfig(**{"dtype": "fp32", **layout}), ranks, micro_batch_tokens=100, step_tokens=400)
-    return CostModel(shape, work, PROBE, is_gpu, tokens)
+    return CostModel(shape, work, RATES, is_gpu, tokens)
 
 
 def test_communication_by_stage() -> None:
@@ -60,6 +70,9 @@ def test_checkpointing_scoring_and_generation() -> None:
     assert found.scoring_seconds(head_share=0.5) == pytest.approx(forward + 400 * 0.5 * 1e-4 / 3)
     wanted = 0.9 * forward + 20 * (4 * shape.block * 1e-7 + 2 * 1e-4 / 3)
     assert found.generation_seconds(steps=20, slots=2, prompt_share=0.9) == pytest.approx(wanted)
+    cache = 20 * 2 * 300 * (2 * 4 * 2 * 8 * 4) * 1e-11  # keys and values of 4 layers, 2 heads of 8 numbers in fp32
+    long = found.generation_seconds(steps=20, slots=2, prompt_share=0.9, context=300)
+    assert long == pytest.approx(wanted + cache)
 
 
 def test_sequence_groups_share_tokens_and_pipelines_share_blocks() -> None:
@@ -72,19 +85,32 @@ def test_sequence_groups_share_tokens_and_pipelines_share_blocks() -> None:
     assert pipeline.optimizer_seconds() == pytest.approx(shape.parameters / 2 * 1e-9)
 
 
-def test_the_disk_probe_leaves_no_file(tmp_path: Path) -> None:
+def test_the_measurement_of_the_disk_leaves_no_file(tmp_path: Path) -> None:
     assert _disk_seconds(str(tmp_path)) > 0
     assert not list(tmp_path.iterdir())
 
 
-def probed() -> dict[str, Any]:
+def measured() -> dict[str, Any]:
     torch.set_num_threads(1)
-    speed.OPTIMIZER_PARAMETERS, speed.FILE_BYTES = 2**16, 2**20
-    return vars(measure_speed(llama(), dtype="fp32", length=32, rows=2))
+    rates.PARAMETERS, rates.FILE_BYTES = 2**16, 2**20
+    return vars(measure_rates(llama(), dtype="fp32", length=32, rows=2))
 
 
-def test_the_probe_measures_on_two_ranks() -> None:
-    first, second = run_ranks(probed, 2)
+def test_rates_are_measured_on_two_ranks() -> None:
+    first, second = run_ranks(measured, 2)
     assert all(first[name] > 0 for name in ("forward", "backward", "decode", "head", "adam", "all_reduce", "disk"))
     assert first["copy"] == 0
     assert first["forward"] == second["forward"], "every rank has the rates of the slowest"
+
+
+def test_rates_of_a_data_sheet() -> None:
+    """An A100 (312 TFLOPS, 2,039 GB/s, 300 GB/s) reaches 40 % and 60 % of its peaks; machines have a network."""
+    shape = llama()
+    found = tabulated_rates(GPUS["a100"], shape, dtype="bf16", ranks=8)
+    assert found.forward == pytest.approx(2 / 124.8e12) and found.backward == 2 * found.forward
+    assert found.head == pytest.approx(6 * 96 * 32 / 124.8e12)
+    assert found.decode == pytest.approx(2 / 1223.4e9) and found.adam == pytest.approx(28 / 1223.4e9)
+    assert found.all_reduce == pytest.approx(2 / 300e9)
+    many = tabulated_rates(GPUS["a100"], shape, dtype="fp32", ranks=16)
+    assert many.all_reduce == pytest.approx(2 / 50e9) and many.forward == pytest.approx(16 * found.forward)
+    assert many.decode == pytest.approx(2 * found.decode)

@@ -1,0 +1,136 @@
+"""The rows of a stage and the mean length of its sequences: read from local data, or as recorded in conf/data.
+
+`stage=plan` contacts no hub. The option of a hub data set records the set's size (`data.sources[].size`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from pipeline.config.schema import RunConfig, SourceConfig
+from pipeline.config.stages import METHODS, STAGES
+from pipeline.data.encode import LabelledItem, PairItem, TokenItem
+from pipeline.data.load import load_stage
+from pipeline.data.records import Preference, Prompt
+from pipeline.data.sources import configured_sources, is_remote
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
+from pipeline.models.source import model_folder
+
+ASSUMED_ROWS = 50_000
+SAMPLE, TRAINED_ON = 256, 2000  # records whose lengths count, and those that a new tokenizer is trained on
+CHARACTERS = 4.0  # of a token, without the model's tokenizer
+TEMPLATE = 8  # tokens of the chat template
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """Training rows of a stage, mean tokens of a prompt and of an answer (None: unknown), and their origin."""
+
+    rows: int
+    prompt: float | None = None
+    answer: float | None = None
+    origin: str = ""
+
+
+def size_of(items: Sequence[Any]) -> DataSize:
+    """Return the size of encoded examples: conversations, pairs, labelled answers, or the token ids of prompts."""
+    sample = [items[index] for index in range(0, len(items), max(1, len(items) // SAMPLE))]
+    if isinstance(sample[0], TokenItem):
+        lengths = [(len(item.ids), int(item.counts.sum())) for item in sample]
+    elif isinstance(sample[0], PairItem):
+        lengths = [(n, n - item.prompt) for item in sample for n in (len(item.chosen), len(item.rejected))]
+    elif isinstance(sample[0], LabelledItem):
+        lengths = [(len(item.ids), len(item.ids) - item.prompt) for item in sample]
+    else:
+        return DataSize(len(items), fmean(map(len, sample)))
+    answer = fmean(answer for _, answer in lengths)
+    return DataSize(len(items), fmean(total for total, _ in lengths) - answer, answer)
+
+
+def later_size(config: RunConfig, stage: str, size: DataSize, later: str) -> DataSize:
+    """Return the expected size of a later stage of a run: rows in proportion to `data.stage_shares`, equal lengths."""
+    shares: dict[Any, float] = {**config.data.stage_shares}
+    own, other = (sum(shares.get(name, 0.0) for name in STAGES[each].shares) for each in (stage, later))
+    return replace(size, rows=max(1, round(size.rows * (other / own if own and other else 1.0))))
+
+
+def data_sizes(config: RunConfig, stages: Sequence[str]) -> dict[str, DataSize]:
+    """Return the size of each stage's data. Raises UserError for local data that cannot be read."""
+    sizes, tokenizer = dict[str, DataSize](), None
+    for stage in stages:
+        sources = [s for s in configured_sources(config.data) if STAGES[stage].reads in s.stages]
+        if any(map(is_remote, sources)):
+            sizes[stage] = _recorded_size(config, stage, sources)
+            continue
+        records = load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs).train
+        tokenizer = tokenizer or _local_tokenizer(config, records)
+        lengths = [_lengths(record, tokenizer) for record in records[:: max(1, len(records) // SAMPLE)]]
+        answers = [answer for _, answer in lengths if answer is not None]
+        origin = f"counted in {config.data.path or config.data.name}"
+        if tokenizer is None:
+            origin += f", {CHARACTERS:g} characters a token"
+        sizes[stage] = DataSize(len(records), fmean(p for p, _ in lengths), fmean(answers) if answers else None, origin)
+    known = next((size.answer for size in sizes.values() if size.answer), None)  # PPO's prompts have no answers
+    return {stage: replace(size, answer=size.answer or known) for stage, size in sizes.items()}
+
+
+def _recorded_size(config: RunConfig, stage: str, sources: Sequence[SourceConfig]) -> DataSize:
+    sizes = [source.size for source in sources if source.size is not None]
+    if len(sizes) < len(sources):
+        return DataSize(ASSUMED_ROWS, origin="assumed: the data is not on this machine, and its size is not recorded")
+    rows = sum(size.rows * _share(config, stage, source) for size, source in zip(sizes, sources, strict=True))
+    total = sum(size.rows for size in sizes)
+    prompt, answer = (
+        sum(size.rows * tokens(size) for size in sizes) / total
+        for tokens in (lambda size: size.prompt_tokens, lambda size: size.answer_tokens)
+    )
+    return DataSize(round(rows), prompt, answer, f"recorded in conf/data/{config.data.name}.yaml")
+
+
+def _share(config: RunConfig, stage: str, source: SourceConfig) -> float:
+    """Return the share of a source's rows that a stage trains on."""
+    data, recorded = config.data, dict[Any, float](config.data.stage_shares)
+    shares = {
+        name: recorded.get(name, 0.0)
+        for other in METHODS[config.method]
+        if STAGES[other].reads in source.stages
+        for name in STAGES[other].shares
+    }
+    own = sum(shares.get(name, 0.0) for name in STAGES[stage].shares) / (sum(shares.values()) or 1.0)
+    return own if source.eval_split else own * (1 - data.eval_fraction)
+
+
+def _local_tokenizer(config: RunConfig, records: Sequence[Any]) -> ChatTokenizer | None:
+    """Return the tokenizer of the run; None if only the hub has it."""
+    model = config.model
+    if model.tokenizer == "train" or (model.weights == "random" and model.tokenizer is None):
+        size = int((model.architecture or {}).get("vocab_size", 1024))
+        return train_tokenizer((text for record in records[:TRAINED_ON] for text in _texts(record)), size)
+    if model.tokenizer is None and model.path is None:
+        return None
+    folder = model.tokenizer or str(model_folder(model.path))  # type: ignore[arg-type]
+    return load_tokenizer(folder, chat_template=model.chat_template)
+
+
+def _texts(record: Any) -> Iterator[str]:
+    yield from (m.content for m in (record.prompt if isinstance(record, Preference) else record.messages))
+    if isinstance(record, Preference):
+        yield record.chosen
+
+
+def _lengths(record: Any, tokenizer: ChatTokenizer | None) -> tuple[float, float | None]:
+    """Return the tokens of a record's prompt, and of its answer (the mean of two); None for a prompt without answer."""
+    if isinstance(record, Preference):
+        prompt, answers = record.prompt, [record.chosen, record.rejected]
+    elif isinstance(record, Prompt):
+        prompt, answers = record.messages, []
+    else:
+        prompt, answers = record.messages[:-1], [record.messages[-1].content]
+    if tokenizer is None:
+        counts = [len(answer) / CHARACTERS for answer in answers]
+        first = sum(len(message.content) for message in prompt) / CHARACTERS + TEMPLATE
+    else:
+        counts = [float(len(tokenizer.encode_answer(answer))) for answer in answers]
+        first = float(len(tokenizer.encode_prompt(prompt))) if prompt else 0.0
+    return first, fmean(counts) if counts else None
