@@ -153,10 +153,16 @@ def download(hub: str, *, weights: bool = True) -> Path:
     `weights=False` downloads text files only. Raises UserError if the download fails.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
 
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else TEXT_FILES
     try:
         return Path(snapshot_download(hub, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{hub} is gated: its licence must be accepted first. Accept it on https://huggingface.co/{hub}, then log "
+            "in with `hf auth login` or set HF_TOKEN; or set model.path=FOLDER with a local copy"
+        ) from error
     except Exception as error:
         raise UserError(
             f"{hub} cannot be downloaded from the hub ({type(error).__name__}). Download it on a machine with access "

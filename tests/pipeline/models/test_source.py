@@ -154,3 +154,14 @@ def test_model_folder_prefers_the_folder_itself(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "config.json").touch()
     assert model_folder(tmp_path) == tmp_path
+
+
+def test_a_gated_model_names_the_licence_and_the_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import GatedRepoError
+
+    def refuse(hub: str, **_: object) -> None:
+        raise GatedRepoError.__new__(GatedRepoError)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UserError, match=r"meta/model is gated: .* https://huggingface.co/meta/model, .* HF_TOKEN"):
+        resolve(ModelConfig(name="m", hub="meta/model"), seed=1)
