@@ -198,7 +198,11 @@ def test_a_rank_that_is_asked_to_stop_stops_all(fake):
 
 def test_a_launcher_that_others_know_to_be_stopped_stops(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "hang")
-    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda states: "stopped")
+
+    def others(_states):  # before its handlers are installed, the signal would end the rank as any process
+        return "stopped" if _has_started(fake, 0) else ""
+
+    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=others)
     assert (end.status, end.message) == (143, "")
 
 
