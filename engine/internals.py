@@ -5,6 +5,9 @@ module with the oldest and the newest version that pyproject.toml allows. The ta
 subclasses (`_parameters`, `_buffers`, `_modules`, `_apply`) and `torch._foreach_*` count as public: they are as old as
 the public interface.
 
+FSDP2's parameters have no `unsharded_accumulated_grad` in torch 2.15. `ParameterUsage`, `discard_pass` and
+`fsdp_gradients` must change before the bound of torch can rise.
+
 | interface | need |
 | --- | --- |
 | `torch.utils._pytree` | functions on nested containers |
