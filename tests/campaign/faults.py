@@ -9,6 +9,7 @@ left. Faults of disks, networks and cgroups need root; without it, their cases a
 
 import argparse
 import random
+import re
 import tempfile
 import time
 from collections import Counter
@@ -29,10 +30,10 @@ def main(arguments: list[str]) -> int:
     """Run the cases, print a line for each and a table of counts, and return 1 if a case has a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign faults")
     parser.add_argument("--seed", type=int, default=1, help="order of the cases, and their moments")
-    parser.add_argument("--only", default="", help="a part, or a part of the name of a case")
+    parser.add_argument("--only", default="", help="a regular expression for the part and the name of a case")
     parser.add_argument("--share", default="1/1", help="N/M: only the N-th of M shares of the cases")
     options = parser.parse_args(arguments)
-    cases = [case for case in all_cases() if options.only in f"{case.part}: {case.name}"]
+    cases = [case for case in all_cases() if re.search(options.only, f"{case.part}: {case.name}")]
     random.Random(options.seed).shuffle(cases)
     number, count = map(int, options.share.split("/"))
     total, failed, skipped = Counter[str](), Counter[str](), Counter[str]()

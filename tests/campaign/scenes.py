@@ -160,11 +160,15 @@ def _is_in(moment: Moment, phase: str, first_step: int) -> bool:
 
 
 def row_of(process: int) -> Row | None:
-    """Return the row of memory in which a rank publishes its progress; None before it has one."""
+    """Return the row of memory in which a rank publishes its progress; None before it has one.
+
+    A rank that was forked a moment ago still has the rows of other ranks, too.
+    """
     with suppress(OSError):
-        for link in Path(f"/proc/{process}/fd").iterdir():
-            if "memfd:zerochat-progress" in os.readlink(link):
-                return Row(os.open(link, os.O_RDWR))
+        links = [*Path(f"/proc/{process}/fd").iterdir()]
+        rows = [link for link in links if "memfd:zerochat-progress" in os.readlink(link)]
+        if len({os.stat(link).st_ino for link in rows}) == 1:  # a mapped row has two descriptors
+            return Row(os.open(rows[0], os.O_RDWR))
     return None
 
 
@@ -183,7 +187,9 @@ def undisturbed_of(fault: Fault, folder: Path) -> Path:
         write_function(scene)
         scene.start()
         scene.end()
-        assert scene.status == 0, scene.output
+        if scene.status:
+            shutil.rmtree(place)
+            raise AssertionError(f"the undisturbed run failed: {scene.output}")
     return place / "run"
 
 

@@ -14,7 +14,7 @@ from tests.campaign.hang_faults import GRPO
 from tests.campaign.scenes import Fault, Scene
 from tests.tiny import ROOT
 
-GOOD = 30  # requests before the fault: more than the first evaluation and the first rollout
+GOOD = 6  # requests before the fault: more than the first evaluation
 FUNCTION = f"""
 import os
 import runpy
