@@ -171,7 +171,7 @@ def block(scene: Scene) -> None:
 
 def thin(scene: Scene) -> None:
     """Fill the disk below the file system: writes fail with an I/O error."""
-    with mounted(scene.folder / "below", "-t", "tmpfs", "-o", "size=40m", "tmpfs") as below:
+    with mounted(scene.folder / "below", "-t", "tmpfs", "-o", "size=120m", "tmpfs") as below:
         image = below / "image"
         with open(image, "wb") as file:
             file.truncate(256 << 20)
