@@ -117,7 +117,7 @@ VALUES: list[tuple[str, str]] = [
     ("tracking=nope", "tracking=nope is not an option"),
     ("tracking.kind=x", "tracking.kind=x: write wandb or none"),
     ("stage=nope", "stage=nope: write"),
-    ("method=nope", "method=nope: write ppo or dpo"),
+    ("method=nope", "method=nope: write ppo, dpo or distill"),
     ("name=a/b", "a run name has letters"),
     ("name=..", "a run name has letters"),
     ("run_dir=/proc/nope", "cannot create the run folder"),

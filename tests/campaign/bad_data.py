@@ -77,7 +77,12 @@ BROKEN: list[tuple[str, str, str | bytes, str]] = [
     ("a role of numbers", "a.jsonl", lines([{"messages": [{"role": 1, "content": "a"}]}] * 40), "without a role"),
     ("labels without kto", "a.jsonl", lines(chats(label=False)), "label is false|no label|rows cannot be used"),
     ("one row", "a.jsonl", lines(chats(1)), "same text or first message"),
-    ("equal prompts", "a.jsonl", lines([{"prompt": "a", "completion": f"b{n}"} for n in range(40)]), "same message"),
+    (
+        "equal prompts",
+        "a.jsonl",
+        lines([{"prompt": "a", "completion": f"b{n}"} for n in range(40)]),
+        "same text or first message",
+    ),
     ("escape sequences in a role", "a.jsonl", lines(turns("user", "\x1b[31mred")), r"of the role"),
     ("5,000 digits in messages of a cell", "a.csv", f'messages\n"[{DIGITS}]"\n', "messages are not a list"),
 ]
