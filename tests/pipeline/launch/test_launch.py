@@ -17,8 +17,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
 from pipeline.launch import processes, ranks, worker
-from pipeline.launch.command import _save_traceback
-from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd
+from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd, save_traceback
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
 from tests.forked_launch import launch
@@ -110,13 +109,13 @@ def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, monkeypatch, 
 def test_a_crash_says_how_to_go_on(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
-    assert _save_traceback(killed, tmp_path) == "; run the same command again to restart the stage"
+    assert save_traceback(killed, tmp_path) == "; run the same command again to restart the stage"
     (tmp_path / "checkpoints" / "step-2").mkdir()
-    assert _save_traceback(killed, tmp_path) == "; run the same command again to resume from the newest checkpoint"
-    assert "error.txt has the traceback; run the same command" in _save_traceback(
+    assert save_traceback(killed, tmp_path) == "; run the same command again to resume from the newest checkpoint"
+    assert "error.txt has the traceback; run the same command" in save_traceback(
         StageEnd(1, "a bug", "Traceback ..."), tmp_path
     )
-    assert _save_traceback(StageEnd(2, "a mistake"), tmp_path) == ""
+    assert save_traceback(StageEnd(2, "a mistake"), tmp_path) == ""
 
 
 def test_other_launchers_failure_ends_the_ranks_here(fake, monkeypatch):
