@@ -119,6 +119,10 @@ def test_adapters_are_merged_and_peft_is_not_needed(family: str, tmp_path: Path)
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert not any("adapter" in name for name in names)
     close(adapted_logprobs(tmp_path / "base", tmp_path / "adapter", ids), ours)
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    modules = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in factors}
+    assert modules <= {name for name, _ in AutoModelForCausalLM.from_pretrained(tmp_path / "base").named_modules()}
+    assert {key.rpartition(".lora_")[2] for key in factors} == {"A.weight", "B.weight"}  # as other tools expect
 
 
 def test_a_merged_export_loads_where_peft_is_not_installed(tmp_path: Path) -> None:
