@@ -55,7 +55,7 @@ class Machine:
     def speed(self, dtype: str) -> str:
         """Return the origin of the speed."""
         if self.gpu is None:
-            return f"measured now on this machine ({torch.get_num_threads()} threads a rank), {dtype}"
+            return f"measured now on this machine (torch threads a rank: {torch.get_num_threads()}), {dtype}"
         gpu = GPUS[self.gpu]
         figures = f"40 % of {gpu.tflops:,.0f} TFLOPS, 60 % of {gpu.bandwidth:,.0f} GB/s, {gpu.link:,.0f} GB/s links"
         return f"tabulated, not measured: data sheet of {self.gpu}, {figures}, {dtype}"
@@ -182,12 +182,14 @@ def _stage_rows(tasks: Mapping[str, StageTask], setting: Setting, machine: Machi
     for stage, candidate in setting.items():
         task = tasks[stage]
         yield (
-            f"  {stage:8}{task.steps:8,}{round(task.sequences * task.length):15,}{candidate.step_seconds:10.3g}"
-            f"{format_time(candidate.stage_seconds):>12}{candidate.demand.peak / GIB:9.2f} GiB"
+            f"  {stage:8}{task.steps:8,}{round(task.sequences * task.length):15,}"
+            f"{_three_digits(candidate.step_seconds):>10}{format_time(candidate.stage_seconds):>12}"
+            f"{candidate.demand.peak / GIB:9.2f} GiB"
             f"   {candidate.demand.peak_phase}: {candidate.demand.largest_owners(2)}"
         )
         if stage == "ppo":
-            yield f"  {'':8}seconds: " + ", ".join(f"{name} {value:.3g}" for name, value in candidate.seconds.items())
+            parts = (f"{name} {_three_digits(value)}" for name, value in candidate.seconds.items())
+            yield f"  {'':8}seconds: " + ", ".join(parts)
     yield f"  {'all':41}{format_time(_seconds(setting)):>12}{_peak(setting) / GIB:9.2f} GiB"
     offloaded = [max(getattr(c.demand, tier) for c in setting.values()) / GIB for tier in ("host", "nvme")]
     if any(offloaded):
@@ -195,6 +197,11 @@ def _stage_rows(tasks: Mapping[str, StageTask], setting: Setting, machine: Machi
     if not _fits(setting):
         stage = max(setting, key=lambda stage: setting[stage].demand.peak)
         yield f"  {stage} does not fit on {machine.name} with any engine setting: use {more_memory(stage)}"
+
+
+def _three_digits(value: float) -> str:
+    """Format a number with at least three significant digits and without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _cost(config: RunConfig, setting: Setting, machine: Machine) -> Iterator[str]:
