@@ -27,6 +27,7 @@ ENTROPY_FALL, ENTROPY_RISE = 0.05, 2.0
 LENGTH_GROWTH, LENGTH_CORRELATION = 1.25, 0.9
 FEW_FINISHED = 0.5
 EXPLAINED_VARIANCE, CRITIC_ROLLOUTS = -1.0, 10
+LOST_GAIN = 0.5
 
 Row = Mapping[str, float]
 """The metrics of one rollout by their names in metrics.jsonl, and `answers`, the number of its answers."""
@@ -75,7 +76,8 @@ def check_evaluation(now: Mapping[float, Grades], earlier: Mapping[int, Mapping[
     for temperature, grades in now.items():
         candidates = [against_judge(grades, temperature)]
         comparable = {step: before[temperature] for step, before in earlier.items() if temperature in before}
-        candidates += [fall(before, grades, step, temperature) for step, before in comparable.items()]
+        initial = comparable.get(0)
+        candidates += [fall(before, grades, step, temperature, initial) for step, before in comparable.items()]
         for finding in candidates:
             if finding is not None:
                 found.setdefault(finding.sign, finding)
@@ -107,8 +109,11 @@ def against_judge(grades: Grades, temperature: float) -> Finding | None:
     )
 
 
-def fall(before: Grades, now: Grades, step: int, temperature: float) -> Finding | None:
+def fall(before: Grades, now: Grades, step: int, temperature: float, initial: Grades | None = None) -> Finding | None:
     """Find a fall of the gold score (of the reward if there is no judge) below an earlier step, paired by prompt.
+
+    A fall below a later step than the first counts if it loses more than `LOST_GAIN` of that step's gain over the
+    evaluation `initial` of step 0. The best of several noisy evaluations looks better than it is.
 
     A reward that rises while the gold score falls is over-optimized (Gao, Schulman & Hilton, 2022, arXiv:2210.10760).
     """
@@ -117,6 +122,11 @@ def fall(before: Grades, now: Grades, step: int, temperature: float) -> Finding 
     decides, name = (gold, "gold score") if gold is not None else (reward, "held-out reward")
     if decides is None or decides[2] >= 0:
         return None
+    if initial is not None and step:
+        pairs = (initial.gold, before.gold) if gold is not None else (initial.rewards, before.rewards)
+        gain = _change(*pairs)
+        if gain is not None and -decides[0] <= LOST_GAIN * gain[0]:
+            return None
     model = f"step {step}" if step else "the SFT model"
     text = (
         f"the {name} at temperature {temperature:g} is below that of {model} by {-decides[0]:.2f} (at least "

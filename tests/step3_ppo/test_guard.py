@@ -104,7 +104,8 @@ def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
     guard.compare_with(8, evaluation(1.0, 0.9))
     assert [*guard.evaluations] == [0, 8]
     assert guard.watch_evaluation(evaluation(2.0, 0.95)) == []
-    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.8))
+    assert guard.watch_evaluation(evaluation(2.0, 0.8)) == []  # a quarter of the gain is lost
+    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.65))
     assert finding.sign == "gaming" and "step 8" in finding.sentence
     assert Guard("off", True, 10.0, evaluations=guard.evaluations).watch_evaluation(evaluation(2.0, 0.1)) == []
 

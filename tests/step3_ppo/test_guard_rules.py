@@ -107,6 +107,22 @@ def test_a_fall_of_the_gold_score() -> None:
     assert fall(Grades([0.0] * 31, [1.0] * 31), Grades([0.0] * 31, [0.0, 0.5] * 15 + [0.0]), 4, 1.0) is None
 
 
+@pytest.mark.parametrize(("lost", "is_found"), [(24, False), (25, True)])
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_fall_from_a_later_step_counts_if_it_loses_more_than_half_of_the_gain(
+    lost: int, is_found: bool, judged: bool
+) -> None:
+    """Of 64 prompts, 48 gained 1 until step 4. Half of this gain are 24 prompts."""
+
+    def graded(right: int) -> Grades:
+        values = [1.0] * right + [0.0] * (64 - right)
+        return Grades([0.0] * 64, values) if judged else Grades(values, None)
+
+    initial, best, now = graded(16), graded(64), graded(64 - lost)
+    assert (fall(best, now, 4, 1.0, initial) is not None) is is_found
+    assert fall(best, now, 0, 1.0, best) is not None  # below the SFT model, each fall counts
+
+
 def test_without_a_judge_the_reward_falls() -> None:
     found = fall(Grades([1.0] * 64, None), Grades([0.0] * 16 + [1.0] * 48, None), 4, 1.0)
     assert found is not None and found.sign == "reward"
