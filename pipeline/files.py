@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from pipeline.errors import UserError
 
 PLAN = "plan.json"  # the prediction of a stage, in its folder
@@ -47,8 +49,9 @@ def explained_disk(folder: Path) -> Iterator[None]:
     """Raise UserError if the disk is full or broken."""
     try:
         yield
-    except OSError as error:
-        what = "the disk is full" if error.errno == errno.ENOSPC else f"writing failed ({error})"
+    except (OSError, SafetensorError) as error:
+        is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
+        what = "the disk is full" if is_full else f"writing failed ({error})"
         raise UserError(
             f"{folder}: {what}. The last complete checkpoint is intact. Free some space, or move the run folder to "
             "another disk and set run_dir= to it; then run the same command again to resume"

@@ -20,6 +20,7 @@ from engine import Engine
 from pipeline.config.schema import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, is_rank_zero
+from pipeline.files import explained_disk
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
 
@@ -120,22 +121,25 @@ def _complete(folder: Path) -> Iterator[Path]:
     """Provide a staging folder, which gets the name `folder` at the end. Collective.
 
     If an error leaves this context, the staging folder is removed. An incomplete model would fill the disk.
+
+    Raises UserError if the disk is full or not writable.
     """
     staging = folder.with_name(folder.name + ".tmp")
     leads = is_rank_zero()
-    if leads:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    try:
-        yield staging
-    except BaseException:
+    with explained_disk(folder.parent):
         if leads:
             shutil.rmtree(staging, ignore_errors=True)
-        raise
-    if leads:
-        if folder.exists():
-            shutil.rmtree(folder)
-        staging.rename(folder)
+            staging.mkdir(parents=True)
+        try:
+            yield staging
+        except BaseException:
+            if leads:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+        if leads:
+            if folder.exists():
+                shutil.rmtree(folder)
+            staging.rename(folder)
     barrier()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
@@ -18,6 +19,7 @@ from engine import Engine
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
+from pipeline.errors import UserError
 from pipeline.models import export
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
@@ -184,7 +186,7 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypat
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "some are for their owner alone"
 
 
-def test_an_export_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale").touch()
     (tmp_path / "out.tmp").mkdir()
@@ -194,12 +196,28 @@ def test_an_export_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.M
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert "model.safetensors" in names and not names & {"stale", "half"}
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (SafetensorError("Error while serializing: I/O error: No space left (os error 28)"), "the disk is full"),
+        (OSError(errno.EPERM, "Operation not permitted"), "writing failed"),
+        (OSError(errno.EROFS, "Read-only file system"), "writing failed"),
+    ],
+)
+def test_an_export_that_cannot_write_changes_nothing(
+    error: Exception, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(export, "save_file", fail)
+    source = source_drawn(config_of("llama"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "earlier").touch()
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match=f"{what}.*run the same command again"):
         export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before  # half a model would keep the disk full
 
