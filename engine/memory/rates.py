@@ -139,19 +139,20 @@ def _block_seconds(
     body = _build_block(shape, dtype, device)
     parameters = sum(parameter.numel() for parameter in body.layers.parameters())
     length = min(length, TOKENS[device.type])
-    ids = torch.zeros(max(1, TOKENS[device.type] // length), length, dtype=torch.long, device=device)
-    next_ids = ids.new_zeros(rows, 1)
+    sequences = max(1, TOKENS[device.type] // length)
+    inputs = torch.zeros(sequences, length, body.config.hidden_size, dtype=TORCH_DTYPE[dtype], device=device)
+    next_inputs = inputs.new_zeros(rows, 1, body.config.hidden_size)
 
-    def run(tokens: torch.Tensor) -> torch.Tensor:
-        return body(input_ids=tokens, use_cache=False).last_hidden_state.sum()  # type: ignore[no-any-return]
+    def run(vectors: torch.Tensor) -> torch.Tensor:
+        return body(inputs_embeds=vectors, use_cache=False).last_hidden_state.sum()  # type: ignore[no-any-return]
 
-    both = _seconds(lambda: run(ids).backward())
+    both = _seconds(lambda: run(inputs).backward())
     with torch.no_grad():
-        forward = _seconds(lambda: run(ids))
+        forward = _seconds(lambda: run(inputs))
         with PrepackedLinears(body).applied() if device.type == "cpu" else nullcontext():
-            decode = _seconds(lambda: run(next_ids))
-    backward = max(both - forward, forward)
-    return forward / parameters / ids.numel(), backward / parameters / ids.numel(), decode / parameters
+            decode = _seconds(lambda: run(next_inputs))
+    backward, tokens = max(both - forward, forward), sequences * length
+    return forward / parameters / tokens, backward / parameters / tokens, decode / parameters
 
 
 def _build_block(shape: ModelShape, dtype: Precision, device: torch.device) -> Any:

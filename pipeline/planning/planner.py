@@ -9,7 +9,7 @@ from engine.memory import Rates, measure_rates
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import wanted_stages
-from pipeline.distributed import barrier, broadcast_from_rank_zero, device, is_rank_zero, rank_count
+from pipeline.distributed import barrier, broadcast_from_rank_zero, device, gather_objects, is_rank_zero, rank_count
 from pipeline.errors import UserError
 from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
@@ -87,15 +87,17 @@ def announce(
         if config.engine.auto:
             config, record = _choose_setting(config, stage, record, policy, reward, size)
         config = within_limits(config, stage, folder)
-        planned = plan(config, stage, policy=policy, reward=reward, ranks=rank_count(), size=size)
+        planned, reason = plan(config, stage, policy=policy, reward=reward, ranks=rank_count(), size=size), ""
     except UserError:
         raise
     except Exception as problem:
         if config.engine.auto:
             reason = f"engine=auto: the memory of {policy.name} cannot be predicted ({problem})"
             raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
-        reason = str(problem).partition("\n")[0]
-        _print([f"memory: no prediction for {policy.name} ({type(problem).__name__}: {reason})"])
+        planned, reason = None, f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+    failures = [failure for failure in gather_objects(reason) if failure]  # a prediction may fail on some ranks only
+    if planned is None or failures:
+        _print([f"memory: no prediction for {policy.name} ({failures[0]})"])
         return config, {}
     _print(check_fit(planned, refuse=device().type == "cuda"))
     if stage == "ppo":
