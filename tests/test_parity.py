@@ -50,10 +50,13 @@ def stages_of(layout: dict[str, Any]) -> list[str]:
 
 
 def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
-    """Run the stages of each layout, on whatever ranks there are."""
+    """Run the stages of each layout, on whatever ranks there are.
+
+    Adam divides by |gradient| + eps. A larger eps than 1e-8 does not turn the rounding of gradients near 0 into steps.
+    """
     for number, layout in enumerate(layouts):
         run_dir = Path(parent) / f"ranks-{dist.world().size}-layout-{number}"
-        steps = {"sft": {"steps": 4}, "reward": {"steps": 3}, "dpo": {"steps": 2}}
+        steps = {"sft": {"steps": 4}, "reward": {"steps": 3, "eps": 1e-5}, "dpo": {"steps": 2}, "ppo": {"eps": 1e-5}}
         config = tiny_config(engine={"dtype": "fp32", **layout}, evaluation=SAMPLED, **steps)
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 2, "ptx_coef": 0.1})})
         if dist.world().is_rank_zero:
