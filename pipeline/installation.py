@@ -19,6 +19,11 @@ EXPORT = "python zerochat.py export" if IS_CHECKOUT else "zerochat export"
 SERVE = "python zerochat.py serve" if IS_CHECKOUT else "zerochat serve"
 
 
+def pip_install(extra: str) -> str:
+    """Return the command that installs the packages of an optional extra of pyproject.toml."""
+    return f"pip install '.[{extra}]'" if IS_CHECKOUT else f"pip install 'zerochat[{extra}]'"
+
+
 def require_packages() -> None:
     """End the process with status 1 and one line if a package that zerochat needs cannot be imported."""
     missing = [name for name in NEEDED if find_spec(name) is None]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.data.files import Table, data_files, find, read_table, table_of
 from pipeline.errors import UserError
+from pipeline.installation import pip_install
 
 if TYPE_CHECKING:
     from pipeline.config.schema import DataConfig, SourceConfig, TaskConfig
@@ -123,7 +124,7 @@ class TaskSource:
             import reasoning_gym
         except ImportError:
             raise UserError(
-                f"data.task.name={self.name} needs the package reasoning-gym: pip install 'zerochat[tasks]'"
+                f"data.task.name={self.name} needs the package reasoning-gym: {pip_install('tasks')}"
             ) from None
         if self.name not in reasoning_gym.factory.DATASETS:
             near = ", ".join(get_close_matches(self.name, reasoning_gym.factory.DATASETS, 3, 0.3))

@@ -18,6 +18,7 @@ from engine import Engine, EngineConfig, OptimizerConfig, distributed
 from pipeline.config.schema import EngineSettings, LoraConfig
 from pipeline.distributed import data_share
 from pipeline.errors import UserError
+from pipeline.installation import pip_install
 from pipeline.models.adapters import add_adapters
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, own_field
@@ -165,7 +166,7 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
 def _should_fuse(fused_kernels: str) -> bool:
     """Return whether to use Liger Kernel. Raises UserError if it is required and this machine cannot run it."""
     lacks = [] if torch.cuda.is_available() else ["a GPU"]
-    lacks += [] if is_liger_kernel_available() else ["the package liger-kernel (pip install '.[gpu]')"]
+    lacks += [] if is_liger_kernel_available() else [f"the package liger-kernel ({pip_install('gpu')})"]
     if fused_kernels == "liger" and lacks:
         raise UserError(
             f"model.fused_kernels=liger needs {' and '.join(lacks)}, which this machine does not have: "

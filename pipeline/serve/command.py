@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.chat.folder import BASE, ChatModel, find, find_each, finished_stages
 from pipeline.errors import UserError, exit_status
-from pipeline.installation import CHAT, SERVE
+from pipeline.installation import CHAT, SERVE, pip_install
 from pipeline.launch.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Listener:
         """Raises UserError if packages are missing, if the address needs a key, or if the port is taken."""
         missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
         if missing:
-            raise UserError(f"{' and '.join(missing)} is not installed: run `pip install 'zerochat[serve]'`")
+            raise UserError(f"{' and '.join(missing)} is not installed: run `{pip_install('serve')}`")
         if host not in LOOPBACK and not key:
             raise UserError(
                 f"--host {host} lets other machines connect, so a key is needed: set --key KEY or the environment "

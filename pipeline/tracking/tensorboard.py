@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.installation import pip_install
 from pipeline.tracking.sections import sectioned
 
 FOLDER = "tensorboard"
@@ -21,8 +22,8 @@ def require_tensorboard(kind: str) -> None:
     """Raise UserError if the package tensorboard is not installed."""
     if find_spec("tensorboard") is None:
         raise UserError(
-            f"tracking.kind={kind} needs the package tensorboard: install it with `pip install "
-            "'zerochat[tensorboard]'`, or set tracking=wandb or tracking=none"
+            f"tracking.kind={kind} needs the package tensorboard: install it with "
+            f"`{pip_install('tensorboard')}`, or set tracking=wandb or tracking=none"
         )
 
 

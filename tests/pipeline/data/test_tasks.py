@@ -76,7 +76,7 @@ def test_mistakes_name_the_key(package: None, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(UserError, match=rf"data\.task\.options=.*{reason}.*Correct"):
             load_stage(data(options=options), "sft", seed=1)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"needs the package reasoning-gym: pip install 'zerochat\[tasks\]'"):
+    with pytest.raises(UserError, match=r"needs the package reasoning-gym: pip install '\.\[tasks\]'"):
         load_stage(data(), "sft", seed=1)
 
 

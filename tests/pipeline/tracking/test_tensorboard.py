@@ -62,7 +62,7 @@ def test_steps_that_a_resumed_stage_repeats_are_replaced(tmp_path):
 
 def test_a_missing_package_is_named_before_any_work(monkeypatch):
     monkeypatch.setattr("pipeline.tracking.tensorboard.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"tracking.kind=both needs the package tensorboard: .*zerochat\[tensorboard\]"):
+    with pytest.raises(UserError, match=r"tracking.kind=both needs the package tensorboard: .*'\.\[tensorboard\]'"):
         check_paths(validate(compose(["tracking=both"])))
 
 
