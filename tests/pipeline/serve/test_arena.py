@@ -12,14 +12,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from pipeline.chat.command import main
-from pipeline.chat.folder import ChatModel
 from pipeline.serve import command
 from pipeline.serve.app import create_app
 from pipeline.serve.arena import Arena
-from pipeline.serve.models import ServedModel, load_served
+from pipeline.serve.models import ServedModel
 from pipeline.serve.votes import Contestant, VoteFile
 from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
-from tests.pipeline.serve.running import LIMIT, pause_after, served
+from tests.pipeline.serve.running import LIMIT, pause_after, served, small_models
 from tests.test_chat import save_model, write_manifest
 
 CONTESTANTS = (Contestant("ppo", "aa"), Contestant("sft", "bb"))
@@ -27,10 +26,7 @@ CONTESTANTS = (Contestant("ppo", "aa"), Contestant("sft", "bb"))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
-    root = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("ppo", "sft")):
-        save_model(root / name, seed)
-    return {name: load_served(ChatModel(name, root / name), 4, None) for name in ("ppo", "sft")}
+    return small_models(tmp_path_factory.mktemp("models"), "ppo", "sft", slots=4)
 
 
 @pytest.fixture

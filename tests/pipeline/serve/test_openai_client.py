@@ -15,8 +15,8 @@ from pipeline.chat.folder import ChatModel
 from pipeline.chat.participant import ChatParticipant, load
 from pipeline.data.records import Message
 from pipeline.serve.app import create_app
-from pipeline.serve.models import ServedModel, load_served
-from tests.pipeline.serve.running import client_of, served
+from pipeline.serve.models import ServedModel
+from tests.pipeline.serve.running import client_of, served, small_models
 from tests.test_chat import save_model
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -25,10 +25,7 @@ Options = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
-    root = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("sft", "ppo")):
-        save_model(root / name, seed)
-    return {name: load_served(ChatModel(name, root / name), 32, None) for name in ("sft", "ppo")}
+    return small_models(tmp_path_factory.mktemp("models"), "sft", "ppo", slots=32)
 
 
 @pytest.fixture(scope="module")

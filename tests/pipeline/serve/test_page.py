@@ -11,21 +11,17 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from pipeline.chat.command import main
-from pipeline.chat.folder import ChatModel
 from pipeline.serve.app import create_app
 from pipeline.serve.command import find_all
-from pipeline.serve.models import ServedModel, load_served
+from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
-from tests.pipeline.serve.running import LIMIT, pause_after, served
-from tests.test_chat import save_model, write_manifest
+from tests.pipeline.serve.running import LIMIT, pause_after, served, small_models
+from tests.test_chat import write_manifest
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
-    root = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("ppo", "sft")):
-        save_model(root / name, seed)
-    return {name: load_served(ChatModel(name, root / name), 4, None) for name in ("ppo", "sft")}
+    return small_models(tmp_path_factory.mktemp("models"), "ppo", "sft", slots=4)
 
 
 @pytest.fixture(scope="module")
