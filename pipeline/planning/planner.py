@@ -94,7 +94,8 @@ def announce(
         if config.engine.auto:
             reason = f"engine=auto: the memory of {policy.name} cannot be predicted ({problem})"
             raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
-        planned, reason = None, f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
+        first_line = str(problem).partition("\n")[0]
+        planned, reason = None, f"{type(problem).__name__}: {first_line}"
     failures = [failure for failure in gather_objects(reason) if failure]  # a prediction may fail on some ranks only
     if planned is None or failures:
         _print([f"memory: no prediction for {policy.name} ({failures[0]})"])
