@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from engine import Engine
-from pipeline.config.schema import DpoSection
+from pipeline.config.stage_sections import DpoSection
 from pipeline.data.encode import PairItem
 from pipeline.distributed import gather_by_index, is_rank_zero, on_rank_zero
 from pipeline.evaluation.pair_accuracy import Scored, accuracies

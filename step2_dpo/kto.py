@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine
-from pipeline.config.schema import DpoSection
+from pipeline.config.stage_sections import DpoSection
 from pipeline.data.batch import Documents, padded
 from pipeline.data.encode import Ids, LabelledItem
 from pipeline.data.microbatches import largest_microbatch, local_microbatches

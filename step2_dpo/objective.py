@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from engine import LossFn
-from pipeline.config.schema import DpoSection
+from pipeline.config.stage_sections import DpoSection
 from step2_dpo.batches import AnswerBatch, answer_logprobs
 from step2_dpo.loss import (
     imitation_loss,

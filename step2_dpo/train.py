@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine
-from pipeline.config.schema import DpoSection, RunConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.stage_sections import DpoSection
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import LabelledItem, PairItem, encode_labelled, encode_preferences
 from pipeline.data.load import StageRecords

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from engine import Sampling
-from pipeline.config.schema import LoraConfig
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import is_rank_zero

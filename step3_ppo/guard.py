@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.schema import GuardAction, RunConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.stage_sections import GuardAction
 from pipeline.distributed import broadcast_from_rank_zero, is_rank_zero
 from pipeline.evaluation.evaluator import Evaluations
 from pipeline.stages.restart import Rollback, read_rollbacks

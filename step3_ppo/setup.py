@@ -7,7 +7,8 @@ from heapq import nlargest
 from pathlib import Path
 
 from engine import Generation
-from pipeline.config.schema import PpoSection, RunConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_conversations, encode_prompts
 from pipeline.data.records import Prompt, Row

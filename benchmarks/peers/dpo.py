@@ -19,7 +19,7 @@ from benchmarks.peers.engines import engine_choice, model_source, start
 from benchmarks.peers.environments import TRL, environment
 from benchmarks.peers.weights import fill
 from benchmarks.record import Result
-from pipeline.config.schema import DpoSection
+from pipeline.config.stage_sections import DpoSection
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify

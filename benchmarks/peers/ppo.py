@@ -13,7 +13,7 @@ from benchmarks.peers.environments import TRL_PPO, environment
 from benchmarks.record import Result
 from engine import Sampling
 from engine.parallel import dist
-from pipeline.config.schema import PpoSection
+from pipeline.config.stage_sections import PpoSection
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from step3_ppo.estimators import compute_advantages

@@ -4,14 +4,15 @@ Every mistake that can be detected without loading a model or data is reported h
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.config.check_ppo import ppo_mistakes
 from pipeline.config.engines import engine_mistakes
-from pipeline.config.messages import indivisible, messages
-from pipeline.config.schema import DataConfig, DpoSection, ModelConfig, PlanSection, PpoSection, RunConfig
+from pipeline.config.messages import messages
+from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RunConfig
+from pipeline.config.stage_sections import DpoSection, PpoSection
 from pipeline.config.stages import METHODS, POLICIES, STAGES, wanted_stages
 from pipeline.errors import UserError
 
@@ -62,7 +63,7 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
                 f"set {stage}.eval_every=N (steps between evaluations), or {stage}.export=last"
             )
     if "ppo" in stages:
-        yield from _ppo_mistakes(config)
+        yield from ppo_mistakes(config)
     if "dpo" in stages:
         yield from _dpo_mistakes(config.dpo)
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
@@ -173,207 +174,6 @@ def _dpo_mistakes(dpo: DpoSection) -> Iterable[str]:
             f"dpo.sft_coef={dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains it: "
             "remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
         )
-
-
-def _ppo_mistakes(config: RunConfig) -> Iterable[str]:
-    ppo = config.ppo
-    if ppo.advantage == "distill":
-        yield from _distill_mistakes(config)
-    elif not ppo.reward_model:
-        yield from _without_reward_model(config)
-    if "model" in ppo.reward_weights and not ppo.reward_model:
-        yield "ppo.reward_weights.model weighs the reward model, but ppo.reward_model=false: remove one of the two"
-    if ppo.reward_ensemble and not ppo.reward_model:
-        yield (
-            f"ppo.reward_ensemble={ppo.reward_ensemble} adds reward models, but ppo.reward_model=false: remove one of "
-            "the two"
-        )
-    if ppo.ensemble_score != "mean" and not ppo.reward_ensemble:
-        yield (
-            f"ppo.ensemble_score={ppo.ensemble_score} has no effect with a single reward model: set "
-            "ppo.reward_ensemble=[FOLDER], or remove ppo.ensemble_score"
-        )
-    own = [name for name in ppo.reward_weights if name != "model"]
-    if own and ppo.reward_function is None:
-        yield (
-            f"ppo.reward_weights.{own[0]} weighs a reward of ppo.reward_function, which is not set: set "
-            "ppo.reward_function=FILE.py:NAME, or remove the weight"
-        )
-    judge = config.evaluation.judge
-    if judge is not None and _trains(config, judge):
-        yield (
-            f"evaluation.judge={judge} is also ppo.reward_function, and a judge must be independent of training: "
-            "remove evaluation.judge (the report shows the held-out score of the reward function), or set another "
-            "function"
-        )
-    if ppo.lora.dropout > 0:
-        yield (
-            f"ppo.lora.dropout={ppo.lora.dropout:g}: PPO must sample and train with the same probabilities: set "
-            "ppo.lora.dropout=0"
-        )
-    if ppo.export == "best" and ppo.ema is not None:
-        yield f"ppo.export=best and ppo.ema={ppo.ema:g} both select the exported actor: remove one of the two"
-    has_judge = judge is not None or (
-        config.data.path is None and all(s.builtin == "demo" for s in config.data.sources)
-    )
-    if ppo.export == "best" and not has_judge and not ppo.asks_reference:
-        yield (
-            "ppo.export=best without a judge selects by the reward within a KL budget, but ppo.kl_coef=0 measures no "
-            "KL: set evaluation.judge=FILE.py:NAME, or ppo.reference=true"
-        )
-    sets_rate = _sets_learning_rate(config.engine.deepspeed or {})
-    if ppo.guard == "rollback" and sets_rate:
-        yield (
-            f"ppo.guard=rollback lowers ppo.lr, but the {sets_rate} of engine.deepspeed sets the learning rate: remove "
-            f"that {sets_rate}, or set ppo.guard=stop"
-        )
-    if ppo.shared_forward and ppo.minibatches > 1:
-        yield (
-            f"ppo.shared_forward=true needs ppo.minibatches=1, not {ppo.minibatches}, because the update reuses the "
-            "forward passes over the full rollout: set ppo.minibatches=1, or remove ppo.shared_forward"
-        )
-    if ppo.advantage != "gae":
-        if ppo.samples < 2 and ppo.advantage not in ("reinforce", "distill"):
-            yield (
-                f"ppo.advantage={ppo.advantage} compares the answers to one prompt, but ppo.samples={ppo.samples}: set "
-                "ppo.samples=4, or ppo.advantage=gae"
-            )
-        if ppo.critic_warmup:
-            yield (
-                f"ppo.critic_warmup={ppo.critic_warmup}, but ppo.advantage={ppo.advantage} has no critic: remove "
-                "ppo.critic_warmup, or set ppo.advantage=gae"
-            )
-    if ppo.advantage == "online_dpo" and ppo.reference is False:
-        yield (
-            "ppo.advantage=online_dpo compares the policy with the reference, but ppo.reference=false: remove "
-            "ppo.reference"
-        )
-    if ppo.advantage == "online_dpo" and ppo.kl_in == "reward":
-        yield (
-            "ppo.kl_in=reward has no effect, because ppo.advantage=online_dpo ranks answers by their scores: set "
-            "ppo.kl_in=loss, or ppo.kl_coef=0"
-        )
-    if ppo.pair_beta != 0.1 and ppo.advantage != "online_dpo":
-        yield (
-            f"ppo.pair_beta={ppo.pair_beta:g} needs ppo.advantage=online_dpo, not {ppo.advantage}: remove one of the "
-            "two"
-        )
-    if ppo.kl_estimator == "k1" and ppo.kl_counts_in == "loss":
-        yield (
-            "ppo.kl_estimator=k1 in the loss has a gradient that is 0 on average: set ppo.kl_estimator=k2 or k3, or "
-            "ppo.kl_in=reward"
-        )
-    if ppo.kl_estimator == "k3_weighted" and ppo.kl_counts_in == "reward":
-        yield (
-            "ppo.kl_estimator=k3_weighted weighs the KL in the loss, but the KL counts in the reward, where the policy "
-            "ratio is 1: set ppo.kl_in=loss, or ppo.kl_estimator=k3"
-        )
-    if ppo.ratio == "sequence" and ppo.advantage in ("gae", "reinforce", "distill"):
-        yield (
-            f"ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage={ppo.advantage} has one for "
-            "each token: set ppo.advantage=grpo and ppo.samples=4 (or ppo=gspo), or ppo.ratio=token"
-        )
-    if ppo.importance_weights != "token" and ppo.importance_cap is None:
-        yield (
-            f"ppo.importance_weights={ppo.importance_weights} has no effect without a cap: set ppo.importance_cap=2, "
-            "or remove ppo.importance_weights"
-        )
-    if ppo.resample and ppo.advantage in ("gae", "reinforce", "distill"):
-        yield (
-            f"ppo.resample={ppo.resample} replaces prompts whose answers all have the same score, but ppo.advantage="
-            f"{ppo.advantage} does not compare the answers to a prompt: remove ppo.resample, or set ppo.advantage=grpo"
-        )
-    if ppo.unfinished == "mask" and ppo.shared_forward:
-        yield (
-            "ppo.unfinished=mask leaves answers out of the updates, so an update cannot reuse the forward passes over "
-            "the full rollout: remove ppo.shared_forward, or set ppo.unfinished=penalize"
-        )
-    if ppo.length_free and not ppo.length_penalty:
-        yield (
-            f"ppo.length_free={ppo.length_free} has no effect, because ppo.length_penalty=0: set ppo.length_penalty, "
-            "or remove ppo.length_free"
-        )
-    if ppo.length_penalty and ppo.length_free >= config.rollout.max_new_tokens:
-        yield (
-            f"ppo.length_free={ppo.length_free} is not below rollout.max_new_tokens={config.rollout.max_new_tokens}, "
-            "so ppo.length_penalty has no effect: lower ppo.length_free, or remove both"
-        )
-    if not ppo.divide_by_std and ppo.advantage != "grpo":
-        yield f"ppo.divide_by_std=false needs ppo.advantage=grpo, not {ppo.advantage}: remove ppo.divide_by_std"
-    if ppo.kl_target is not None and ppo.kl_coef == 0:
-        yield f"ppo.kl_target={ppo.kl_target:g} adapts ppo.kl_coef by a factor, and 0 stays 0: set ppo.kl_coef=0.05"
-    if ppo.reference is False and ppo.kl_coef > 0 and ppo.advantage != "distill":
-        yield (
-            f"ppo.reference=false, but ppo.kl_coef={ppo.kl_coef:g} weighs the KL to the reference: set ppo.kl_coef=0, "
-            "or remove ppo.reference"
-        )
-    needed = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if needed > ppo.max_length:
-        yield (
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {needed} exceeds ppo.max_length={ppo.max_length}: "
-            f"set ppo.max_length={needed}, or lower the other two keys"
-        )
-    if ppo.batch_size * ppo.samples % ppo.minibatches:
-        yield indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
-
-
-def _sets_learning_rate(file: Mapping[str, Any]) -> str:
-    """Return the section of a DeepSpeed file that sets the learning rate instead of `lr`; "" if none does."""
-    if "optimizer" in file:
-        return "optimizer"
-    scheduler = file.get("scheduler")
-    if not isinstance(scheduler, Mapping):
-        return ""
-    rate = (scheduler.get("params") or {}).get("warmup_max_lr")
-    fixed = scheduler.get("type") == "WarmupDecayLR" if rate is None else rate != "auto"  # it has a number as default
-    return "scheduler" if fixed else ""
-
-
-def _trains(config: RunConfig, judge: str) -> bool:
-    """Return whether the judge is also PPO's reward function."""
-    reward = config.ppo.reward_function
-    return reward is not None and Path(judge).resolve() == Path(reward).resolve()
-
-
-def _without_reward_model(config: RunConfig) -> Iterable[str]:
-    """Yield messages about keys that need a reward model."""
-    if config.ppo.reward_function is None:
-        yield (
-            "ppo.reward_model=false needs another scorer of answers: set ppo.reward_function=FILE.py:NAME, or remove "
-            "ppo.reward_model"
-        )
-    if config.reward_path is not None:
-        yield f"reward={config.reward_path} selects a reward model, but ppo.reward_model=false: remove one of the two"
-
-
-def _distill_mistakes(config: RunConfig) -> Iterable[str]:
-    """Yield messages about settings that distillation lacks or does not use."""
-    ppo = config.ppo
-    if config.teacher is None:
-        yield "ppo.advantage=distill learns from a teacher: set teacher=FOLDER (a model folder, or RUN/sft, RUN/ppo)"
-    if ppo.reward_model or ppo.reward_function is not None or config.reward_path is not None:
-        used = next(
-            (
-                f"{key}={value}"
-                for key, value in (("ppo.reward_function", ppo.reward_function), ("reward", config.reward_path))
-                if value
-            ),
-            "ppo.reward_model=true",
-        )
-        yield (
-            f"{used} has no effect, because ppo.advantage=distill has no reward: select ppo=distill and remove it (a "
-            "function that grades the result is evaluation.judge=FILE.py:NAME)"
-        )
-    if ppo.kl_coef > 0:
-        yield (
-            f"ppo.kl_coef={ppo.kl_coef:g} would count the KL to the teacher twice, because ppo.advantage=distill "
-            "minimizes it: set ppo.kl_coef=0"
-        )
-    if ppo.reference is False:
-        yield "ppo.advantage=distill reads the log-probabilities of the teacher, but ppo.reference=false: remove it"
-    if ppo.length_penalty or ppo.score_clip is not None:
-        name = "length_penalty" if ppo.length_penalty else "score_clip"
-        yield f"ppo.{name} changes scores, and ppo.advantage=distill has none: remove ppo.{name}"
 
 
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.config.overrides import default_options, groups
-from pipeline.config.schema import RunConfig, inner_section
+from pipeline.config.schema import RunConfig
+from pipeline.config.section import inner_section
 from pipeline.installation import CHAT, TRAIN
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "configuration.md"

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config.messages import as_written, messages
-from pipeline.config.schema import ROLE_ENGINES, EngineSettings, RunConfig
+from pipeline.config.schema import EngineSettings, RunConfig
+from pipeline.config.stage_sections import ROLE_ENGINES
 from pipeline.config.stages import wanted_stages
 
 TRAINED = ("actor_engine", "critic_engine")

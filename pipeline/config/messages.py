@@ -7,7 +7,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.overrides import closest
-from pipeline.config.schema import EngineSettings, inner_section
+from pipeline.config.schema import EngineSettings
+from pipeline.config.section import inner_section
 
 OTHER_NAMES = {
     "resume": "run the same command again to resume",

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.environment import model_folder
-from pipeline.config.schema import ROLE_ENGINES, DataConfig, ModelConfig, RunConfig
+from pipeline.config.schema import DataConfig, ModelConfig, RunConfig
+from pipeline.config.stage_sections import ROLE_ENGINES
 from pipeline.data.files import find
 
 MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}

@@ -15,7 +15,8 @@ from transformers import (
 from transformers.utils import is_liger_kernel_available
 
 from engine import Engine, EngineConfig, OptimizerConfig, distributed
-from pipeline.config.schema import EngineSettings, LoraConfig
+from pipeline.config.schema import EngineSettings
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.distributed import data_share
 from pipeline.errors import UserError
 from pipeline.installation import pip_install

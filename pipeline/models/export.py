@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from engine import Engine
-from pipeline.config.schema import LoraConfig
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.distributed import barrier, is_rank_zero
 from pipeline.files import explained_disk

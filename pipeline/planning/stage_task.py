@@ -8,7 +8,8 @@ from typing import Any
 
 from engine import EngineConfig, OptimizerConfig
 from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
-from pipeline.config.schema import ROLE_ENGINES, EngineSettings, LoraConfig, RunConfig, StageSection
+from pipeline.config.schema import EngineSettings, RunConfig
+from pipeline.config.stage_sections import ROLE_ENGINES, LoraConfig, StageSection
 from pipeline.models.build import EngineChoice
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import DataSize

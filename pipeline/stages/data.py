@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from pipeline.config.schema import RunConfig, StageSection
+from pipeline.config.schema import RunConfig
+from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
 from pipeline.data.load import RESERVED, StageRecords, load_held_out, load_stage, made_here
 from pipeline.data.records import Preference, Prompt

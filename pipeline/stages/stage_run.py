@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine import Engine, checkpoint, distributed, oom
 from pipeline import progress
-from pipeline.config.schema import ProfileSection, StageSection
+from pipeline.config.schema import ProfileSection
+from pipeline.config.stage_sections import StageSection
 from pipeline.errors import RestartStage, SharedError, Stopped, UserError, delay_stop
 from pipeline.files import explained_disk, write_json
 from pipeline.stages.restart import Checkpoints, Rollback, read_limits, restart, roll_back, write_limits

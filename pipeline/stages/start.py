@@ -12,7 +12,8 @@ import torch
 
 from engine import Engine, OptimizerConfig, Sampling, distributed, kernels
 from pipeline import progress
-from pipeline.config.schema import RolloutSection, RunConfig, StageSection
+from pipeline.config.schema import RolloutSection, RunConfig
+from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.files import read_plan

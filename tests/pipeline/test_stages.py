@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
-from pipeline.config.schema import DataConfig, RunConfig, SourceConfig, StageSection
+from pipeline.config.schema import DataConfig, RunConfig, SourceConfig
+from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import ANSWERING, METHODS, STAGES
 from pipeline.report.report import write_report
 

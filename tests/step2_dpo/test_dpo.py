@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine import Engine, EngineConfig
 from engine.kernels_cpu.library import library
 from engine.memory import Workload, measure_shape
-from pipeline.config.schema import DpoSection, LoraConfig
+from pipeline.config.stage_sections import DpoSection, LoraConfig
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipeline.config.schema import DpoSection
+from pipeline.config.stage_sections import DpoSection
 from pipeline.data.encode import LabelledItem
 from pipeline.data.records import LabelledAnswer, Message, Preference, labelled_answers
 from pipeline.models.build import build_policy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel import dist
-from pipeline.config.schema import LoraConfig, PpoSection
+from pipeline.config.stage_sections import LoraConfig, PpoSection
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import verify
 from step3_ppo.estimators import Advantages, compute_advantages

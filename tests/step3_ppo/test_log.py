@@ -9,7 +9,7 @@ import torch
 
 from engine import Update
 from engine.parallel.collectives import SentBytes
-from pipeline.config.schema import PpoSection
+from pipeline.config.stage_sections import PpoSection
 from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, mean_metrics, rollout_metrics
 from step3_ppo.rollout import Rollout
 from tests.step3_ppo.made import advantages_of, rollout_of

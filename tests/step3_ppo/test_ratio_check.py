@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Generation
-from pipeline.config.schema import PpoSection
+from pipeline.config.stage_sections import PpoSection
 from pipeline.errors import UserError
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout, collect

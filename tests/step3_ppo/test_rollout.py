@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine import Generation, Sampling
-from pipeline.config.schema import LoraConfig, PpoSection
+from pipeline.config.stage_sections import LoraConfig, PpoSection
 from pipeline.data.batch import Documents
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer

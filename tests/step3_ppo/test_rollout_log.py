@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config.schema import PpoSection
+from pipeline.config.stage_sections import PpoSection
 from pipeline.tracking import metrics
 from step3_ppo.log import ROLLOUTS, write_rollout_log
 from tests.step3_ppo.made import advantages_of, rollout_of

@@ -12,7 +12,8 @@ import torch
 
 from engine import Generation, Sampling
 from engine.parallel import dist, dtensors
-from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, PpoSection, RolloutSection, RunConfig
+from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RolloutSection, RunConfig
+from pipeline.config.stage_sections import PpoSection
 from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.parallel import dist
-from pipeline.config.schema import PpoSection
+from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import TokenBatch
 from pipeline.models.checks import verify
 from step3_ppo.estimators import answer_scores

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine import Sampling
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.participant import load
-from pipeline.config.schema import LoraConfig, RunConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.export.command import main

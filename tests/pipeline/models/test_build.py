@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from engine import Engine
 from engine.parallel import dtensors
-from pipeline.config.schema import LoraConfig
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.build import build_policy, build_scorer, fuse_kernels, natural_precision, without_dropout
 from pipeline.models.internals import adapters_off

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine import Engine
-from pipeline.config.schema import LoraConfig
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models import weights
 from pipeline.models.attention import NAME, document_attention

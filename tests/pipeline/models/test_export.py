@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine import Engine
 from engine.parallel import dist, dtensors
-from pipeline.config.schema import LoraConfig
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import export

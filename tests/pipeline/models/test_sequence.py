@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from engine import Engine, OptimizerConfig
 from engine.parallel import dist, dtensors
-from pipeline.config.schema import EngineSettings, LoraConfig
+from pipeline.config.schema import EngineSettings
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.batch import Documents
 from pipeline.errors import UserError
 from pipeline.models.build import EngineChoice, build_policy, build_scorer

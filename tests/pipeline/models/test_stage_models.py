@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from transformers import CohereConfig, LlamaConfig
 
-from pipeline.config.schema import DpoSection, LoraConfig, PpoSection, RewardSection
+from pipeline.config.stage_sections import DpoSection, LoraConfig, PpoSection, RewardSection
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import stage_models

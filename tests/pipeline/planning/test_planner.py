@@ -6,7 +6,7 @@ import pytest
 import yaml
 from transformers import OPTConfig
 
-from pipeline.config.schema import LoraConfig
+from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, candidates

@@ -20,7 +20,7 @@ from engine.checkpoint.storage import Writer
 from engine.config import LossScale
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist
-from pipeline.config.schema import SftSection
+from pipeline.config.stage_sections import SftSection
 from pipeline.errors import RestartStage, Stopped, UserError, handle_signals, raise_stopped
 from pipeline.files import explained_disk, write_json, write_whole
 from pipeline.stages import stage_run
