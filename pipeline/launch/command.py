@@ -44,9 +44,10 @@ from pipeline.launch.failure import (
 )
 from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder, with_stage_shares
-from pipeline.launch.manifest import Manifest, judge_files, move_aside, stage_consumes
+from pipeline.launch.manifest import Manifest, move_aside
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
+from pipeline.launch.stage_inputs import judge_files, stage_consumes
 from pipeline.launch.summary import compare_runs, compare_seeds, judge_notice, report_verdict, summarize_run
 
 

@@ -20,7 +20,7 @@ from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.evaluator import Evaluation, earlier_answers, metrics_of, write_table
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
-from pipeline.launch.manifest import stage_inputs
+from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy

@@ -16,7 +16,8 @@ from pipeline.launch import processes
 from pipeline.launch.command import main
 from pipeline.launch.fingerprint import HashCache, stage_settings
 from pipeline.launch.folder import open_folder
-from pipeline.launch.manifest import Manifest, stage_inputs
+from pipeline.launch.manifest import Manifest
+from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.launch.summary import compare_runs
 from tests.forked_launch import launch
 from tests.ranks import Worker
