@@ -12,6 +12,7 @@ import re
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import markupsafe
 from jinja2.sandbox import SandboxedEnvironment
 
 from pipeline.data.records import Message
@@ -49,9 +51,11 @@ _TODAY = "26 Jul 2024"
 _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
 _MOST_LINES = 2_000_000  # a template of 50 lines for a conversation of 10,000 messages needs a quarter of them
+_MOST_SECONDS = 60.0  # of the processor; those lines take two
 _MOST_BYTES = 2**30
 _MOST_BITS = 4096
 _MOST_CHARACTERS = 1_000_000
+_COUNTED = frozenset(("<template>", jinja2.filters.__file__, jinja2.utils.__file__, markupsafe.__file__))
 _one_at_a_time = threading.Lock()  # the limit of memory belongs to the process
 
 Fragment = str | int  # text of the template, or the index of a message
@@ -201,20 +205,23 @@ class ChatTemplate:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Bound the work of a template: the lines that it runs in this thread, its integers, and the memory of the process.
+    """Bound the work of a template: the lines and seconds that it runs in this thread, its integers, and its memory.
 
-    A template comes with a model and runs in jinja2's sandbox, which bounds none of them. Raises TemplateRuntimeError
-    after `_MOST_LINES` lines and for large integers, and MemoryError above the limit of memory.
+    A template comes with a model and runs in jinja2's sandbox, which bounds none of them. Lines of jinja2's filters
+    count, too. Raises TemplateRuntimeError after `_MOST_LINES` lines or `_MOST_SECONDS` of the processor and for large
+    integers, and MemoryError above the limit of memory. Nothing interrupts one operation on a text or a list.
     """
-    lines = 0
+    lines, until = 0, time.thread_time() + _MOST_SECONDS
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
-        if frame.f_code.co_filename != "<template>":
+        if frame.f_code.co_filename not in _COUNTED:
             return None
         lines += 1
         if lines > _MOST_LINES:
             raise jinja2.TemplateRuntimeError(f"it does not end within {_MOST_LINES} steps")
+        if lines % 16 == 0 and time.thread_time() > until:
+            raise jinja2.TemplateRuntimeError(f"it does not end within {_MOST_SECONDS:g} s")
         return count
 
     with _one_at_a_time:
@@ -249,11 +256,26 @@ def _bounded_integers() -> Iterator[None]:
     limited: dict[str, Callable[[Any, Any], Any]] = {
         operator: partial(_compute, operator, function) for operator, function in before[1].items()
     }
+    tests, filters = jinja2.tests.TESTS, jinja2.filters.FILTERS
+    functions = tests["divisibleby"], filters["round"]
     SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table = frozenset(limited), limited
+    tests["divisibleby"], filters["round"] = _divisible_by, _round
     try:
         yield
     finally:
+        tests["divisibleby"], filters["round"] = functions
         SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table = before
+
+
+def _divisible_by(value: Any, num: Any) -> bool:
+    """Replace jinja2's test `divisibleby`."""
+    return bool(_compute("divisibleby", jinja2.tests.test_divisibleby, value, num))
+
+
+def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
+    """Replace jinja2's filter `round`, which computes 10**precision."""
+    _compute("**", lambda left, right: None, 10, abs(precision))
+    return jinja2.filters.do_round(value, precision, method)
 
 
 def _compute(operator: str, function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from pipeline.data import template as templates
 from pipeline.data.records import Message
 from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, segments
 from pipeline.errors import UserError
@@ -135,6 +136,9 @@ def test_dates_do_not_move() -> None:
             r"computes \* with integers of more than 4096 bits",
         ),
         ("{% for i in range(1000000000000) %}{% endfor %}", "Range too big"),
+        (f"{{{{ 0x{'f' * 2000} is divisibleby 7 }}}}", "computes divisibleby with integers of more than 4096 bits"),
+        ("{{ 1 | round(99999, 'ceil') }}", r"computes \*\* with integers of more than 4096 bits"),
+        ("{{ 1 | round(precision=-99999) }}", r"computes \*\* with integers of more than 4096 bits"),
     ],
 )
 def test_templates_are_bounded(template: str, said: str) -> None:
@@ -143,6 +147,23 @@ def test_templates_are_bounded(template: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         segments(tokenizer(template + "{% for m in messages %}{{ m.content }}{% endfor %}"), chat("a"))
     assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == (limits, tracer)
+
+
+def test_lines_of_filters_and_seconds_of_the_processor_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(templates, "_MOST_LINES", 2000)
+    with pytest.raises(UserError, match="does not end within 2000 steps"):
+        segments(tokenizer("{{ lipsum(n=1000) }}" + end), chat("a"))
+    monkeypatch.setattr(templates, "_MOST_SECONDS", 0.0)
+    with pytest.raises(UserError, match="does not end within 0 s"):
+        segments(tokenizer("{% for i in range(99) %}{% endfor %}" + end), chat("a"))
+
+
+def test_numbers_within_the_bounds_are_rounded_and_divided() -> None:
+    template = (
+        "{{ 42.55 | round(1, 'floor') }} {{ 9 is divisibleby 3 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert segments(tokenizer(template), chat("a")) == [("42.5 Truea", False)]
 
 
 def test_long_conversations_and_stars_stay_within_the_bounds() -> None:
