@@ -26,7 +26,7 @@ DISK_TIMEOUT = 5.0  # seconds to write what is useful but not necessary
 PIPE_BYTES = 32_000
 PIPE_CAPACITY = 65_536  # of a pipe on Linux and macOS
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
-NO_THREAD = "can't start new thread"  # the message of Python's threading
+NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # RuntimeErrors of Python and of C++
 
 END_ORDER = {
     "user": 0,
@@ -79,7 +79,7 @@ def advise(problem: BaseException) -> str | None:
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
-    if NO_THREAD in text:
+    if isinstance(problem, RuntimeError) and text.startswith(NO_THREAD):
         return (
             f"no thread can be started ({text}), because memory or the number of processes is limited: raise the limit "
             "(ulimit -v, ulimit -u), or use fewer ranks; then run the same command again to resume"

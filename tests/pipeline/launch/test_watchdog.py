@@ -141,6 +141,10 @@ def test_the_cause_of_several_ends_is_the_lost_rank():
             RuntimeError("can't start new thread"),
             "no thread can be started (can't start new thread), because memory or",
         ),
+        (
+            RuntimeError("Resource temporarily unavailable"),
+            "no thread can be started (Resource temporarily unavailable)",
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
     ],
 )
