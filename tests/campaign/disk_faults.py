@@ -191,10 +191,10 @@ def thin(scene: Scene) -> None:
 
 
 def protected(name: str, scene: Scene) -> None:
-    """Forbid changes of a folder at a random moment."""
+    """Forbid changes of a folder during the steps."""
     with ext4_disk(scene):
         scene.start()
-        scene.reach_any()
+        scene.reach(1)  # the stage has made its folder
         folder = scene.run_dir / scene.fault.stage / name
         folder.mkdir(exist_ok=True)
         run_tool("chattr", "+i", str(folder))
@@ -203,9 +203,9 @@ def protected(name: str, scene: Scene) -> None:
 
 
 def removed(name: str, scene: Scene) -> None:
-    """Remove a folder of the run at a random moment."""
+    """Remove a folder of the run during the steps."""
     scene.start()
-    scene.reach_any()
+    scene.reach(1)
     shutil.rmtree(scene.run_dir / scene.fault.stage / name, ignore_errors=True)
     scene.end()
 

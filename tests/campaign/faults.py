@@ -1,6 +1,6 @@
 """Faults of processes, disks, networks, memory, clocks and services under runs of real stages.
 
-    python -m tests.campaign faults [--seed S] [--only PART]
+    python -m tests.campaign faults [--seed S] [--only PART] [--jobs N]
 
 Each case disturbs one run. The run must end with the right exit status and one message that names the cause and the
 remedy, or survive the fault. The same command must then end bit for bit like an undisturbed run, and no process may be
@@ -13,6 +13,8 @@ import re
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 from tests.campaign import disk_faults, hang_faults, machine_faults, service_faults
@@ -26,31 +28,41 @@ def all_cases() -> list[Fault]:
     return [fault for module in MODULES for fault in module.cases()]
 
 
+def run_number(number: int, folder: Path, seed: int) -> tuple[list[str] | str, float]:
+    """Run one case of `all_cases()`. Return its faults, or why it cannot run on this machine, and its seconds."""
+    case, began = all_cases()[number], time.monotonic()
+    try:
+        return run(case, folder, f"{seed} {case.part} {case.name}"), time.monotonic() - began
+    except NotPossible as reason:
+        return str(reason), time.monotonic() - began
+
+
 def main(arguments: list[str]) -> int:
     """Run the cases, print a line for each and a table of counts, and return 1 if a case has a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign faults")
     parser.add_argument("--seed", type=int, default=1, help="order of the cases, and their moments")
     parser.add_argument("--only", default="", help="a regular expression for the part and the name of a case")
-    parser.add_argument("--share", default="1/1", help="N/M: only the N-th of M shares of the cases")
+    parser.add_argument("--jobs", type=int, default=3, help="cases at a time; most wait for a limit of time")
     options = parser.parse_args(arguments)
-    cases = [case for case in all_cases() if re.search(options.only, f"{case.part}: {case.name}")]
-    random.Random(options.seed).shuffle(cases)
-    number, count = map(int, options.share.split("/"))
+    cases = all_cases()
+    chosen = [n for n, case in enumerate(cases) if re.search(options.only, f"{case.part}: {case.name}")]
+    random.Random(options.seed).shuffle(chosen)
     total, failed, skipped = Counter[str](), Counter[str](), Counter[str]()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="zerochat-faults-") as folder, adopt_orphans():
-        for case in cases[number - 1 :: count]:
-            started = time.monotonic()
-            try:
-                faults = run(case, Path(folder), f"{options.seed} {case.part} {case.name}")
-            except NotPossible as reason:
+    # Each job has its own process, because the orphans of a case become children of the process that runs the case.
+    jobs = ProcessPoolExecutor(options.jobs, get_context("spawn"), adopt_orphans)
+    with tempfile.TemporaryDirectory(prefix="zerochat-faults-") as folder, jobs:
+        running = {jobs.submit(run_number, number, Path(folder), options.seed): number for number in chosen}
+        for done in as_completed(running):
+            (faults, seconds), case = done.result(), cases[running[done]]
+            if isinstance(faults, str):
                 skipped[case.part] += 1
-                print(f"{case.part}: {case.name}: not run: {reason}", flush=True)
-                continue
-            total[case.part] += 1
-            failed[case.part] += bool(faults)
-            seconds = time.monotonic() - started
-            print(f"{case.part}: {case.name} ({seconds:.0f} s): {'; '.join(faults) or 'as expected'}", flush=True)
+                verdict = f"not run: {faults}"
+            else:
+                total[case.part] += 1
+                failed[case.part] += bool(faults)
+                verdict = "; ".join(faults) or "as expected"
+            print(f"{case.part}: {case.name} ({seconds:.0f} s): {verdict}", flush=True)
     print(f"\n{'faults':<12}{'cases':>7}{'faults':>8}{'not run':>9}")
     for part in sorted(total | skipped):
         print(f"{part:<12}{total[part]:>7}{failed[part]:>8}{skipped[part]:>9}")

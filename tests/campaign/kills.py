@@ -67,11 +67,11 @@ def start(run_dir: Path, *more: str) -> Worker:
     return Worker(launch, run_dir.parent, arguments, {}, environment={"OMP_NUM_THREADS": "1"})
 
 
-def undisturbed(folder: Path, ranks: int) -> Path:
-    """Return a finished run on so many ranks."""
+def undisturbed(folder: Path, ranks: int, *more: str) -> Path:
+    """Return a finished run on so many ranks. `more` are further arguments of its command."""
     run_dir = folder / f"undisturbed-{ranks}"
     if not run_dir.exists():
-        worker = start(run_dir, f"ranks={ranks}", "stage=all")
+        worker = start(run_dir, f"ranks={ranks}", "stage=all", *more)
         output, _ = worker.communicate(timeout=900)
         assert worker.returncode == 0, output
     return run_dir

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests import hosts
 from tests.campaign.hang_faults import pause
-from tests.campaign.scenes import HANG_SECONDS, SECONDS, Fault, Missed, NotPossible, Scene
+from tests.campaign.scenes import HANG_SECONDS, SECONDS, STEPS, Fault, Missed, NotPossible, Scene
 from tests.forked_launch import launch
 from tests.tiny import ROOT
 
@@ -96,7 +96,7 @@ def on_two_hosts(act: str, scene: Scene) -> None:
     if reason := hosts.why_not():
         raise NotPossible(reason)
     scene.copy()
-    command = [sys.executable, "-m", "tests.campaign.machine_faults", *scene.arguments(), *scene.fault.own_keys]
+    command = [sys.executable, str(ROOT / "train.py"), *scene.arguments(), *scene.fault.own_keys]
     environment = {
         **scene.environment,
         "PYTHONPATH": str(ROOT),
@@ -117,7 +117,7 @@ def on_two_hosts(act: str, scene: Scene) -> None:
         ]
         running = [host.start(command, environment | own) for host, own in zip(both, given, strict=True)]
         try:
-            _wait_for_lines(scene, running, scene.rng.randint(1, 4))
+            _wait_for_lines(scene, running, scene.rng.randint(1, STEPS - 2))
             time.sleep(scene.rng.random() * 0.4)
             host = both[0 if "first" in act else 1]
             process = running[0 if "first" in act else 1]
@@ -263,9 +263,3 @@ def cases() -> list[Fault]:
         ),
     ]
     return found
-
-
-if __name__ == "__main__":
-    from pipeline.launch.command import main
-
-    sys.exit(main(sys.argv[1:]))

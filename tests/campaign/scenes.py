@@ -4,6 +4,7 @@ A fault is a function of a `Scene`. It starts the command, disturbs it, waits fo
 Then `judge` decides whether the end was clear, resumes the run, and compares the results bit for bit.
 """
 
+import fcntl
 import os
 import random
 import re
@@ -16,12 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.progress import Moment, Row
-from tests.campaign.kills import COMMAND, HANG_SECONDS, before, children, undisturbed
+from tests.campaign.kills import COMMAND, HANG_SECONDS, STAGES, before, children, undisturbed
 from tests.forked_launch import launch
 from tests.ranks import Worker
 from tests.test_resume import same
 
 SECONDS = 400  # for one command, on a busy machine; most take ten
+STEPS = 4
+SMALLER = (*(f"{stage}.steps={STEPS}" for stage in STAGES), "ppo.update_epochs=1", "ppo.minibatches=1")
+"""Arguments after those of the kills. Fewer updates are enough: a stage has two checkpoints and all phases."""
 LONGEST_MESSAGE = 2500
 CLEAR = r"[Rr]un the same command again|restart \d of \d|Correct the function|set run_dir="
 """What an error message advises."""
@@ -35,7 +39,7 @@ class Missed(NotPossible):
     """The run ended before its fault. The case may be repeated."""
 
 
-ATTEMPTS = 3  # of a case that misses its moment
+ATTEMPTS = 5  # of a case that misses its moment
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Scene:
     def arguments(self) -> list[str]:
         """Return the arguments of the command."""
         keys = f"run_dir={self.run_dir}", f"ranks={self.fault.ranks}", f"stage={self.fault.stage}"
-        return [*COMMAND, *keys, *self.fault.keys]
+        return [*COMMAND, *SMALLER, *keys, *self.fault.keys]
 
     def copy(self) -> None:
         """Copy the run as it was before the stage, unless it is there."""
@@ -122,19 +126,29 @@ class Scene:
         assert self.worker is not None
         return children(self.worker.pid)
 
-    def reach(self, line: int) -> None:
-        """Wait until so many steps are logged, and all ranks run."""
+    def lines(self) -> int:
+        """Return the number of steps that are logged."""
         log = self.run_dir / self.fault.stage / "metrics.jsonl"
+        return len(log.read_bytes().splitlines()) if log.exists() else 0
+
+    def reach(self, line: int) -> None:
+        """Wait until so many steps are logged, and all ranks run. Raises Missed as `reach_any` does."""
         while self.running:
-            lines = len(log.read_bytes().splitlines()) if log.exists() else 0
+            lines = self.lines()
             if lines >= line and len(self.ranks()) == self.fault.ranks:
-                return
+                break
             time.sleep(0.01)
+        self.must_have_steps_left()
 
     def reach_any(self) -> None:
-        """Wait for a random moment of the steps."""
-        self.reach(self.rng.randint(0, 4))
-        time.sleep(self.rng.random() * 0.4)
+        """Wait for a random moment of the steps. Raises Missed if the last step has passed and the run must fail."""
+        self.reach(self.rng.randint(0, STEPS - 2))
+        time.sleep(self.rng.random() * 0.3)
+        self.must_have_steps_left()
+
+    def must_have_steps_left(self) -> None:
+        if 0 not in self.fault.statuses and self.lines() >= STEPS:
+            raise Missed("the last step was logged before the fault")
 
     def stop_in(self, rank: int, phase: str, *, first_step: int = 1) -> int:
         """Stop a rank (SIGSTOP) inside a phase of a step, and return its process id."""
@@ -174,11 +188,18 @@ def row_of(process: int) -> Row | None:
 
 def undisturbed_of(fault: Fault, folder: Path) -> Path:
     """Return a finished run with the keys of a fault."""
-    base = undisturbed(folder, fault.ranks)
+    with locked(folder / f"{fault.ranks}.lock"):
+        base = undisturbed(folder, fault.ranks, *SMALLER)
     if not fault.keys and not fault.function:
         return base
     name = "-".join(re.sub(r"\W+", "", key) for key in fault.keys)[-100:]
     place = folder / f"undisturbed-{fault.stage}-{fault.ranks}-{name}"
+    with locked(place.with_suffix(".lock")):
+        _make_undisturbed(fault, base, place)
+    return place / "run"
+
+
+def _make_undisturbed(fault: Fault, base: Path, place: Path) -> None:
     if not place.exists():
         plain = Fault(fault.part, fault.name, fault.act, stage=fault.stage, ranks=fault.ranks, keys=fault.keys,
                       function=fault.function, environment=fault.environment)  # fmt: skip
@@ -190,7 +211,14 @@ def undisturbed_of(fault: Fault, folder: Path) -> Path:
         if scene.status:
             shutil.rmtree(place)
             raise AssertionError(f"the undisturbed run failed: {scene.output}")
-    return place / "run"
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Let one job at a time make what several jobs need."""
+    with open(file, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def write_function(scene: Scene) -> None:
@@ -240,7 +268,7 @@ def run(fault: Fault, folder: Path, seed: str) -> list[str]:
 
 
 def _attempt(fault: Fault, folder: Path, seed: str) -> list[str]:
-    place = folder / "disturbed"
+    place = folder / f"disturbed-{os.getpid()}"
     try:
         whole = undisturbed_of(fault, folder)
         place.mkdir()
@@ -288,14 +316,12 @@ def _nurseries() -> list[int]:
     return [nursery.process.pid for nursery in _nurseries.values()]
 
 
-@contextmanager
-def adopt_orphans() -> Iterator[None]:
+def adopt_orphans() -> None:
     """Make this process the parent of processes that outlive their launcher."""
     import ctypes
 
     subreaper = 36
     ctypes.CDLL(None).prctl(subreaper, 1)
-    yield
 
 
 __all__ = ["HANG_SECONDS", "Fault", "NotPossible", "Scene", "adopt_orphans", "run"]
