@@ -22,6 +22,7 @@ BENCHES = {
     "peers": "benchmarks.peers",
     "dschat": "benchmarks.dschat",
     "kernels": "benchmarks.kernels",
+    "demo_seeds": "benchmarks.demo_seeds",
 }
 
 
