@@ -34,6 +34,7 @@ class ModelShape:
 
     parameters: all of them, tied ones once. root: those outside of the blocks. block: those of the largest block.
     embedding: those of embedding layers outside of the blocks. tied: those that the embedding shares with the head.
+    own_embedding, own_head: those of the embedding and the head if they are FSDP units (`zero.outer_layers`), else 0.
     cache_per_token: numbers of one token's keys and values in all blocks. vocabulary: rows of the head, 0 for a model
     that scores. With tensor parallelism over `tensor` ranks, all counts but `linears` are those of one rank.
     """
@@ -50,8 +51,30 @@ class ModelShape:
     cache_per_token: int
     embedding: int
     tied: int
+    own_embedding: int
+    own_head: int
     linears: tuple[Linear, ...]
     tensor: int
+
+    @property
+    def root_unit(self) -> int:
+        """Parameters of the root unit, which ZeRO stage 3 holds gathered during a pass."""
+        return self.root - self.own_embedding - self.own_head
+
+    @property
+    def largest_unit(self) -> int:
+        """Parameters of the largest FSDP unit."""
+        return max(self.root_unit, self.largest_released)
+
+    @property
+    def largest_released(self) -> int:
+        """Parameters of the largest unit next to the root unit: embedding, blocks and head take turns."""
+        return max(self.own_embedding, self.own_head, self.block)
+
+    @property
+    def held_root(self) -> int:
+        """Parameters outside of the blocks that ZeRO stage 3 holds gathered from forward to backward."""
+        return self.root - self.own_embedding
 
 
 def measure_shape(
@@ -95,6 +118,8 @@ def measure_shape(
     head = model.get_output_embeddings()
     head_size = 0 if head is None else head.weight.numel()
     head_ranks = tensor if head is not None and len(head.weight) % tensor == 0 else 1
+    embedding = model.get_input_embeddings()
+    own = zero.outer_layers(model, [embedding, head])
     root = _parameters(model) - sum(map(_parameters, units)) - head_size + head_size // head_ranks
     return ModelShape(
         name=name,
@@ -109,6 +134,8 @@ def measure_shape(
         cache_per_token=2 * text.num_hidden_layers * groups * head_width // tensor,
         embedding=sum(p.numel() for p in outer),
         tied=head_size if head is not None and head.weight in outer else 0,
+        own_embedding=_parameters(embedding) if embedding in own else 0,
+        own_head=head_size // head_ranks if head is not None and head in own else 0,
         linears=tuple(
             Linear(path, layer.weight.shape, layer is head or path == "score")
             for path, layer in model.named_modules()
@@ -132,7 +159,8 @@ def pipeline_stages(shape: ModelShape, ranks: int) -> tuple[ModelShape, ...]:
         root = first * shape.embedding + last * (shape.root - shape.embedding + shape.tied)
         vocabulary = shape.vocabulary if last else 0
         total = root + blocks * shape.block
-        stages.append(replace(shape, parameters=total, root=root, blocks=blocks, vocabulary=vocabulary))
+        stage = replace(shape, parameters=total, root=root, blocks=blocks, vocabulary=vocabulary)
+        stages.append(replace(stage, own_embedding=first * shape.own_embedding, own_head=last * shape.own_head))
     return tuple(stages)
 
 

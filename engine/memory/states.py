@@ -3,7 +3,7 @@
 With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 
 - fp32 masters 4P/N and Adam moments 8P/N; N = 1 at stage 0,
-- gathered copies dP from forward until backward at stages 0 to 2; the root and two blocks at a time at stage 3,
+- gathered copies dP from forward until backward at stages 0 to 2; the root unit and two others at a time at stage 3,
 - fp32 gradients 4P at stage 0, and at stage 1 while micro-batches accumulate; otherwise 4P/N,
 - during backward, one unit's gradient twice: in compute precision, and in fp32 for the reduction.
 
@@ -68,6 +68,7 @@ def model_states(
     block: int,
     config: EngineConfig,
     ranks: int,
+    unit: int | None = None,
     trained: int | None = None,
     accumulates: bool = True,
     moments: int = 2,
@@ -76,14 +77,16 @@ def model_states(
 ) -> ModelStates:
     """Return the bytes of a model that trains.
 
-    `root` and `block` are the parameters outside of the blocks, and of the largest block. `trained` parameters learn
-    (default: all), with `moments` numbers each. `accumulates` means several micro-batches a step. `has_average` adds a
-    moving average, `has_error_feedback` the residuals of 1-bit Adam.
+    `root` are the parameters that stage 3 gathers next to a block, `block` those of the largest block, `unit` those of
+    the largest FSDP unit (default: of root and block). `trained` parameters learn (default: all), with `moments`
+    numbers each. `accumulates` means several micro-batches a step. `has_average` adds a moving average,
+    `has_error_feedback` the residuals of 1-bit Adam.
     """
     size, shards, stage = BYTES[config.dtype], shard_count(config, ranks), config.zero_stage
     trained = parameters if trained is None else trained
     gathered, prefetched = _gathered_bytes(parameters, root, block, config)
-    reduction = max(root, block) * (size + 4) if trained else 0
+    unit = max(root, block) if unit is None else unit
+    reduction = unit * (size + 4) if trained else 0
     accumulates_full = accumulates and stage < 2
     if config.offload_optimizer != "none":
         states = _offloaded_states(parameters, trained, shards, moments, has_average, config, accumulates)
@@ -112,7 +115,7 @@ def model_states(
         )
     if _is_plain(config, ranks) and each == 4 and not has_error_feedback:
         copies = size * parameters if size < 4 else 0
-        return replace(states, gathered=copies, prefetched=0, reduction=size * max(root, block) if trained else 0)
+        return replace(states, gathered=copies, prefetched=0, reduction=size * unit if trained else 0)
     # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
     is_freed = not accumulates and stage < 3
     return replace(states, overlap=min(gathered, states.gradients) if is_freed else 0)

@@ -93,7 +93,7 @@ class MemoryTracker:
     @contextmanager
     def _forward(self, phase: str) -> Iterator[None]:
         """Sample gathered parameters before each FSDP unit, and everything at the end."""
-        units = zero.units(self._module)
+        units = [*zero.units(self._module), *zero.outer_layers(self._module)]
         handles = [
             u.register_forward_pre_hook(lambda *_: self._note(phase, {"gathered": self._gathered()})) for u in units
         ]

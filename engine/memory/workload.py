@@ -94,8 +94,9 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     """Return the states of a model that trains."""
     return model_states(
         shape.parameters + work.adapters,
-        root=shape.root,
+        root=shape.root_unit + shape.largest_released - shape.block,
         block=shape.block,
+        unit=shape.largest_unit,
         config=work.config,
         ranks=work.ranks,
         trained=work.trained(shape),
@@ -108,7 +109,8 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
 
 def scoring_states(shape: ModelShape, work: Workload) -> ModelStates:
     """Return the states of a frozen model."""
-    return frozen_states(shape.parameters, root=shape.root, block=shape.block, config=work.config, ranks=work.ranks)
+    root = shape.root_unit + shape.largest_released - shape.block
+    return frozen_states(shape.parameters, root=root, block=shape.block, config=work.config, ranks=work.ranks)
 
 
 def resting_bytes(states: ModelStates) -> Owners:

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine import kernels
-from engine.parallel import collectives, dist
+from engine.parallel import collectives, dist, zero
 
 Region = tuple[tuple[slice, ...], ...]
 """A region of a tensor: for each dimension one slice, or several that are concatenated (in one dimension at most)."""
@@ -149,7 +149,7 @@ def sum_of_squares(norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def token_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Module,
     targets: Tensor,
     temperature: float = 1.0,
     bias: Tensor | None = None,
@@ -157,11 +157,16 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `targets` and entropies, (N,) fp32 each, from a full head or a split one.
 
-    hidden: (N, D); weight: (V, D); targets: (N,) int64; bias: (V,). `softcap` c bounds logits to c tanh(logit / c)
-    (Gemma 2). For a split head, every rank of the group calls with the same hidden states, and in backward with the
-    same upstream gradients. Formulas and precision: engine/kernels/token_logprobs.py. Raises ValueError if shapes do
-    not fit or the temperature is not positive.
+    hidden: (N, D); weight: (V, D), or the head itself with its bias, which may be an FSDP unit; targets: (N,) int64;
+    bias: (V,). `softcap` c bounds logits to c tanh(logit / c) (Gemma 2). For a split head, every rank of the group
+    calls with the same hidden states, and in backward with the same upstream gradients. Formulas and precision:
+    engine/kernels/token_logprobs.py. Raises ValueError if shapes do not fit or the temperature is not positive.
     """
+    if isinstance(weight, nn.Module):
+        head: Any = weight
+        return zero.as_forward(
+            head, lambda rows: token_logprobs(rows, head.weight, targets, temperature, head.bias, softcap), hidden
+        )
     if not isinstance(weight, DTensor):
         return kernels.token_logprobs(hidden, weight, targets, temperature, bias, softcap)
     mesh, rows = weight.device_mesh, local(weight)

@@ -11,10 +11,10 @@ those of FSDP2 bit for bit. All functions here support both.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from engine import internals
 from engine.config import Compress
 from engine.internals import tree_map
 from engine.parallel import dist, meshes
+
+T = TypeVar("T")
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -48,13 +50,47 @@ def _elements(container: nn.Module) -> Iterator[nn.Module]:
 
 def units(module: nn.Module) -> list[nn.Module]:
     """Return the blocks that are FSDP units: those that share no parameter with a module outside of them."""
+    return _closed(module, blocks(module))
+
+
+def outer_layers(module: nn.Module, declared: Sequence[nn.Module | None] | None = None) -> list[nn.Module]:
+    """Return the layers outside of the blocks that are FSDP units of their own; the root unit has all others.
+
+    `declared` are layers whose parameters only their own forward uses (`as_forward`), by default the results of
+    `module.outer_layers()`, if the module has this method. A tied layer stays in the root unit: a pass uses its weight
+    first and last, so the weight would be gathered at the peak of memory anyway.
+    """
+    if declared is None:
+        declared = cast("Any", getattr(module, "outer_layers", tuple))()
+    inside = {id(child) for block in blocks(module) for child in block.modules()}
+    return _closed(module, [layer for layer in declared if layer is not None and id(layer) not in inside])
+
+
+def _closed(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the parts of a module that have parameters and share none with a module outside of them."""
     uses = Counter(id(p) for child in module.modules() for p in child._parameters.values())
 
-    def is_closed(block: nn.Module) -> bool:
-        inside = Counter(id(p) for child in block.modules() for p in child._parameters.values() if p is not None)
+    def is_closed(part: nn.Module) -> bool:
+        inside = Counter(id(p) for child in part.modules() for p in child._parameters.values() if p is not None)
         return bool(inside) and all(uses[parameter] == count for parameter, count in inside.items())
 
-    return [block for block in blocks(module) if is_closed(block)]
+    return [part for part in parts if is_closed(part)]
+
+
+def as_forward(layer: nn.Module, function: Callable[..., T], *inputs: Any) -> T:
+    """Return `function(*inputs)`, which uses the parameters of a layer and runs as the layer's forward.
+
+    The hooks of the layer run, so FSDP2 gathers the parameters.
+    """
+    own = vars(layer).get("forward")
+    layer.forward = function  # type: ignore[method-assign]
+    try:
+        result: T = layer(*inputs)
+        return result
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own  # type: ignore[method-assign]
 
 
 def shard(
@@ -85,11 +121,15 @@ def shard(
     if comm_hooks.exchanges(ranks, compress) and stage >= 2 and policy.param_dtype == torch.bfloat16:
         # The exchange sums in fp32. Stages 0 and 1 accumulate in the precision of the reduction, which stays fp32.
         policy = replace(policy, reduce_dtype=torch.bfloat16)
-    for unit in [*units(module), module]:
-        # Backward starts with the root: released after forward, it would be gathered again at once.
-        reshard = stage == 3 and unit is not module
+    outer = outer_layers(module)
+    # Backward starts with the root and the head: released after forward, they would be gathered again at once.
+    first_in_backward = [module, *(layer for layer in outer if not isinstance(layer, nn.Embedding))]
+    for unit in [*units(module), *outer, module]:
+        reshard = stage == 3 and unit not in first_in_backward
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
         comm_hooks.install(unit, replicate=replicate, ranks=ranks, compress=compress)
+        if isinstance(unit, nn.Embedding):
+            cast("FSDPModule", unit).set_unshard_in_backward(False)  # its gradient needs the tokens only
     internals.track_parameter_usage(module)
 
 

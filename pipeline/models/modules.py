@@ -49,6 +49,10 @@ class Policy(_ModelModule):
         """Return the transformers model."""
         return self.lm
 
+    def outer_layers(self) -> list[nn.Module | None]:
+        """Return the layers that the engine may gather apart from the blocks: embedding and head."""
+        return [self.lm.get_input_embeddings(), self.lm.get_output_embeddings()]
+
     def forward(
         self,
         input_ids: Tensor,
@@ -90,14 +94,8 @@ class Policy(_ModelModule):
             return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
         hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
         head = cast(nn.Linear, self.lm.get_output_embeddings())
-        return token_logprobs(
-            hidden.flatten(0, 1).index_select(0, seen),
-            head.weight,
-            targets,
-            temperature=temperature,
-            bias=head.bias,
-            softcap=self.softcap,
-        )
+        rows = hidden.flatten(0, 1).index_select(0, seen)
+        return token_logprobs(rows, head, targets, temperature=temperature, softcap=self.softcap)
 
 
 class Scorer(_ModelModule):
@@ -116,6 +114,10 @@ class Scorer(_ModelModule):
     def backbone(self) -> PreTrainedModel:
         """Return the transformers model."""
         return self.model
+
+    def outer_layers(self) -> list[nn.Module | None]:
+        """Return the layer that the engine may gather apart from the blocks: the embedding."""
+        return [self.model.get_input_embeddings()]
 
     def forward(
         self,

@@ -149,8 +149,8 @@ def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> 
         if shares_forward:
             config = work["critic"].config
             gathered = critic.gathered
-            if config.zero_stage == 3:  # only the root stays gathered between forward and backward
-                gathered = min(gathered, scorer.root * (4 if config.dtype == "fp32" else 2))
+            if config.zero_stage == 3:  # only the root unit stays gathered between forward and backward
+                gathered = min(gathered, scorer.held_root * (4 if config.dtype == "fp32" else 2))
             phases["train actor"]["gathered"] += gathered
             phases["train actor"]["activations"] += owners["activations"]
     return phases
