@@ -3,11 +3,13 @@
     python -m tests.versions            makes a virtual environment for each in a temporary folder (minutes, 10 GB)
     python -m tests.versions PYTHON     uses an environment that exists: PYTHON is its interpreter
 
-The versions are those of the package index. Exit status 1 if a test fails. CI runs this once a week.
+An environment has torch and transformers of its own. Other packages are those of this interpreter, if they fit. The
+newest versions are those of the package index. Exit status 1 if a test fails. CI runs this once a week.
 """
 
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import tomllib
 from pathlib import Path
@@ -42,10 +44,17 @@ def bounds() -> dict[str, tuple[str, str]]:
 
 
 def make_environment(folder: Path, pins: list[str]) -> Path:
-    """Install the project with these requirements; return the interpreter."""
+    """Install these requirements and what the project needs beside them; return the interpreter."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", str(ROOT), "pytest", "pytest-xdist", *pins], check=True)
+    place = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", place], check=True, capture_output=True, text=True).stdout.strip()
+    (Path(packages) / "base.pth").write_text(sysconfig.get_path("purelib"))  # later on the path than its own packages
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    others = [each for each in project["dependencies"] if each.partition(">=")[0] not in LIBRARIES]
+    install = [python, "-m", "pip", "install", "-q", "--upgrade-strategy", "only-if-needed"]
+    subprocess.run([*install, "--upgrade", *pins], check=True)
+    subprocess.run([*install, *pins, *others, "pytest", "pytest-xdist"], check=True)
     return python
 
 

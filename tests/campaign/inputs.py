@@ -1,6 +1,6 @@
 """Hundreds of bad or odd inputs. Each command must end with one clear message, or work if the input is legal.
 
-    python -m tests.campaign inputs [--seed S] [--only PART] [--random N]
+    python -m tests.campaign inputs [--seed S] [--only PART] [--random N] [--jobs N]
 
 A case has one fault if its exit status is another one, if it prints a traceback, control characters, no message or two,
 if it does not end, or if a model or a checkpoint that was computed before is lost. The seed orders the cases and makes
@@ -14,8 +14,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from tests.campaign import bad_configs, bad_data, bad_functions, bad_models, bad_runs, bad_templates, random_inputs
@@ -23,6 +26,7 @@ from tests.campaign.cases import Case, inside_new, run_case
 from tests.forked_launch import launch
 from tests.ranks import Worker
 
+SLOW = 60  # seconds of a case that the report names; most take one without other work
 MODULES = (bad_configs, bad_data, bad_models, bad_templates, bad_functions, bad_runs)
 
 
@@ -67,24 +71,34 @@ def fixtures(names: set[str]) -> Iterator[Path]:
         yield folder
 
 
+def run_share(options: argparse.Namespace, number: int) -> list[tuple[str, bool]]:
+    """Run one job's share of the cases, and print a line for each fault. Return (part, whether it has a fault)."""
+    cases = [case for case in all_cases(options.seed, options.random) if options.only in f"{case.part}: {case.name}"]
+    random.Random(options.seed).shuffle(cases)
+    results = []
+    for case, faults, seconds in run_cases(cases[number :: options.jobs]):
+        results.append((case.part, bool(faults)))
+        if faults or seconds > SLOW:
+            print(f"{case.part}: {case.name} ({seconds:.0f} s): {'; '.join(faults) or 'slow'}", flush=True)
+    return results
+
+
 def main(arguments: list[str]) -> int:
     """Run the cases, print a line for each fault and a table of counts, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign inputs")
     parser.add_argument("--seed", type=int, default=1, help="order of the cases, and the random ones")
     parser.add_argument("--random", type=int, default=40, help="number of random cases")
     parser.add_argument("--only", default="", help="a part, or a part of the name of a case")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     options = parser.parse_args(arguments)
-    cases = [case for case in all_cases(options.seed, options.random) if options.only in f"{case.part}: {case.name}"]
-    random.Random(options.seed).shuffle(cases)
     total, failed = Counter[str](), Counter[str]()
     began = time.monotonic()
-    for case, faults, seconds in run_cases(cases):
-        total[case.part] += 1
-        failed[case.part] += bool(faults)
-        if faults or seconds > 20:
-            print(f"{case.part}: {case.name} ({seconds:.0f} s): {'; '.join(faults) or 'slow'}", flush=True)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as jobs:
+        for share in jobs.map(partial(run_share, options), range(options.jobs)):
+            total.update(part for part, _ in share)
+            failed.update(part for part, is_failed in share if is_failed)
     print(f"\n{'inputs':<12}{'cases':>7}{'faults':>8}")
-    for part in total:
+    for part in sorted(total):
         print(f"{part:<12}{total[part]:>7}{failed[part]:>8}")
     print(f"{'all':<12}{total.total():>7}{failed.total():>8}   seed {options.seed}, {time.monotonic() - began:.0f} s")
     return int(failed.total() > 0)
