@@ -19,14 +19,13 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from pipeline.launch.failure import END_ORDER, ENDED_EARLY, HUNG, RESTART, StageEnd, merge_ends
+from pipeline.launch.failure import END_ORDER, ENDED_EARLY, HUNG, LOG_LEVEL, RESTART, StageEnd, merge_ends
 from pipeline.launch.ranks import Ranks
 from pipeline.launch.watchdog import RankState, is_hung, report, stacks, stopped_limit
 
 PERIOD = 0.2  # seconds between two exchanges with the store
 REPORT_TIMEOUT = 8.0
 """Seconds in which all launchers report how their ranks ended, after the first one has failed."""
-LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"  # PyTorch reads it when it is imported
 LAST_MESSAGE_TIMEOUT = 30.0
 """Seconds to wait until the other launchers have received the last message."""
 
@@ -118,12 +117,9 @@ class Control:
             self._exchange.start()
 
     def _connect(self) -> Any:
-        level = os.environ.get(LOG_LEVEL)
-        os.environ[LOG_LEVEL] = level or "ERROR"  # a lost store prints a C++ stack as a warning
+        os.environ.setdefault(LOG_LEVEL, "ERROR")
         from torch.distributed import PrefixStore, TCPStore
 
-        if level is None:
-            del os.environ[LOG_LEVEL]  # the ranks have their own level
         is_server = self._ranks.leads and not self._ranks.agent_store
         store = TCPStore(
             self._ranks.address,

@@ -14,6 +14,8 @@ FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
 LAUNCHER = "ZEROCHAT_LAUNCHER"
 ATTEMPT = "ZEROCHAT_ATTEMPT"
 STACK = "ZEROCHAT_STACK"  # the descriptor of the file for the Python stacks of a rank, which SIGUSR2 requests
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""PyTorch reads it at its import. At WARNING, a lost store or a lost rank prints C++ stacks before the one message."""
 USER_ERROR, CRASHED = 2, 1
 RESTART = 3  # the launcher starts the stage again: with smaller micro-batches, or from an earlier step
 UNFINISHED = 4  # of a rank that ended with status 0 before the stage was finished

@@ -36,6 +36,7 @@ from pipeline.launch.failure import (
     FINISHED,
     INTERRUPTED,
     LAUNCHER,
+    LOG_LEVEL,
     RESTART,
     STACK,
     STOPPED,
@@ -181,6 +182,7 @@ def _environment(ranks: Ranks, number: int, shared_store: bool) -> dict[str, str
     threads = max(1, (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1))
     env = {
         "OMP_NUM_THREADS": str(max(1, threads // ranks.local_world)),
+        LOG_LEVEL: "ERROR",
         **os.environ,
         "RANK": str(ranks.first + number),
         "WORLD_SIZE": str(ranks.world),

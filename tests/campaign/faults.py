@@ -8,6 +8,7 @@ left. Faults of disks, networks and cgroups need root; without it, their cases a
 """
 
 import argparse
+import os
 import random
 import re
 import tempfile
@@ -17,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
+from pipeline.launch.failure import LOG_LEVEL
 from tests.campaign import disk_faults, hang_faults, machine_faults, service_faults
 from tests.campaign.scenes import Fault, NotPossible, adopt_orphans, run
 
@@ -26,6 +28,12 @@ MODULES = (hang_faults, disk_faults, machine_faults, service_faults)
 def all_cases() -> list[Fault]:
     """Return the cases of the tables."""
     return [fault for module in MODULES for fault in module.cases()]
+
+
+def prepare_job() -> None:
+    """Prepare the process of a job."""
+    os.environ.setdefault(LOG_LEVEL, "ERROR")  # as in ranks; they are forked from a process that has imported torch
+    adopt_orphans()
 
 
 def run_number(number: int, folder: Path, seed: int) -> tuple[list[str] | str, float]:
@@ -50,7 +58,7 @@ def main(arguments: list[str]) -> int:
     total, failed, skipped = Counter[str](), Counter[str](), Counter[str]()
     began = time.monotonic()
     # Each job has its own process, because the orphans of a case become children of the process that runs the case.
-    jobs = ProcessPoolExecutor(options.jobs, get_context("spawn"), adopt_orphans)
+    jobs = ProcessPoolExecutor(options.jobs, get_context("spawn"), prepare_job)
     with tempfile.TemporaryDirectory(prefix="zerochat-faults-") as folder, jobs:
         running = {jobs.submit(run_number, number, Path(folder), options.seed): number for number in chosen}
         for done in as_completed(running):

@@ -45,6 +45,7 @@ def ends(run_dir: Path, world: int = 2):
 
 def test_ranks_learn_who_they_are(fake, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     assert ends(fake).status == 0
     env = [json.loads((fake / "sft" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in env] == [
@@ -53,6 +54,7 @@ def test_ranks_learn_who_they_are(fake, monkeypatch):
     assert env[0]["MASTER_PORT"] == env[1]["MASTER_PORT"]
     assert len({env[0]["GROUP"], env[1]["GROUP"], os.getpgrp()}) == 3
     assert env[0]["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert env[0]["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # a lost store prints no C++ stacks
 
 
 def test_a_mistake_of_the_user_is_said_once(fake, monkeypatch):
