@@ -1,13 +1,14 @@
 """Ranks that hang: each rank stopped in each phase, other collectives, and functions of the user that never return."""
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from tests.campaign.scenes import HANG_SECONDS, Fault, NotPossible, Scene
+from tests.campaign.scenes import HANG_SECONDS, SECONDS, Fault, NotPossible, Scene
 
 PHASES = {"ppo": ("generate", "score", "train", "evaluate", "save"), "reward": ("train", "save"), "sft": ("train",)}
 FUNCTION = """
@@ -47,7 +48,7 @@ def stop(rank: int, phase: str, scene: Scene) -> None:
 
 
 def freeze(rank: int, scene: Scene) -> None:
-    """Freeze a rank: it runs no instruction, but it is not stopped by a signal."""
+    """Freeze a rank during the steps: it runs no instruction, but it is not stopped by a signal."""
     group = Path(f"/sys/fs/cgroup/freezer/zerochat-{os.getpid()}")
     try:
         group.mkdir()
@@ -55,10 +56,13 @@ def freeze(rank: int, scene: Scene) -> None:
         raise NotPossible(f"no cgroup can be made: {problem}") from None
     try:
         scene.start()
-        scene.reach_any()
-        (group / "cgroup.procs").write_text(str(scene.ranks()[rank]))
+        scene.reach(1)  # before the first step and after the last one, the limit is half an hour
+        process = scene.ranks()[rank]
+        (group / "cgroup.procs").write_text(str(process))
         (group / "freezer.state").write_text("FROZEN")
-        time.sleep(HANG_SECONDS + 8)
+        until = time.monotonic() + SECONDS
+        while not has_signal(process, signal.SIGKILL) and time.monotonic() < until:
+            time.sleep(0.1)
         (group / "freezer.state").write_text("THAWED")  # a frozen process does not end
         scene.end()
     finally:
@@ -67,6 +71,12 @@ def freeze(rank: int, scene: Scene) -> None:
         while (group / "cgroup.procs").read_text():
             time.sleep(0.05)
         group.rmdir()
+
+
+def has_signal(process: int, number: int) -> bool:
+    """Return whether a signal waits for a process that cannot receive it now."""
+    (waiting,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return bool(int(waiting, 16) >> (number - 1) & 1)
 
 
 def call(scene: Scene) -> None:
