@@ -78,7 +78,9 @@ def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
     unit, kind = STAGES[stage].step, STAGES[stage].examples
     counted_steps = f"{steps} {unit}{'s' if steps > 1 else ''}"
     batch_size, passes = section.batch_size, steps * section.batch_size / examples
-    print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes:.2g} passes over {examples}", flush=True)
+    cut = section.steps is not None and steps < section.steps
+    limit = f"; {stage}.epochs={section.epochs:g} ends before {stage}.steps={section.steps}" if cut else ""
+    print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes:.2g} passes over {examples}{limit}", flush=True)
     if section.steps is None and steps < FEW_STEPS:
         advice = f"{stage}.epochs={math.ceil(FEW_STEPS * batch_size / examples)}, or a smaller {stage}.batch_size"
         print(f"warning: {stage}: {counted_steps} will hardly teach anything: {advice}", file=sys.stderr, flush=True)

@@ -15,3 +15,10 @@ def test_what_a_stage_will_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     log_steps("ppo", section, 20, 1280)
     said = capsys.readouterr()
     assert said.out.endswith("ppo: 20 rollouts of 64 prompts, 1 passes over 1280\n") and said.err == ""
+
+
+def test_a_stage_that_its_epochs_end_names_both_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    section = tiny_config().ppo.model_copy(update={"batch_size": 32, "steps": 15, "epochs": 1.0})
+    log_steps("ppo", section, 11, 366)
+    line = "ppo: 11 rollouts of 32 prompts, 0.96 passes over 366; ppo.epochs=1 ends before ppo.steps=15\n"
+    assert capsys.readouterr().out == line
