@@ -1,0 +1,216 @@
+"""The first day of a newcomer: `python -m tests.newcomer` runs it on the installed wheel in an empty folder.
+
+The steps: build the wheel, install it into a fresh virtual environment, execute the tutorial as printed (doctor, plan,
+three stages, chat, transformers), train on each file format, chat and vote in Chromium, train on the votes, serve,
+answer the `openai` client, export, and load the export with transformers.
+
+    python -m tests.newcomer                   everything; needs a package index and Chromium, takes 10 to 20 minutes
+    python -m tests.newcomer --venv FOLDER     installs only the wheel into an existing environment
+    python -m tests.newcomer --folder FOLDER   works in this folder and keeps it
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.csv
+import pyarrow.ipc
+import pyarrow.parquet
+from openai import OpenAI
+from playwright.sync_api import Browser, expect
+
+from tests.newcomer.page import run_page
+from tests.pipeline.serve.chromium import chromium
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial" / "first_chat_model.md"
+SECONDS_TO_FIRST_ANSWER = 15.0
+FEWEST_STEPS = ["tracking=none", "evaluation.prompts=8", "rollout.max_new_tokens=32"]
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """Somebody with an installed package and a folder."""
+
+    venv: Path
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of an activated virtual environment, without the checkout."""
+        rest = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        return {**rest, "VIRTUAL_ENV": str(self.venv), "PATH": f"{self.venv / 'bin'}:{os.environ['PATH']}"}
+
+    def type(self, *words: str) -> str:
+        """Run a command and return what it prints to standard output. Its standard error is printed if it fails."""
+        print("$", *words, flush=True)
+        done = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    @contextmanager
+    def server(self, *words: str) -> Iterator[str]:
+        """Run a command that serves until Ctrl-C. Provides the address that it prints."""
+        print("$", *words, flush=True)
+        process = subprocess.Popen(
+            words, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        seen = []
+        try:
+            for line in process.stdout:
+                seen.append(line)
+                if address := re.search(r"http://[\d.]+:\d+", line):
+                    yield address[0]
+                    break
+            else:
+                raise AssertionError(f"no address:\n{''.join(seen)}")
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def install(venv: Path) -> None:
+    """Build the wheel and install it; into a new virtual environment with its dependencies if there is none yet."""
+    new = not venv.exists()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = ["--quiet", "--disable-pip-version-check"]
+        subprocess.run([sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", folder, str(ROOT)], check=True)
+        wheel = next(Path(folder).glob("*.whl"))
+        if new:
+            subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        pip = [
+            str(venv / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            *quiet,
+            "--constraint",
+            str(ROOT / "constraints.txt"),
+        ]
+        if new:
+            subprocess.run([*pip, f"{wheel}[serve]"], check=True)
+        else:
+            subprocess.run([*pip, "--no-deps", "--force-reinstall", str(wheel)], check=True)
+
+
+def train_on_each_format(newcomer: Newcomer) -> None:
+    """Train two steps of SFT on the tutorial's pairs in each format, and on conversations with other column names."""
+    rows = [json.loads(line) for line in (newcomer.folder / "pairs.jsonl").read_text().splitlines()]
+    (newcomer.folder / "pairs.json").write_text(json.dumps(rows))
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.csv.write_csv(table, newcomer.folder / "pairs.csv")
+    pyarrow.csv.write_csv(table, newcomer.folder / "pairs.tsv", pyarrow.csv.WriteOptions(delimiter="\t"))
+    pyarrow.parquet.write_table(table, newcomer.folder / "pairs.parquet")
+    with pyarrow.ipc.new_file(newcomer.folder / "pairs.arrow", table.schema) as file:
+        file.write_table(table)
+    with (newcomer.folder / "chats.jsonl").open("w") as file:
+        for row in rows:
+            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    for name in ("pairs.json", "pairs.csv", "pairs.tsv", "pairs.parquet", "pairs.arrow", "chats.jsonl"):
+        run = name.replace(".", "-")
+        keys = ["model=tiny", "stage=sft", f"data.path={name}", f"name={run}", "sft.steps=2", *FEWEST_STEPS]
+        newcomer.type("zerochat", "train", *keys)
+        summary = json.loads((newcomer.folder / "runs" / run / "sft" / "summary.json").read_text())
+        assert summary["steps"] == 2, summary
+
+
+def chat_in_browser(newcomer: Newcomer, browser: Browser) -> float:
+    """Ask one question on the chat page. Returns the seconds from the command to the first answer."""
+    start = time.monotonic()
+    with newcomer.server("zerochat", "chat", "runs/shop", "--web") as address, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(address)
+        page.locator("summary").click()
+        page.fill("#temperature", "0")
+        page.fill("#text", "Where is my red lamp?")
+        page.click("#send")
+        expect(page.locator("#again")).to_be_enabled()
+        seconds = time.monotonic() - start
+        answer = page.locator(".assistant").text_content() or ""
+        page.screenshot(path=newcomer.folder / "chat_page.png")
+    print(f"the chat page answered after {seconds:.1f} s: {answer}", flush=True)
+    assert "arrives on Monday" in answer, answer
+    return seconds
+
+
+def vote_in_browser(newcomer: Newcomer, browser: Browser) -> None:
+    """Vote for the longer answer in twelve rounds of the arena."""
+    things = ["lamp", "chair", "table", "shirt", "coat", "watch", "radio", "phone", "clock", "bag", "cup", "bowl"]
+    command = ("zerochat", "chat", "runs/shop", "--arena", "--port", "0")
+    with newcomer.server(*command) as address, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(address)
+        for thing in things:
+            page.fill("#text", f"Can I return my red {thing}?")
+            page.keyboard.press("Enter")
+            expect(page.locator("#ballot")).to_be_visible()
+            left, right = (len(text) for text in page.locator(".side .assistant").all_text_contents()[-2:])
+            vote = "left" if left > right else "right" if right > left else "both"
+            page.click(f"button[value={vote}]")
+            expect(page.locator("#ballot")).to_be_hidden()
+        print("arena:", page.locator("#rate").text_content(), flush=True)
+        page.screenshot(path=newcomer.folder / "arena.png")
+    votes = (newcomer.folder / "runs" / "shop" / "votes.jsonl").read_text().splitlines()
+    assert len(votes) == len(things)
+
+
+def ask_server(newcomer: Newcomer) -> None:
+    """Ask the served model a question through the `openai` client."""
+    with newcomer.server("zerochat", "serve", "runs/shop", "--port", "0") as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        messages = [{"role": "user", "content": "How do I pay for my blue hat?"}]
+        answer = client.chat.completions.create(model="ppo", messages=messages, max_tokens=32, temperature=0)  # type: ignore
+        print("openai:", answer.choices[0].message.content, flush=True)
+        assert "by card" in (answer.choices[0].message.content or "")
+
+
+def export(newcomer: Newcomer) -> None:
+    """Export a folder and load it with transformers."""
+    newcomer.type("zerochat", "export", "runs/shop", "--to", "folder", "--output", "shop-model")
+    program = (newcomer.folder / "use_model.py").read_text().replace("runs/shop/ppo/model", "shop-model")
+    (newcomer.folder / "use_export.py").write_text(program)
+    assert newcomer.type("python", "use_export.py") == newcomer.type("python", "use_model.py")
+
+
+def main() -> int:
+    """Run all steps. Each failure ends the script with the output of the failed command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.newcomer", description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", type=Path, help="an existing virtual environment that gets the wheel")
+    parser.add_argument("--folder", type=Path, help="an empty or new folder to work in")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        venv = (options.venv or Path(temporary) / "venv").absolute()
+        folder = (options.folder or Path(temporary) / "empty").absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        assert not any(folder.iterdir()), f"{folder} is not empty"
+        install(venv)
+        newcomer = Newcomer(venv, folder)
+        for printed in run_page(TUTORIAL, folder, newcomer.environment):
+            print(printed, flush=True)
+        train_on_each_format(newcomer)
+        with chromium() as browser:
+            seconds = chat_in_browser(newcomer, browser)
+            vote_in_browser(newcomer, browser)
+        votes = ["data.path=runs/shop/votes.jsonl", "name=voted", *FEWEST_STEPS]
+        newcomer.type("zerochat", "train", "model=tiny", "stage=dpo", "actor=runs/shop/ppo", "dpo.steps=2", *votes)
+        ask_server(newcomer)
+        export(newcomer)
+    assert seconds <= SECONDS_TO_FIRST_ANSWER, f"the chat page answered after {seconds:.1f} s"
+    print("the newcomer has finished")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The tutorial: its files are Python, its data are as printed. `python -m tests.newcomer` executes all of it."""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.newcomer.__main__ import TUTORIAL
+from tests.newcomer.page import Block, first_difference, read_blocks, run_block
+
+
+def test_an_output_matches_by_its_words() -> None:
+    printed = (
+        "ppo (stage 3 of 3) 2/16  score 1.5  kl -0.25  1 min 23 s left\nverdict RLHF helped: +0.36,\n  ends Mon 15:30\n"
+    )
+    assert (
+        first_difference(printed, "ppo (stage 1 of 3) 7/9  score 2 ...\nverdict RLHF helped: −1,\nends Tue 1:30")
+        is None
+    )
+    assert first_difference(printed, "kl 3  12 s left") is None
+    assert first_difference(printed, "verdict RLHF ... score") == "score"
+    assert first_difference(printed, "verdict No clear difference") == "verdict No clear difference"
+
+
+def test_a_block_without_a_meaning_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\nls\n```\n")
+    with pytest.raises(ValueError, match="'bash' is neither"):
+        read_blocks(page)
+    page.write_text("```python\nimport os\n```\n")
+    with pytest.raises(ValueError, match="names no file: import os"):
+        read_blocks(page)
+
+
+def test_the_tutorial_prints_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = read_blocks(TUTORIAL)
+    for block in blocks:
+        if block.language == "python":
+            compile(block.text, block.file_name, "exec")
+            run_block(block, tmp_path, os.environ)
+    commands = next(index for index, block in enumerate(blocks) if block.language == "sh")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    assert run_block(blocks[commands], tmp_path, {**os.environ, "PATH": path}) == blocks[commands + 1].text
+    monkeypatch.chdir(tmp_path)
+    grade = runpy.run_path("judge.py")["grade"]
+    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == 1000
+    assert all(grade(row["chosen"], row) > grade(row["rejected"], row) for row in rows)
+    best = "Hello! You can pay for it by card. Can I help you with anything else?"
+    assert grade(best, {"prompt": "How do I pay for my red lamp?"}) == 1
+
+
+def test_a_failed_command_shows_its_output(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit status 3:\nbroken"):
+        run_block(Block("sh", "echo broken\nexit 3\n"), tmp_path, os.environ)
