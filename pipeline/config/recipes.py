@@ -27,6 +27,7 @@ UNKNOWN_SIZE = "3b-to-15b"
 LORA_RATES = "lora_lr"
 RATE_FACTOR = 3.0  # a learning rate is usual between a third and three times the value of the recipe
 PLAIN_DPO = ("sigmoid", "ipo")  # the losses of the preference stage that recipes have a learning rate for
+LENGTH_SECTIONS = ("sft", "reward", "dpo", "ppo")  # their max_length; the lengths of `rollout` have other names
 SCORER_SETTINGS = (("reward", "lr"), ("ppo", "critic_lr"), (LORA_RATES, "reward"))
 """The settings of reward model and critic, which depend on the size of `reward_model`."""
 
@@ -109,7 +110,7 @@ def select(values: Mapping[str, str | None]) -> Recipe | None:
     found = _of_model(values, "model", str(model), data, for_data, is_own=has_own_model(values))
     if found is None:
         return None
-    recipe = read_recipe(*found)
+    recipe = _within(read_recipe(*found), _positions(_architecture(values, "model")))
     scorer = values.get("reward_model", values.get("model@reward_model"))
     own_scorer = scorer is None and bool(values.keys() & {"reward_model.path", "reward_model.hub"})
     if scorer is None and not own_scorer:
@@ -175,6 +176,31 @@ def _with_scorer(recipe: Recipe, scorer: Recipe) -> Recipe:
             settings[section] = {**settings.get(section, {}), key: value}
     reason = scorer.reason.replace("the model has", "which has")
     return Recipe(recipe.name, f"{recipe.reason}; reward model and critic as {scorer.name}, {reason}", settings)
+
+
+def _positions(fields: Mapping[str, Any]) -> int | None:
+    """Return the number of positions of an architecture; None if it has no limit, or the limit is not known."""
+    fields = fields.get("text_config") or fields
+    found = fields.get("max_position_embeddings") or fields.get("n_positions")
+    return found if isinstance(found, int) else None
+
+
+def _within(recipe: Recipe, positions: int | None) -> Recipe:
+    """Return a recipe with lengths that fit a model of this many positions, and a reason that names the limit."""
+    if positions is None:
+        return recipe
+    settings = dict(recipe.settings)
+    for name in LENGTH_SECTIONS:
+        if settings.get(name, {}).get("max_length", 0) > positions:
+            settings[name] = {**settings[name], "max_length": positions}
+    rollout = settings.get("rollout", {})
+    prompt, answer = rollout.get("max_prompt_tokens", 0), rollout.get("max_new_tokens", 0)
+    if prompt and answer and prompt + answer > positions:  # both get shorter by the same factor
+        longest = max(1, positions * prompt // (prompt + answer))
+        settings["rollout"] = {**rollout, "max_prompt_tokens": longest, "max_new_tokens": positions - longest}
+    if settings == recipe.settings:
+        return recipe
+    return Recipe(recipe.name, f"{recipe.reason}, and {positions} positions, which limit the lengths", settings)
 
 
 def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGES
@@ -102,9 +103,11 @@ def _form(found: set[str], name: str) -> Form:
     if len(found & {"chosen", "rejected"}) == 1:
         (present,) = found & {"chosen", "rejected"}
         (absent,) = {"chosen", "rejected"} - found
+        misspelt = get_close_matches(absent, sorted(found - {present}), n=1)
+        rename = RENAME.replace("their name: our name", f"{misspelt[0]}: {absent}") if misspelt else RENAME
         raise UserError(
             f"{name}: there is a column {present}, but no column {absent}. Columns found: {', '.join(sorted(found))}. "
-            f"Preferences need both: add {absent}. {RENAME}."
+            f"Preferences need both: add {absent}. {rename}."
         )
     has_answer = bool(found & set(ANSWER_COLUMNS))
     if LABEL_COLUMN in found and (found & set(MESSAGE_COLUMNS) or (found & set(PROMPT_COLUMNS) and has_answer)):

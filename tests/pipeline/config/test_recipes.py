@@ -117,6 +117,15 @@ def test_an_own_model_is_measured_by_its_config_and_the_line_names_the_reason(tm
     assert compose_jobs(parse_command(["model=opt-30b", "~recipe"]))[0].recipe == ""
 
 
+def test_the_lengths_of_a_recipe_fit_a_model_with_few_positions(tmp_path):
+    fields = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 300}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    job = compose_jobs(parse_command([f"model.path={tmp_path}", "dpo.max_length=400"]))[0]
+    assert [job.raw[stage]["max_length"] for stage in ("sft", "reward", "dpo")] == [300, 300, 400]
+    assert (job.raw["rollout"]["max_prompt_tokens"], job.raw["rollout"]["max_new_tokens"]) == (200, 100)
+    assert "parameters, and 300 positions, which limit the lengths (" in job.recipe
+
+
 def test_the_table_of_the_guide_has_the_values_of_the_recipes():
     lines = (ROOT / "docs" / "guides" / "settings.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]

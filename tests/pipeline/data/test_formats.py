@@ -119,6 +119,8 @@ def test_a_lacking_column_is_named() -> None:
         UserError, match=r"t: there is a column chosen, but no column rejected\. Columns found: chosen, prompt"
     ):
         detect(["prompt", "chosen"], "t")
+    with pytest.raises(UserError, match=r"add chosen\. To rename .*columns: \{choosen: chosen\}\}\]\"\."):
+        detect(["prompt", "choosen", "rejected"], "t")
 
 
 @pytest.mark.parametrize(
