@@ -164,9 +164,11 @@ def large_updates(rows: Sequence[Row]) -> Finding | None:
 def update_kl(rows: Sequence[Row]) -> Finding | None:
     """Find updates that are too large, by the KL per token between the policy before and after the update.
 
-    OpenAI's Spinning Up (2018) ends an update early at 0.015 nats. The limit here is about seven times as large.
+    OpenAI's Spinning Up (2018) ends an update early at 0.015 nats. The limit here is about seven times as large. The
+    rule uses the median of the rollouts: one token whose probability rises several thousandfold can dominate the mean
+    in a normal run, because the estimate contains the ratio of the probabilities.
     """
-    kl = _mean(rows, "approx_kl")
+    kl = _mean(rows, "approx_kl", statistics.median)
     if kl is None or kl <= UPDATE_KL:
         return None
     return Finding(
@@ -286,7 +288,9 @@ ROLLOUT_RULES: Sequence[Callable[[Sequence[Row]], Finding | None]] = (
 )
 
 
-def _mean(rows: Sequence[Row], name: str) -> float | None:
-    """Return the mean of a metric over the last `WINDOW` rollouts; None if one of them lacks it."""
+def _mean(
+    rows: Sequence[Row], name: str, average: Callable[[Sequence[float]], float] = statistics.fmean
+) -> float | None:
+    """Return the average of a metric over the last `WINDOW` rollouts; None if one of them lacks it."""
     values = [row[name] for row in rows[-WINDOW:] if name in row and math.isfinite(row[name])]
-    return statistics.fmean(values) if len(values) == WINDOW else None
+    return average(values) if len(values) == WINDOW else None

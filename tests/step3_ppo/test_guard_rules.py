@@ -39,7 +39,8 @@ def test_a_healthy_run_has_no_findings() -> None:
     ("sign", "below", "above"),
     [
         ("clip fraction", {"clip_fraction": [0.1, 0.3, 0.35, 0.39]}, {"clip_fraction": [0.1, 0.3, 0.35, 0.42]}),
-        ("update KL", {"approx_kl": [9.0, 0.05, 0.05, 0.19]}, {"approx_kl": [0.0, 0.05, 0.05, 0.21]}),
+        ("update KL", {"approx_kl": [9.0, 0.12, 0.09, 0.08]}, {"approx_kl": [0.0, 0.05, 0.11, 0.12]}),
+        ("update KL", {"approx_kl": [0.0, 0.007, 7.95, 0.004]}, {"approx_kl": [0.0, 0.2, 7.95, 0.004]}),
         ("KL", {"kl": 10.0}, {"kl": 10.1}),  # 10 tokens
         ("KL rate", {"kl": [2.0, 3.0, 4.0, 5.0]}, {"kl": [2.0, 3.0, 4.0, 6.1]}),
         ("KL rate", {"kl": [0.1, 1.0, 2.0, 3.0]}, {"kl": [0.1, 1.0, 2.0, 3.2]}),
