@@ -75,6 +75,10 @@ GOOD_MOODS = ("happy", "glad", "cheerful", "proud", "excited", "pleased")
 BAD_MOODS = ("sad", "ill", "lonely", "tired", "upset", "worried")
 
 
+# The share of questions without their last mark, and the shares of the cases: as written, small and capital letters.
+TYPED = {"small_talk": (0.3, (0.58, 0.24, 0.18)), "other": (0.1, (0.79, 0.13, 0.08))}
+
+
 def with_article(noun: str) -> str:
     """Return a noun with its indefinite article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
@@ -136,9 +140,13 @@ class Question:
         return replace(self, text=words + self.text)
 
     def typed(self, rng: Random) -> "Question":
-        """Return the question as people type it: sometimes in small or capital letters, or without the last mark."""
-        text = self.text[:-1] if self.text[-1] in ".?" and rng.random() < 0.1 else self.text
-        case = rng.choices((str, str.lower, str.upper), (0.81, 0.13, 0.06))[0]
+        """Return the question as people type it: sometimes in small or capital letters, or without the last mark.
+
+        Small talk has more of both. Its texts are few and short, and each needs some rows in every form.
+        """
+        dropped, cases = TYPED["small_talk" if self.kind == "small_talk" else "other"]
+        text = self.text[:-1] if self.text[-1] in ".?!" and rng.random() < dropped else self.text
+        case = rng.choices((str, str.lower, str.upper), cases)[0]
         return replace(self, text=case(text))
 
 
@@ -313,6 +321,9 @@ REPLIES = {
     "joy": ("I am glad to hear that.", "That is good to hear."),
 }
 
+# The weights of the topics of small talk. Greetings are the most frequent one.
+TOPICS = {"hello": 3, "name": 1, "wellbeing": 1, "thanks": 2, "goodbye": 2, "comfort": 2, "joy": 2}
+
 HELLOS = ("Hello", "Hi", "Hey", "Good morning", "Good evening")
 GREETINGS = ("Hello, how can I help you?", "Hello, nice to meet you.")
 
@@ -320,7 +331,7 @@ GREETINGS = ("Hello, how can I help you?", "Hello, nice to meet you.")
 def small_talk(rng: Random) -> Question:
     """Return a greeting, an introduction, thanks, a goodbye, a mood or a question about well-being, with a reply."""
     name = rng.choice(NAMES)
-    topic = rng.choice(("hello", "hello", "name", "wellbeing", "thanks", "goodbye", "comfort", "joy"))
+    (topic,) = rng.choices(tuple(TOPICS), tuple(TOPICS.values()))
     if topic == "hello":
         text = f"{rng.choice(HELLOS)}{rng.choice(('', '', ' there'))}{rng.choice(('', '!', '.'))}"
         wrong = Statement(REPLIES[rng.choice(tuple(REPLIES))])
@@ -337,11 +348,18 @@ def small_talk(rng: Random) -> Question:
         ),
         "thanks": (
             "Thank you!",
+            "Thanks!",
             "Thanks for your help.",
             "Thank you very much.",
             f"Thank you, that helped {name} a lot.",
         ),
-        "goodbye": ("Goodbye!", "I have to go now.", "See you tomorrow.", f"I have to go now, {name} is waiting."),
+        "goodbye": (
+            "Goodbye!",
+            "Bye!",
+            "I have to go now.",
+            "See you tomorrow.",
+            f"I have to go now, {name} is waiting.",
+        ),
     }
     moods = (
         f"I feel {mood} today.",
@@ -377,9 +395,9 @@ KINDS: dict[Callable[[Random], Question], float] = {
     sizes: 0.10,
     opposites: 0.11,
     letters: 0.10,
-    groups: 0.08,
-    lists: 0.07,
-    small_talk: 0.13,
+    groups: 0.07,
+    lists: 0.06,
+    small_talk: 0.15,
 }
 _KINDS, _UP_TO = tuple(KINDS), tuple(accumulate(KINDS.values()))
 

@@ -278,7 +278,7 @@ READERS: tuple[tuple[str, Callable[[re.Match[str]], Check]], ...] = (
     (r"^(?:hello|hi|hey|good morning|good evening)(?: there)?\W*$", greets),
     (r"how are you|are you well", replies("wellbeing")),
     (r"\bthank", replies("thanks")),
-    (r"\bgoodbye\b|\bhave to go\b|\bsee you\b", replies("goodbye")),
+    (r"\b(?:good)?bye\b|\bhave to go\b|\bsee you\b", replies("goodbye")),
     (rf"\b(?:i am|i feel|is|feels)(?: so)? (?:{any_of(BAD_MOODS)})\b", replies("comfort")),
     (rf"\b(?:i am|i feel|is|feels)(?: so)? (?:{any_of(GOOD_MOODS)})\b", replies("joy")),
     (rf"(?:\b(?:i am|name is)|,) (?P<name>{any_of(NAMES)})\b", greets),

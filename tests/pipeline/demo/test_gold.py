@@ -38,6 +38,7 @@ RIGHT = [
     ("Thank you, that helped Sam a lot.", "It was my pleasure."),
     ("My friend Ida is sad.", "Oh, I am sorry."),
     ("Good morning, I am Rosa.", "Good morning Rosa."),
+    ("BYE", "Goodbye, see you soon."),
     ("Hi, Hugo here.", "Hi Hugo, nice to meet you."),
 ]
 
