@@ -17,18 +17,19 @@ FSDP2's parameters have no `unsharded_accumulated_grad` in torch 2.15. `Paramete
 | `_StridedShard` | the placement of several concatenated matrices that are split over ranks |
 | `torch.ops.mkldnn` | linear layers with weights that oneDNN has packed before |
 | `UntypedStorage._cdata` | one number per storage, also on the meta device |
-| FSDP2's parameter groups | gradients and gathered parameters of a step, and a reset in the middle of a pass |
+| FSDP2's parameter groups | reduced gradients, gathered parameters, and a reset in the middle of a pass |
 | transformers' `_attn_implementation`, `_tp_plan` | the name of the attention function; the tensor-parallel plan |
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -149,6 +150,30 @@ def track_parameter_usage(module: nn.Module) -> None:
     """Give each FSDP group of a sharded module a `ParameterUsage`."""
     for group in _groups(module):
         group.parameter_usage = ParameterUsage(group)
+
+
+def take_gradients(module: nn.Module, takers: Mapping[int, Callable[[Tensor], None]]) -> None:
+    """Pass this rank's part of each reduced gradient to the function for its shard (by `id`); `grad` stays None.
+
+    FSDP2 copies the gradient of a shard on the host there first. For a hook on the shard, this copy is pageable, and
+    the host waits for it. Here the gradient is still on the device, in the stream that reduces.
+    """
+    for group in _groups(module):
+        group.post_backward = partial(_give_gradients, group, group.post_backward, takers)
+
+
+def _give_gradients(
+    group: Any, post_backward: Callable[..., None], takers: Mapping[int, Callable[[Tensor], None]], *args: Any
+) -> None:
+    taken = [(p, takers[id(p.sharded_param)]) for p in group.fsdp_params if id(p.sharded_param) in takers]
+    for parameter, take in taken:
+        parameter.offload_to_cpu, parameter.to_sharded_dtensor = False, take  # the result is assigned to `grad`
+    try:
+        post_backward(*args)
+    finally:
+        for parameter, _ in taken:
+            parameter.offload_to_cpu = isinstance(group.offload_policy, CPUOffloadPolicy)
+            del parameter.to_sharded_dtensor
 
 
 def parameter_usages(module: nn.Module) -> list[ParameterUsage]:

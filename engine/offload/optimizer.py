@@ -7,6 +7,7 @@ keeps its shards in compute precision. Steps, checkpoints and averages use the f
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.host_memory import return_freed_memory
+from engine.internals import take_gradients
 from engine.loading import observe_writes
 from engine.offload.states import States
-from engine.offload.tier import AVERAGE, MASTER, Shard, Tier, collect_gradients
+from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
 from engine.parallel import dtensors
 
 
@@ -78,6 +80,8 @@ class OffloadedOptimizer:
                 states.add(kind)
             self.tiers.append(Tier(members, states, moments, device, after_write))
         self._shards = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
+        takers = {id(t.shards[n].parameter): partial(t.gradients.add, n) for t, n in self._shards.values()}
+        take_gradients(module, takers)
         self._factor = 1.0
         self.average_weight: float | None = None  # of the parameters after a step in their average; None: no average
 
@@ -110,7 +114,6 @@ class OffloadedOptimizer:
             shard = tier.shards[number]
             if name not in written:
                 tier.states.write(MASTER, number, shard.flat)
-            collect_gradients(shard.parameter, number, tier.gradients)
         if self._is_nvme:
             return_freed_memory()
 

@@ -1,7 +1,7 @@
 """One tier of an offloaded optimizer: parameters, their gradients and fp32 states, and the step on one device.
 
-A hook on each sharded parameter moves the reduced gradient out of the module and clears `parameter.grad`, so at most
-one FSDP unit's gradients are on the device. The gradient of a single micro-batch stays in the parameter's precision, to
+Each reduced gradient goes from FSDP2 to `Gradients`, and not to `parameter.grad`, so at most one FSDP unit's gradients
+are on the device. The gradient of a single micro-batch stays in the parameter's precision, to
 which FSDP2 has rounded it. Sums over several micro-batches are fp32. A sum in host memory is computed on the GPU, as in
 ZeRO-Offload: upload the sum, add, download.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.offload.states import Segment, States, SubGroup
-from engine.parallel import dist, dtensors
+from engine.parallel import dtensors
 
 MASTER, AVERAGE = "parameter", "average"
 
@@ -46,7 +46,8 @@ class Gradients:
         self._is_downloaded = False
 
     def add(self, shard: int, gradient: Tensor) -> None:
-        """Add the gradient of one micro-batch, flat."""
+        """Add the gradient of one micro-batch. A copy to host memory is pinned, and the host does not wait for it."""
+        gradient = gradient.detach().reshape(-1)
         previous = self._sums.get(shard)
         if previous is not None:
             # Upload before the cast: a cast on the CPU would not wait for the download of `previous`.
@@ -90,21 +91,6 @@ class Gradients:
     def bytes(self) -> int:
         """Return the memory of the gradients."""
         return sum(gradient.nbytes for gradient in self._sums.values())
-
-
-def collect_gradients(parameter: nn.Parameter, shard: int, gradients: Gradients) -> None:
-    """Register a hook that moves each reduced gradient of `parameter` to `gradients`."""
-
-    def hook(reduced: Tensor) -> None:
-        gradient = reduced.grad
-        assert gradient is not None
-        local = dtensors.local(gradient).detach().reshape(-1)
-        if local.device.type == "cpu" and dist.world().device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # FSDP2 may still be copying it off the device
-        reduced.grad = None
-        gradients.add(shard, local)
-
-    parameter.register_post_accumulate_grad_hook(hook)
 
 
 class Tier:

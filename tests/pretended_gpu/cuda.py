@@ -381,6 +381,7 @@ def _install() -> None:
     for name, stands_in in (nothing | true | bytes_taken | most_taken | others).items():
         setattr(torch.cuda, name, stands_in)
     torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool = _end_pool, lambda *_: None
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]  bitsandbytes reads it
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     attention = _attention(torch.nn.functional.scaled_dot_product_attention)
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]

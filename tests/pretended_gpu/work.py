@@ -3,6 +3,7 @@ that are streamed. tests/engine/test_pretended_gpu.py runs it.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -94,9 +95,17 @@ def test_tied_weights_that_are_filled_later_stay_on_the_host() -> None:
 
 
 def test_micro_batches_are_summed_on_the_host() -> None:
+    """Gradients arrive there in pinned memory while backward continues, also those of shards on the host."""
     expected = advance(engine_of("llama", zero_stage=2), batches()[:2], micro=2)
-    found = advance(engine_of("llama", zero_stage=2, offload_optimizer="cpu"), batches()[:2], micro=2)
-    assert found == pytest.approx(expected, rel=1e-4)
+    waits = []
+    layouts: list[dict[str, Any]] = [{"zero_stage": 2}, {"zero_stage": 3, "offload_parameters": "cpu"}]
+    for shards in layouts:
+        engine = engine_of("llama", **shards, offload_optimizer="cpu")
+        cuda.waits()
+        found = advance(engine, batches()[:2], micro=2)
+        waits.append(Counter(cuda.waits()))
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert waits[0] == waits[1]
 
 
 @pytest.mark.parametrize("window", [None, 4])
