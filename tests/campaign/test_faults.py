@@ -32,7 +32,8 @@ def f(answer, row):
 
 
 def test_an_endless_loop_of_a_real_reward_function_is_named_and_the_stage_starts_again() -> None:
-    keys = ("ranks=2", "restarts=1", "engine.hang_seconds=1", "name=x", "data.path=a.jsonl", "ppo.batch_size=8")
+    keys = ("ranks=2", "restarts=1", "engine.hang_seconds=1", "name=x", "data.path=a.jsonl", "ppo.batch_size=8",
+            "evaluation.temperatures=[1.0]")  # fmt: skip
     with fixtures({"model"}) as folder:
         (folder / "f.py").write_text(LOOPS_ONCE)
         (folder / "a.jsonl").write_text(lines(chats()))

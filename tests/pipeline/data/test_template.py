@@ -167,8 +167,9 @@ def test_numbers_within_the_bounds_are_rounded_and_divided() -> None:
 
 
 def test_long_conversations_and_stars_stay_within_the_bounds() -> None:
-    texts = [str(number) for number in range(200)]
-    assert len(segments(tokenizer(CHATML), chat(*texts))) == 200
+    assert len(segments(tokenizer(CHATML), chat(*map(str, range(20))))) == 20
+    fragments = ChatTemplate(tokenizer(CHATML))._render(("user", "assistant") * 5000, generation_prompt=True)
+    assert [each for each in fragments if isinstance(each, int)] == list(range(10_000))
     stars = "{{ '**bold**' }}{{ 2 ** 4095 > 3 * 5 - 2 }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert segments(tokenizer(stars), chat("a")) == [("**bold**Truea", False)]
 
