@@ -74,9 +74,9 @@ def check_evaluation(now: Mapping[float, Grades], earlier: Mapping[int, Mapping[
     """
     found: dict[str, Finding] = {}
     for temperature, grades in now.items():
-        candidates = [against_judge(grades, temperature)]
         comparable = {step: before[temperature] for step, before in earlier.items() if temperature in before}
         initial = comparable.get(0)
+        candidates = [against_judge(grades, temperature, initial)]
         candidates += [fall(before, grades, step, temperature, initial) for step, before in comparable.items()]
         for finding in candidates:
             if finding is not None:
@@ -89,14 +89,20 @@ def judge_correlation(grades: Grades) -> float | None:
     return None if grades.rewards is None or grades.gold is None else rank_correlation(grades.rewards, grades.gold)
 
 
-def against_judge(grades: Grades, temperature: float) -> Finding | None:
+def against_judge(grades: Grades, temperature: float, initial: Grades | None = None) -> Finding | None:
     """Find a reward that ranks answers against the judge: the correlation is below 0 beyond its noise.
+
+    A gold score that has clearly risen above that of the evaluation `initial` of step 0 excludes this finding. The
+    answers of a trained policy differ little in quality, so the reward's preferences between prompts decide the ranks.
 
     The interval is Fisher's: atanh of the correlation has a standard error of 1 / sqrt(n - 3). For ranks the variance
     is larger by a factor of 1.06 (Fieller, Hartley & Pearson, 1957).
     """
     correlation, count = judge_correlation(grades), len(grades.gold or ())
     if correlation is None or count < FEWEST_PROMPTS:
+        return None
+    gain = _change(initial.gold, grades.gold) if initial is not None else None
+    if gain is not None and gain[1] > 0:
         return None
     half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(1.06 / (count - 3))
     if correlation >= -math.tanh(half):

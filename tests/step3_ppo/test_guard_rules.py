@@ -92,6 +92,17 @@ def test_a_reward_against_the_judge() -> None:
     assert against_judge(Grades(None, gold), 1.0) is None and against_judge(Grades(gold, None), 1.0) is None
 
 
+def test_a_gold_score_that_rose_clears_the_reward() -> None:
+    """A normal run whose greedy gold score rose by 0.31 had a rank correlation of -0.21 over 256 answers."""
+    gold = [float(i) for i in range(103)]
+    against = Grades(gold[::-1], gold)
+    risen = Grades(None, [value - (1.0 if value % 2 else 0.5) for value in gold])
+    unclear = Grades(None, gold[::-1])  # mean change 0
+    assert against_judge(against, 0.0, risen) is None and against_judge(against, 0.0, unclear) is not None
+    assert check_evaluation({0.0: against}, {0: {0.0: risen}}) == []
+    assert signs(check_evaluation({0.0: against}, {0: {0.0: unclear}})) == ["judge"]
+
+
 def test_a_fall_of_the_gold_score() -> None:
     """64 prompts: 16 fall by 1 and 48 stay. Mean -0.25, deviation sqrt(64/63 * 3/16), half width 3.225 * 0.0546."""
     before = Grades([0.0] * 64, [1.0] * 64)
