@@ -15,10 +15,10 @@ token, never logits. With m = max_r lse_r and w_r = e^(lse_r - m):
 Backward is the formula above over the rank's rows, with the lse and the entropy of all rows; the gradient of the hidden
 states is the sum over ranks.
 
-`token_logprobs` selects the implementation of `statistics` and `gradients`: Triton on GPUs, otherwise the torch
-reference in this file. The reference walks the vocabulary in blocks, so at most a block of logits, (N, block), is in
-memory; backward computes the logits again. With blocks of the vocabulary each row of the weight is read once, and its
-gradient is one product over all tokens, accumulated in fp32 and written once.
+`statistics` and `gradients` walk the vocabulary in blocks, so at most a block of logits, (N, block), is in memory;
+backward computes the logits again. Each row of the weight is read once, and its gradient is one product over all
+tokens, accumulated in fp32 and written once. The device's library multiplies. `reduce_block` and `block_gradient` are
+the passes between the products: Triton on GPUs, otherwise the torch references in this file.
 
 Shapes: N tokens, D hidden size, V vocabulary.
 """
@@ -37,9 +37,10 @@ from engine.kernels_triton.device import has_triton
 # Logits per block. On CPUs 8 MB of logits stay in the caches from the product to the sums; smaller blocks gain nothing.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
 SMALLEST_BLOCK = 256  # columns; fewer columns make slow matrix products
+ALIGNMENT = 16  # columns; products of rows that begin elsewhere are slower on GPUs
 
-Statistics = Callable[..., tuple[Tensor, Tensor, Tensor]]
-Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+Reduction = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Gradient = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,12 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def _implementation(hidden: Tensor) -> tuple[Statistics, Gradients]:
+def _implementation(hidden: Tensor) -> tuple[Reduction, Gradient]:
     if hidden.is_cuda and has_triton():
         from engine.kernels_triton import token_logprobs as in_triton
 
-        return in_triton.statistics, in_triton.gradients
-    return statistics, gradients
+        return in_triton.reduce_block, in_triton.block_gradient
+    return reduce_block, block_gradient
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -103,7 +104,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         targets = targets if shard is None else targets - shard.first
-        logprobs, entropy, lse = _implementation(hidden)[0](head, hidden, weight, targets, bias)
+        logprobs, entropy, lse = statistics(head, hidden, weight, targets, bias)
         if shard is None:
             logprobs = torch.where((targets >= 0) & (targets < len(weight)), logprobs, torch.nan)
         else:
@@ -122,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, bias, lse, entropy = ctx.saved_tensors
         needs = ctx.needs_input_grad
         d_logprobs = torch.zeros_like(lse) if d_logprobs is None else d_logprobs
-        d_hidden, d_weight, d_bias = _implementation(hidden)[1](
+        d_hidden, d_weight, d_bias = gradients(
             ctx.head, hidden, weight, targets, bias, lse, entropy, d_logprobs, d_entropy,
             needs=(needs[0], needs[1], needs[3]),
         )  # fmt: skip
@@ -138,9 +139,9 @@ class Head:
     temperature: float
     softcap: float | None
 
-    def logits(self, products: Products, hidden: Tensor, rows: Tensor, bias: Tensor | None, room: Tensor) -> Tensor:
-        """Return z, (N, block) fp32, in `room`; hidden and rows are operands of `products`."""
-        z = products(hidden, rows.T, room)
+    def logits(self, products: Tensor, bias: Tensor | None) -> Tensor:
+        """Return z from the products of hidden states and rows of the head, (N, block) fp32, in place."""
+        z = products
         if bias is not None:
             z += bias
         if self.softcap is not None:
@@ -161,26 +162,40 @@ def statistics(
 
     A target outside of the rows counts as logit 0.
     """
+    reduce, _ = _implementation(hidden)
     lses, entropies = [], []  # of each block
     target_logits = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     products, blocks = Products(hidden, weight), _blocks(hidden, weight)
-    logits, weights = (_Buffer.widest(hidden, blocks) for _ in range(2))
-    operand = products.operand(hidden)
+    buffers, operand = Buffers(len(hidden), hidden.device), products.operand(hidden)
     for start, end in blocks:
         rows = products.operand(weight[start:end])
-        z = head.logits(products, operand, rows, None if bias is None else bias[start:end], logits(end - start))
-        columns, is_inside = _columns(targets - start, end - start)
-        target_logits += z.gather(-1, columns)[:, 0] * is_inside
-        highest = z.amax(-1, keepdim=True)
-        w = torch.exp(z.sub_(highest), out=weights(end - start))
-        total, moment = w.sum(-1), w.mul_(z).sum(-1)
-        lses.append(highest[:, 0] + total.log())
-        entropies.append(total.log() - moment / total)
+        z = products(operand, rows.T, buffers.for_products(end - start))
+        lse, entropy, logits = reduce(head, z, None if bias is None else bias[start:end], targets - start, buffers)
+        lses.append(lse)
+        entropies.append(entropy)
+        target_logits += logits
     stacked = torch.stack(lses)
     lse = stacked.logsumexp(0)
     log_share = stacked - lse  # the log-probability of a block
     entropy = (log_share.exp() * (torch.stack(entropies) - log_share)).sum(0)
     return target_logits - lse, entropy, lse
+
+
+def reduce_block(
+    head: Head, products: Tensor, bias: Tensor | None, targets: Tensor, buffers: "Buffers"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-sum-exp, the entropy and the target's logit of each token within a block, (N,) fp32 each.
+
+    products: (N, block) fp32 of hidden states and rows of the head, may be overwritten. bias: (block,). targets: (N,)
+    count from the block's first column; the logit of a target outside of the block is 0.
+    """
+    z = head.logits(products, bias)
+    columns, is_inside = _columns(targets, z.shape[1])
+    logits = z.gather(-1, columns)[:, 0] * is_inside
+    highest = z.amax(-1, keepdim=True)
+    w = torch.exp(z.sub_(highest), out=buffers("slopes", z.shape[1]))
+    total, moment = w.sum(-1), w.mul_(z).sum(-1)
+    return highest[:, 0] + total.log(), total.log() - moment / total, logits
 
 
 def gradients(
@@ -200,44 +215,56 @@ def gradients(
 
     `lse` and `entropy` may be those of more rows than `weight` has; a target outside of the rows adds to no gradient.
     """
+    _, gradient = _implementation(hidden)
     d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
     products, blocks = Products(hidden, weight), _blocks(hidden, weight)
     d_weight = torch.empty_like(weight, dtype=products.dtype) if needs[1] else None
     d_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
-    dtypes = (torch.float32, torch.float32, products.dtype)
-    logits, slopes, narrow = (_Buffer.widest(hidden, blocks, dtype) for dtype in dtypes)
-    operand, rounded = products.operand(hidden), hidden.to(products.dtype)
+    buffers, operand = Buffers(len(hidden), hidden.device), products.operand(hidden)
+    rounded = hidden.to(products.dtype)
     for start, end in blocks:
         rows = products.operand(weight[start:end])
-        z = head.logits(products, operand, rows, None if bias is None else bias[start:end], logits(end - start))
-        dz = _logit_gradient(z, targets - start, lse, entropy, d_logprobs, d_entropy, out=slopes(end - start))
-        head.back(dz, z)
+        z = products(operand, rows.T, buffers.for_products(end - start))
+        dz = gradient(
+            head, z, None if bias is None else bias[start:end], targets - start, lse, entropy, d_logprobs, d_entropy,
+            products.dtype, buffers,
+        )  # fmt: skip
         if d_bias is not None:
-            d_bias[start:end] = dz.sum(0)
-        if dz.dtype != products.dtype:
-            dz = narrow(end - start).copy_(dz)
-        if d_hidden is not None:
-            d_hidden += product_of(dz, weight[start:end].to(products.dtype))
+            d_bias[start:end] = dz.sum(0, dtype=torch.float32)
+        if d_hidden is not None:  # a GPU adds the blocks without rounding each of them
+            d_hidden += products(dz, rows) if dz.is_cuda else product_of(dz, weight[start:end].to(products.dtype))
         if d_weight is not None:
             product_of(dz.T, rounded, d_weight[start:end])
     return d_hidden, d_weight, d_bias
 
 
-def _logit_gradient(
-    z: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, out: Tensor
+def block_gradient(
+    head: Head,
+    products: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    dtype: torch.dtype,
+    buffers: "Buffers",
 ) -> Tensor:
-    """Return dz (N, block) by the formula of this module.
+    """Return the gradient of a block's products, (N, block) in `dtype`, by the formula of this module.
 
-    `targets` count from the block's first column and may be outside of the block.
+    products, bias and targets: as in `reduce_block`. lse, entropy and their gradients: (N,) fp32.
     """
-    logp = torch.sub(z, lse[:, None], out=out)
+    z = head.logits(products, bias)
+    logp = torch.sub(z, lse[:, None], out=buffers("slopes", z.shape[1]))
     if d_entropy is None:
         dz = logp.exp_().mul_(-d_logprobs[:, None])
     else:
         p = logp.exp()
         dz = logp.mul_(-d_entropy[:, None]).sub_((d_logprobs + d_entropy * entropy)[:, None]).mul_(p)
     columns, is_inside = _columns(targets, z.shape[1])
-    return dz.scatter_add_(1, columns, (d_logprobs * is_inside)[:, None])
+    dz.scatter_add_(1, columns, (d_logprobs * is_inside)[:, None])
+    head.back(dz, z)
+    return dz if dtype == torch.float32 else buffers("narrow", z.shape[1], dtype).copy_(dz)
 
 
 def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -247,25 +274,29 @@ def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
-    """Divide the vocabulary into even blocks [start, end) of at most BLOCK_ELEMENTS logits."""
+    """Divide the vocabulary into even blocks [start, end) of at most BLOCK_ELEMENTS logits, aligned to ALIGNMENT."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     elements = BLOCK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "cuda"]
-    widest = max(SMALLEST_BLOCK, elements // max(tokens, 1))
+    widest = max(ALIGNMENT, max(SMALLEST_BLOCK, elements // max(tokens, 1)) // ALIGNMENT * ALIGNMENT)
     count = -(-vocabulary // widest)
-    return [(vocabulary * i // count, vocabulary * (i + 1) // count) for i in range(count)]
+    width = -(-vocabulary // (count * ALIGNMENT)) * ALIGNMENT
+    return [(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
-@dataclass(frozen=True)
-class _Buffer:
+class Buffers:
     """Memory for (N, block) numbers that all blocks use in turn: allocation takes longer than the sums."""
 
-    memory: Tensor
-    tokens: int
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        self._tokens, self._device = tokens, device
+        self._memory: dict[str, Tensor] = {}
 
-    @classmethod
-    def widest(cls, hidden: Tensor, blocks: list[tuple[int, int]], dtype: torch.dtype = torch.float32) -> "_Buffer":
-        tokens, width = len(hidden), max(end - start for start, end in blocks)
-        return cls(hidden.new_empty(tokens * width, dtype=dtype), tokens)
+    def for_products(self, width: int) -> Tensor | None:
+        """Return memory for products; None on a GPU, whose products allocate their own."""
+        return None if self._device.type == "cuda" else self("products", width)
 
-    def __call__(self, width: int) -> Tensor:
-        return self.memory[: self.tokens * width].view(self.tokens, width)
+    def __call__(self, name: str, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory (N, width). Its rows begin at multiples of ALIGNMENT."""
+        stride = -(-width // ALIGNMENT) * ALIGNMENT
+        if name not in self._memory or len(self._memory[name]) < self._tokens * stride:
+            self._memory[name] = torch.empty(self._tokens * stride, dtype=dtype, device=self._device)
+        return self._memory[name][: self._tokens * stride].view(self._tokens, stride)[:, :width]

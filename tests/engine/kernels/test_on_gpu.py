@@ -41,7 +41,9 @@ def test_token_logprobs(tokens: int, vocabulary: int, monkeypatch: pytest.Monkey
     for implementation in (None, plain_logprobs):
         if implementation is not None:
             monkeypatch.setattr(
-                plain_logprobs, "_implementation", lambda _: (plain_logprobs.statistics, plain_logprobs.gradients)
+                plain_logprobs,
+                "_implementation",
+                lambda _: (plain_logprobs.reduce_block, plain_logprobs.block_gradient),
             )
         hidden.grad = weight.grad = None
         logprobs, entropy = kernels.token_logprobs(hidden, weight, targets, 0.7)

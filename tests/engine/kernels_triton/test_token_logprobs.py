@@ -10,14 +10,14 @@ from engine.kernels import VocabularyShard, token_logprobs
 from engine.kernels_triton import token_logprobs as kernel
 from tests.engine.kernels.oracle import DEVICE, close, in_float64, make
 
+plain = importlib.import_module("engine.kernels.token_logprobs")
 # fp32 is exact to its sums; in bf16 the gradient of the logits is rounded once and the result once, 8 bits each.
 TOLERANCE = {torch.float32: (2e-6 if DEVICE == "cpu" else 1e-5, 2e-5), torch.bfloat16: (1e-5, 6e-3)}
 
 
 @pytest.fixture(autouse=True)
 def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("engine.kernels.token_logprobs")
-    monkeypatch.setattr(module, "_implementation", lambda hidden: (kernel.statistics, kernel.gradients))
+    monkeypatch.setattr(plain, "_implementation", lambda hidden: (kernel.reduce_block, kernel.block_gradient))
 
 
 def compare(
@@ -46,23 +46,21 @@ def compare(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [3, 37, 131])  # the three kinds of tiles; none divides
+@pytest.mark.parametrize("tokens", [3, 37])
 def test_values_and_gradients_match_float64(tokens: int, dtype: torch.dtype) -> None:
     compare(tokens, 610, 77, dtype, temperature=0.7, bias=True, softcap=3.0)
 
 
 @pytest.mark.parametrize("vocabulary", [50272 // 16, 151936 // 32])
 def test_vocabularies_of_real_models_scaled_down(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
-    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", 70 * 1024)  # several chunks of the vocabulary in backward
+    monkeypatch.setattr(plain, "BLOCK_ELEMENTS", dict.fromkeys(("cpu", "cuda"), 70 * 1024))  # several blocks
     compare(70, vocabulary, 64, torch.bfloat16)
 
 
-def test_many_tiles_of_tokens_share_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tiles of tokens than run together, more than one tile of the vocabulary a split."""
-    monkeypatch.setattr(kernel, "GROUP", 2)
-    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(kernel, "tiles_for", lambda *args: kernel.Tiles(16, 16, 16, 4, 1))
-    compare(37, 280, 20, torch.float32)
+def test_rows_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane reduces several columns of a row, and the last step has fewer columns than lanes."""
+    monkeypatch.setattr(kernel, "COLUMNS", 64)
+    compare(37, 280, 20, torch.float32, bias=True, softcap=3.0)
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -19,7 +19,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from engine.kernels.decode_attention import Prompts
-from engine.kernels.token_logprobs import Head
+from engine.kernels.token_logprobs import Buffers, Head
 from engine.kernels_triton import decode_attention as attention
 from engine.kernels_triton import sample
 from engine.kernels_triton import token_logprobs as logprobs
@@ -62,8 +62,8 @@ def variants() -> list[tuple[Variant, Card]]:
 
     Kernels with tile products need shared memory, so they are also compiled for the GPU that has the least.
     """
-    products = [(variant, on) for on in (H200, SMALL) for variant in (*_token_logprobs(on), *_decode_attention(on))]
-    return [*products, *((variant, H200) for variant in _sample())]
+    products = [(variant, on) for on in (H200, SMALL) for variant in _decode_attention(on)]
+    return [*products, *((variant, H200) for variant in (*_token_logprobs(), *_sample()))]
 
 
 def check(variant: Variant, on: Card) -> str | None:
@@ -81,8 +81,13 @@ def check(variant: Variant, on: Card) -> str | None:
 def recompilations() -> Iterator[str]:
     """Yield a message for each kernel that the launches of different steps would compile more than once."""
     keys: dict[str, set[str]] = {}
-    kernels = logprobs.forward_kernel, logprobs.join_kernel, logprobs.backward_kernel
-    for kernel in (*kernels, attention.share_kernel, attention.join_kernel, sample.row_kernel):
+    for kernel in (
+        logprobs.reduce_kernel,
+        logprobs.gradient_kernel,
+        attention.share_kernel,
+        attention.join_kernel,
+        sample.row_kernel,
+    ):
         backend = make_backend(GPUTarget("cuda", H200.capability, 32))
         bind, name = create_function_from_signature(kernel.signature, kernel.params, backend), kernel.__name__
         name = f"{kernel.__module__.rpartition('.')[2]}.{name}"
@@ -92,14 +97,13 @@ def recompilations() -> Iterator[str]:
             keys.setdefault(name, set()).add(f"{specialization} {options}")
 
         kernel.run = record
-    logprobs.CHUNK_ELEMENTS = 2**20
-    for tokens in (65, 66, 68, 96, 128, 129, 1001, 4096):
-        vector, hidden, weight = torch.zeros(tokens + 1)[1:], torch.zeros(tokens, 64), torch.zeros(5000, 64)
-        for rows in (vector, torch.zeros(tokens)):
-            targets, head = rows.long(), Head(temperature=1.0, softcap=None)
-            logprobs.statistics(head, hidden, weight, targets, None)
-            needs = (False, False, False)
-            logprobs.gradients(head, hidden, weight, targets, None, rows, rows, rows, rows, needs=needs)
+    for tokens, columns in ((65, 5000), (66, 4096), (68, 4097), (96, 1), (4096, 1001)):
+        vector, products, biases = torch.zeros(tokens + 1)[1:], torch.zeros(tokens, columns), torch.zeros(columns + 1)
+        buffers, head = Buffers(tokens, products.device), Head(temperature=1.0, softcap=None)
+        for rows, bias in ((vector, biases[1:]), (torch.zeros(tokens), biases[:-1])):
+            logprobs.reduce_block(head, products, bias, rows.long(), buffers)
+            of_rows = rows, rows, rows, rows
+            logprobs.block_gradient(head, products, bias, rows.long(), *of_rows, torch.bfloat16, buffers)
     for batch in (1, 2, 3, 4, 7, 16, 64, 130):
         cache = torch.zeros(8, 2, 64, 64)
         of_rows = torch.zeros(6, batch, dtype=torch.int64)
@@ -129,35 +133,18 @@ def _pointers(of: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, f"*{of}")
 
 
-def _token_logprobs(on: Card) -> Iterator[Variant]:
-    floats = [
-        "highest",
-        "totals",
-        "moments",
-        "target_logits",
-        "lses",
-        "entropies",
-        "d_logprobs",
-        "d_entropies",
-        "logprobs",
-    ]
-    for tokens, dtype, whole in ((4096, torch.bfloat16, False), (4096, torch.bfloat16, True),
-                                 (16, torch.bfloat16, False), (4096, torch.float32, False)):  # fmt: skip
-        of = TRITON_TYPES[dtype]
+def _token_logprobs() -> Iterator[Variant]:
+    floats = _pointers("fp32", "products", "lses", "entropies", "logits", "d_logprobs", "d_entropies")
+    for of in ("bf16", "fp32"):
         types = {
-            **_pointers("fp32", *floats), **_pointers(of, "hidden", "weight", "bias", "d_logits"), "targets": "*i64",
-            "inverse_temperature": "fp32", "softcap": "fp32",
+            **floats, **_pointers(of, "bias", "d_products"), "targets": "*i64", "inverse_temperature": "fp32",
+            "softcap": "fp32",
         }  # fmt: skip
-        softcap = 30.0 if whole else None
-        tiles = logprobs.tiles_for(tokens, dtype, on, softcap)
-        options = logprobs.constants(tiles, 1024, dtype, whole, whole)
-        if not whole:
-            options["bias"] = None
-        label = f"{of}, {'bias and soft cap' if whole else f'{tiles.tokens} tokens per tile'}"
-        yield _variant(f"token_logprobs forward, {label}", logprobs.forward_kernel, types, options)
-        constants = {**options, "HAS_ENTROPY": True}
-        yield _variant(f"token_logprobs backward, {label}", logprobs.backward_kernel, types, constants)
-    yield _variant("token_logprobs join", logprobs.join_kernel, _pointers("fp32", *floats), {"BM": 64, "num_warps": 2})
+        for label, bias, softcap in ((of, None, None), (f"{of}, bias and soft cap", torch.zeros(1), 30.0)):
+            options = logprobs.constants(bias, softcap) | ({"bias": None} if bias is None else {})
+            yield _variant(f"token_logprobs reduce, {label}", logprobs.reduce_kernel, types, options)
+            constants = {**options, "HAS_ENTROPY": True}
+            yield _variant(f"token_logprobs gradient, {label}", logprobs.gradient_kernel, types, constants)
 
 
 def _decode_attention(on: Card) -> Iterator[Variant]:
