@@ -126,7 +126,7 @@ def training_bytes(
     saved = _activations(shape, work, work.rank_tokens, work.max_length)
     checkpointing = work.config.activation_checkpointing
     owners = {
-        **_gathered_bytes(states),
+        "gathered": states.gathered,
         "gradients": states.gradients,
         "reduction": states.reduction,
         "activations": forwards * saved.total(checkpointing=checkpointing),
@@ -139,7 +139,7 @@ def training_bytes(
 
 def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
     """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
-    return _gathered_bytes(states) | {"logits": 8 * _logits(shape, work)}
+    return {"gathered": states.gathered, "logits": 8 * _logits(shape, work)}
 
 
 def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
@@ -204,10 +204,6 @@ def _activations(shape: ModelShape, work: Workload, tokens: int, length: int) ->
         dtype=config.dtype,
         copies_output=not has_kernel or has_dropout or config.sequence_parallel > 1,
     )
-
-
-def _gathered_bytes(states: ModelStates) -> Owners:
-    return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
 
 
 def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, *, is_split: bool) -> int:
