@@ -163,7 +163,8 @@ def _of_model(
         name, reason = UNKNOWN_SIZE, "the size of the model is unknown without network"
     else:
         name = next(name for most, name in SIZE_CLASSES if count <= most)
-        reason = f"the model has about {count / 1e9:.2g} B parameters"
+        size = f"{count / 1e9:.2g} B" if count >= 1e8 else f"{count / 1e6:.2g} M"
+        reason = f"the model has about {size} parameters"
     return (name, reason) if name in recipes else None
 
 

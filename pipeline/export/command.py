@@ -136,6 +136,12 @@ def write_gguf(stage: FinishedStage, output: Path, converter: Path | None) -> Pa
     if done.returncode or not output.is_file():
         output.unlink(missing_ok=True)
         lines = done.stderr.strip().splitlines()
+        if "pre-tokenizer was not recognized" in done.stderr:
+            raise UserError(
+                f"{script} does not support the tokenizer of {stage.model}: llama.cpp has a list of published "
+                "tokenizers, and a tokenizer that zerochat trained (model.tokenizer=train) is not in this list. "
+                "Train from a base model with its own tokenizer, or use --to folder"
+            )
         raise UserError(
             f"{script} failed: {lines[-1] if lines else 'without a message'}. Run it yourself: {' '.join(command)}"
         )

@@ -2,7 +2,7 @@
 
 The steps: build the wheel, install it into a fresh virtual environment, execute the tutorial as printed (doctor, plan,
 three stages, chat, transformers), train on each file format, chat and vote in Chromium, train on the votes, serve,
-answer the `openai` client, export, and load the export with transformers.
+answer the `openai` client, export, load the export with transformers, and execute the cells of the notebook.
 
     python -m tests.newcomer                   everything; needs a package index and Chromium, takes 10 to 20 minutes
     python -m tests.newcomer --venv FOLDER     installs only the wheel into an existing environment
@@ -29,11 +29,13 @@ import pyarrow.parquet
 from openai import OpenAI
 from playwright.sync_api import Browser, expect
 
+from tests.newcomer.notebook import to_program
 from tests.newcomer.page import run_page
 from tests.pipeline.serve.chromium import chromium
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial" / "first_chat_model.md"
+NOTEBOOK = ROOT / "examples" / "free_gpu.ipynb"
 SECONDS_TO_FIRST_ANSWER = 15.0
 FEWEST_STEPS = ["tracking=none", "evaluation.prompts=8", "rollout.max_new_tokens=32"]
 
@@ -184,6 +186,15 @@ def export(newcomer: Newcomer) -> None:
     assert newcomer.type("python", "use_export.py") == newcomer.type("python", "use_model.py")
 
 
+def run_notebook(newcomer: Newcomer) -> None:
+    """Execute the cells of the notebook with the tiny model and the tutorial's pairs."""
+    steps = "sft.steps=2 reward.steps=2 ppo.steps=1 sft.batch_size=8 reward.batch_size=8 ppo.batch_size=8"
+    values = {"MODEL": "model=tiny", "DATA": "data.path=pairs.jsonl", "LENGTHS": "rollout.max_new_tokens=32"}
+    program = to_program(NOTEBOOK, {**values, "MEMORY": "", "STEPS": steps})
+    (newcomer.folder / "notebook.py").write_text(program)
+    print(newcomer.type("python", "notebook.py"), flush=True)
+
+
 def main() -> int:
     """Run all steps. Each failure ends the script with the output of the failed command."""
     parser = argparse.ArgumentParser(prog="python -m tests.newcomer", description=__doc__.splitlines()[0])
@@ -207,6 +218,7 @@ def main() -> int:
         newcomer.type("zerochat", "train", "model=tiny", "stage=dpo", "actor=runs/shop/ppo", "dpo.steps=2", *votes)
         ask_server(newcomer)
         export(newcomer)
+        run_notebook(newcomer)
     assert seconds <= SECONDS_TO_FIRST_ANSWER, f"the chat page answered after {seconds:.1f} s"
     print("the newcomer has finished")
     return 0

@@ -111,7 +111,7 @@ def test_an_own_model_is_measured_by_its_config_and_the_line_names_the_reason(tm
     (tmp_path / "config.json").write_text(json.dumps(fields))
     job = compose_jobs(parse_command([f"model.path={tmp_path}"]))[0]
     assert job.raw["reward"]["lr"] == 5e-5
-    assert job.recipe.startswith("recipe=up-to-0.5b: the model has about 0.00016 B parameters")
+    assert job.recipe.startswith("recipe=up-to-0.5b: the model has about 0.16 M parameters")
     unknown = compose_jobs(parse_command(["model.hub=nobody/nothing"]))[0]
     assert unknown.recipe.startswith("recipe=3b-to-15b: the size of the model is unknown without network")
     assert compose_jobs(parse_command(["model=opt-30b", "~recipe"]))[0].recipe == ""

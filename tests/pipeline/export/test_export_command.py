@@ -162,6 +162,9 @@ def test_gguf_runs_the_converter_or_prints_the_commands(
     script.write_text("import sys\nopen(sys.argv[3], 'w').close()\nsys.exit('this family is unknown')\n")
     assert main([str(run), "--to", "gguf", "--output", str(output)]) == 2
     assert "this family is unknown" in capsys.readouterr().err and not output.exists()
+    script.write_text("raise NotImplementedError('BPE pre-tokenizer was not recognized - update it')\n")
+    assert main([str(run), "--to", "gguf", "--output", str(output)]) == 2
+    assert f"does not support the tokenizer of {model}" in capsys.readouterr().err
 
 
 def test_what_is_no_stage_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,43 @@
+"""The notebook for a free GPU: its cells are Python, and its commands are valid. `python -m tests.newcomer` runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.check import validate
+from pipeline.config.compose import compose_jobs, parse_command
+from tests.newcomer.notebook import to_program
+from tests.tiny import ROOT
+
+NOTEBOOK = ROOT / "examples" / "free_gpu.ipynb"
+
+
+def test_the_cells_compile_and_the_run_is_valid() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    assert all(cell["cell_type"] in ("markdown", "code") and not cell.get("outputs") for cell in notebook["cells"])
+    program = to_program(NOTEBOOK, {})
+    compile(program, NOTEBOOK.name, "exec")
+    settings = [line for line in program.splitlines() if line.partition(" = ")[0].isupper()]
+    values: dict[str, str] = {}
+    exec("\n".join(settings), values)  # the assignments of names in capitals are constants
+    (job,) = compose_jobs(parse_command(values["RUN"].split()))
+    config = validate(job.raw)
+    assert (config.model.name, config.data.name, config.ppo.lora.rank > 0) == ("qwen2.5-0.5b", "ultrafeedback", True)
+
+
+def test_a_program_runs_commands_with_the_values(tmp_path: Path) -> None:
+    file = tmp_path / "some.ipynb"
+    source = ["%pip install x\n", 'WORD = "no"\n', "!echo {WORD}\n", "print('end')\n", "HTML('x')\n"]
+    file.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source}]}))
+    program = to_program(file, {"WORD": "yes"})
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ}, capture_output=True, text=True, check=True
+    )
+    assert "yes\n" in done.stdout and "end\n" in done.stdout
+    with pytest.raises(ValueError, match="no cell assigns OTHER"):
+        to_program(file, {"OTHER": ""})
