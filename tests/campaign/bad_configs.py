@@ -115,7 +115,7 @@ VALUES: list[tuple[str, str]] = [
     ("profile.steps=[5]", "profile.steps=.5. is not a range"),
     ("profile.steps=[0,1]", "profile.steps"),
     ("tracking=nope", "tracking=nope is not an option"),
-    ("tracking.kind=x", "tracking.kind=x: write wandb or none"),
+    ("tracking.kind=x", "tracking.kind=x: write wandb, tensorboard, both or none"),
     ("stage=nope", "stage=nope: write"),
     ("method=nope", "method=nope: write ppo, dpo or distill"),
     ("name=a/b", "a run name has letters"),
