@@ -176,7 +176,8 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
     critic = None
     if section.advantage == "gae":
         critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
-        learns = choice(section.critic_engine, optimizer=critic_optimizer)
+        critic_adapters = adapters if sources.critic.quantize != "none" else None  # its base is frozen then
+        learns = choice(section.critic_engine, optimizer=critic_optimizer, lora=critic_adapters)
         # A copy of the reward model values unfinished answers below its mean score, so the critic starts without the
         # shift of the scores (docs/engineering/measurements.md, "Start of the critic").
         critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None)

@@ -27,7 +27,7 @@ from engine.generation.weight_sync import (
     live_parameters,
     tensor_parallel_slices,
 )
-from engine.parallel import dist, dtensors
+from engine.parallel import dist, dtensors, zero
 
 if TYPE_CHECKING:
     from engine.generation.block_streaming import BlockStream
@@ -201,10 +201,15 @@ class AssembledModel:
 
 
 def strip_for_inference(module: nn.Module) -> nn.Module:
-    """Remove adapters from a module, in place, and switch off dropout, gradients and gradient checkpointing."""
+    """Remove adapters from a module, in place, and switch off dropout, gradients and gradient checkpointing.
+
+    An adapter over a packed weight remains: the packed weight is shared, and nothing can be merged into it.
+    """
     if hasattr(module, "get_base_model"):  # peft's wrapper
         module = module.get_base_model()  # type: ignore[operator]
     for path, layer in [(path, child) for path, child in module.named_modules() if hasattr(child, "lora_A")]:
+        if zero.is_packed(layer.base_layer):  # type: ignore[arg-type]
+            continue
         owner, _, leaf = path.rpartition(".")
         module.get_submodule(owner)._modules[leaf] = layer.base_layer  # type: ignore[assignment]
     module.eval().requires_grad_(False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.parallel import collectives, dtensors, meshes, tensor
+from engine.parallel import collectives, dtensors, meshes, tensor, zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class WeightCopy:
 
 
 def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
-    """Return the live parameters of a training module under the names that they have without adapters.
+    """Return the live parameters of a training module under their names, and under their names without adapters.
 
     Raises ValueError for an adapter that is not W + scaling * B @ A: an incomplete update would be wrong.
     """
@@ -81,8 +81,8 @@ def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
             if parameter is not None:
                 layer = lora.get(path.removesuffix(".base_layer")) if path.endswith(".base_layer") else None
                 layer = layer if leaf == "weight" and layer is not None and not layer.merged else None
-                first = LiveParameter(parameter, layer)
-                live[base_name(path, leaf)] = tied.setdefault((id(parameter), id(layer)), first)
+                first = tied.setdefault((id(parameter), id(layer)), LiveParameter(parameter, layer))
+                live[base_name(path, leaf)] = live[f"{path}.{leaf}" if path else leaf] = first
     return live
 
 
@@ -125,7 +125,7 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name without adapters, full tensor) of each parameter on every rank; tied parameters come once.
 
     Gathering a sharded parameter is a collective, in the same order on all ranks. A tensor may share memory with the
-    live parameter if that one is not sharded and has no adapter.
+    live parameter if that one is not sharded and has no adapter. A packed layer yields the result of `full_weight`.
     """
     lora_layers = {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
     for name, parameter in module.named_parameters():
@@ -137,6 +137,12 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if layer is not None and leaf == "weight":
             full = (full.float() + lora_update(layer, full.device)).to(full.dtype)
         yield name.replace(".base_layer.", "."), full
+    for path, layer in module.named_modules():
+        if zero.is_packed(layer):
+            full, lora = layer.full_weight(), lora_layers.get(path.removesuffix(".base_layer"))  # type: ignore[operator]
+            if lora is not None:
+                full = full.float() + lora_update(lora, full.device)
+            yield base_name(path, "weight"), full
 
 
 @torch.no_grad()

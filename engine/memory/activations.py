@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModel, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from engine.config import TORCH_DTYPE, Precision
 from engine.internals import storage_id
@@ -37,15 +38,24 @@ class Activations:
 
 
 def activations(
-    shape: ModelShape, *, tokens: int, length: int, dtype: Precision, copies_output: bool = False
+    shape: ModelShape,
+    *,
+    tokens: int,
+    length: int,
+    dtype: Precision,
+    copies_output: bool = False,
+    has_adapters: bool = False,
 ) -> Activations:
     """Return the activations of `tokens` tokens in sequences of `length`, padded or packed.
 
     `copies_output`: each output of attention exists twice, because attention runs once per sequence of a packed row and
-    the outputs are concatenated, or because a sequence group exchanges them. Not counted: keys and values that some
-    kernels store once more for each answer to a shared prompt.
+    the outputs are concatenated, or because a sequence group exchanges them. `has_adapters`: only adapters of linear
+    layers train, and save the inputs of these layers. Not counted: the small outputs inside adapters, and keys and
+    values that some kernels store once more for each answer to a shared prompt.
     """
-    one, two = (tokens * _saved_bytes(shape, count, length, dtype, copies_output) // length for count in (1, 2))
+    one, two = (
+        tokens * _saved_bytes(shape, count, length, dtype, copies_output, has_adapters) // length for count in (1, 2)
+    )
     block_input = tokens * shape.width * BYTES[dtype]
     return Activations(outside=max(0, 2 * one - two), block=two - one, block_input=block_input, blocks=shape.blocks)
 
@@ -65,7 +75,9 @@ def with_blocks(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
 
 
 @lru_cache(maxsize=64)
-def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision, copies_output: bool) -> int:
+def _saved_bytes(
+    shape: ModelShape, blocks: int, length: int, dtype: Precision, copies_output: bool, has_adapters: bool
+) -> int:
     """Return the bytes that autograd saves on one rank for one sequence in a body of `blocks` blocks.
 
     With tensor parallelism a rank holds all numbers of tensors that are as wide as hidden states, and its share of the
@@ -74,6 +86,10 @@ def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision, 
     with torch.device("meta"):
         body = AutoModel.from_config(with_blocks(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).train()
+    for layer in body.modules() if has_adapters else ():
+        if not isinstance(layer, nn.Linear | Conv1D):
+            for parameter in layer.parameters(recurse=False):
+                parameter.requires_grad_(False)
     own = {storage_id(t) for t in [*body.parameters(), *body.buffers()]}
     saved: dict[int, int] = {}
     references: list[Tensor] = []  # keep the addresses of storages unique

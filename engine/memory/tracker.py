@@ -81,7 +81,7 @@ class MemoryTracker:
     def holdings(self) -> dict[str, int]:
         """Return the bytes of every owner now, without activations."""
         sizes = {
-            "parameters": storage_bytes(_shards(self._module)),
+            "parameters": storage_bytes([*_shards(self._module), *zero.packed_weights(self._module)]),
             "gathered": self._gathered(),
             "gradients": storage_bytes(zero.gradients(self._module)),
         }

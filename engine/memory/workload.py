@@ -28,8 +28,9 @@ class Workload:
     ranks: ranks that share the states; a tensor group or a pipeline counts once. step_tokens: one rank's tokens of an
     optimizer step (0: unknown, several micro-batches). item_sequences: sequences of one training item, which share a
     micro-batch (2 for a pair). adapters: trained parameters next to a frozen model (0: all parameters train); adapted:
-    the weights that they modify. has_average: a moving average of the parameters exists. has_other_loss: each step has
-    micro-batches of a second data source. is_cpu: the device is the host.
+    the weights that they modify. packed: the frozen weights in packed layers, which need packed_bytes. has_average: a
+    moving average of the parameters exists. has_other_loss: each step has micro-batches of a second data source.
+    is_cpu: the device is the host.
     """
 
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -43,6 +44,8 @@ class Workload:
     has_other_loss: bool = False
     adapters: int = 0
     adapted: int = 0
+    packed: int = 0
+    packed_bytes: int = 0
     is_cpu: bool = False
 
     @property
@@ -91,12 +94,20 @@ class GenerationLoad:
 
 
 def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
-    """Return the states of a model that trains."""
-    return model_states(
-        shape.parameters + work.adapters,
-        root=shape.root_unit + shape.largest_released - shape.block,
-        block=shape.block,
-        unit=shape.largest_unit,
+    """Return the states of a model that trains.
+
+    Over packed layers, only the adapters have fp32 masters. The other frozen parameters are in compute precision.
+    """
+    parameters, root = shape.parameters + work.adapters, shape.root_unit + shape.largest_released - shape.block
+    block, unit = shape.block, shape.largest_unit
+    if work.packed:
+        parameters, root = work.adapters, 0
+        block = unit = work.adapters // shape.blocks
+    states = model_states(
+        parameters,
+        root=root,
+        block=block,
+        unit=unit,
         config=work.config,
         ranks=work.ranks,
         trained=work.trained(shape),
@@ -105,10 +116,21 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
         has_average=work.has_average,
         has_error_feedback=averages_itself(work.optimizer),
     )
+    return _with_packed(states, shape, work) if work.packed else states
+
+
+def _with_packed(states: ModelStates, shape: ModelShape, work: Workload) -> ModelStates:
+    """Add packed layers, and the frozen parameters outside of them, which FSDP2 shards and gathers."""
+    others = BYTES[work.config.dtype] * (shape.parameters - work.packed)
+    is_plain = work.ranks == 1 and work.config.states == "fp32"
+    parameters = states.parameters + work.packed_bytes + others // work.shards
+    return replace(states, parameters=parameters, gathered=states.gathered + (0 if is_plain else others))
 
 
 def scoring_states(shape: ModelShape, work: Workload) -> ModelStates:
     """Return the states of a frozen model."""
+    if work.packed:
+        return _with_packed(ModelStates(), shape, work)
     root = shape.root_unit + shape.largest_released - shape.block
     return frozen_states(shape.parameters, root=root, block=shape.block, config=work.config, ranks=work.ranks)
 
@@ -133,13 +155,14 @@ def training_bytes(
         "recomputed": saved.block if checkpointing else 0,
         # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
         "logits": 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if has_logits else 0,
+        **_unpacked(shape, work),
     }
     return owners | ({"overlap": -states.overlap} if states.overlap else {})
 
 
 def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
     """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
-    return {"gathered": states.gathered, "logits": 8 * _logits(shape, work)}
+    return {"gathered": states.gathered, "logits": 8 * _logits(shape, work)} | _unpacked(shape, work)
 
 
 def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
@@ -182,6 +205,7 @@ def generation_bytes(
         "prefill": block * tokens,
         "decode_graphs": GRAPHED_SETTINGS * load.slots * (block + number * shape.vocabulary) if has_graphs else 0,
         "logits": 4 * 2 * load.slots * shape.vocabulary,
+        **_unpacked(shape, work),
     }
     return owners | {"cache": _cache_bytes(shape, work, load, resident + sum(owners.values()))}
 
@@ -203,12 +227,22 @@ def _activations(shape: ModelShape, work: Workload, tokens: int, length: int) ->
         length=length,
         dtype=config.dtype,
         copies_output=not has_kernel or has_dropout or config.sequence_parallel > 1,
+        has_adapters=work.adapters > 0,
     )
+
+
+def _unpacked(shape: ModelShape, work: Workload) -> Owners:
+    """Return the bytes of the largest packed weight in compute precision: one exists at a time."""
+    largest = max((layer.parameters for layer in shape.linears if not layer.is_head), default=0)
+    return {"unpacked": BYTES[work.config.dtype] * largest} if work.packed else {}
 
 
 def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, *, is_split: bool) -> int:
     """Return the bytes of weights that the inference model cannot share with the trained model."""
     config = work.config
+    if work.packed:  # the packed layers are shared; on several ranks the other parameters are gathered
+        copied = work.adapters if config.dtype != "fp32" and config.states == "fp32" else 0
+        return BYTES[config.dtype] * (shape.parameters - work.packed + work.adapters if is_split else copied)
     is_offloaded = not work.is_cpu and config.offload_parameters != "none"
     is_cast = config.dtype != "fp32" and config.offload_optimizer == "none" and config.states == "fp32"
     if is_split or is_offloaded or is_cast:
@@ -223,7 +257,7 @@ def _prepacked_bytes(shape: ModelShape, work: Workload) -> int:
     dtype = TORCH_DTYPE[work.config.dtype]
     if not work.is_cpu or dtype not in MIN_NUMEL or not copies_weights(dtype):
         return 0
-    sizes = (layer.parameters // shape.tensor for layer in shape.linears)
+    sizes = (layer.parameters // shape.tensor for layer in shape.linears if layer.is_head or not work.packed)
     return BYTES[work.config.dtype] * sum(size for size in sizes if size >= MIN_NUMEL[dtype])
 
 

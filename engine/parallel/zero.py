@@ -195,7 +195,8 @@ def sharded(module: nn.Module) -> list[Tensor]:
     """Return the parameters as they are stored between uses, whether gathered now or not."""
     copies = compute_copies(module)
     if copies is not None:
-        return [*(copies.masters or module.parameters())]
+        gathered = set(copies.copies)
+        return list(dict.fromkeys([*copies.masters, *(p for p in module.parameters() if p not in gathered)]))
     return internals.fsdp_shards(module)
 
 
@@ -223,6 +224,19 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for leaf, buffer in owner._buffers.items()
         if buffer is not None and leaf not in owner._non_persistent_buffers_set
     }
+
+
+def is_packed(layer: nn.Module) -> bool:
+    """Return whether a layer is packed: its frozen weight is in buffers, in a format that only the layer knows.
+
+    The method `full_weight` of such a layer returns the weight to export, as floating-point numbers.
+    """
+    return hasattr(layer, "full_weight")
+
+
+def packed_weights(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of the packed layers of a module."""
+    return [buffer for layer in module.modules() if is_packed(layer) for buffer in layer.buffers()]
 
 
 def attach_copies(module: nn.Module, policy: MixedPrecisionPolicy) -> None:

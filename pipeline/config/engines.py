@@ -1,6 +1,7 @@
 """Check the engine's keys, of the run and of each of PPO's models, for combinations that are not supported."""
 
 from collections.abc import Collection, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
 from pipeline.config.stages import wanted_stages
+from pipeline.installation import pip_install
 
 TRAINED = ("actor_engine", "critic_engine")
 
@@ -58,6 +60,45 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
         yield from _pipeline_mistakes(config)
     if config.engine.sequence_parallel > 1:
         yield from _sequence_mistakes(config)
+    yield from _quantize_mistakes(config)
+
+
+def _quantize_mistakes(config: RunConfig) -> Iterable[str]:
+    """Yield messages about a model in 4 bits: what it needs, and keys that it does not support."""
+    models = {"model": config.model, "reward_model": config.reward_model or config.model}
+    quantized = [name for name, model in models.items() if model.quantize != "none"]
+    if not quantized:
+        return
+    key = f"{quantized[0]}.quantize={models[quantized[0]].quantize}"
+    if config.stage != "plan" and find_spec("bitsandbytes") is None:
+        yield f"{key} needs the package bitsandbytes, which is not installed: {pip_install('quantize')}"
+    for stage in wanted_stages(config):
+        used = {"reward": ["reward_model"], "ppo": ["model", "reward_model"]}.get(stage, ["model"])
+        if not getattr(config, stage).lora.rank and set(used) & set(quantized):
+            yield (
+                f"{key} freezes the model, so each stage trains adapters, but {stage}.lora.rank=0: set {stage}=lora, "
+                f"or {stage}.lora.rank=16"
+            )
+    needed: dict[str, Any] = {
+        "deepspeed": None,
+        "offload_optimizer": "none",
+        "offload_parameters": "none",
+        "compile_blocks": False,
+        "compress": "none",
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+    }
+    for name, own in {"engine": {}, **{f"ppo.{role}": getattr(config.ppo, role) for role in ROLE_ENGINES}}.items():
+        values = own or (config.engine.model_dump() if name == "engine" else {})
+        for field, value in needed.items():
+            if values.get(field, value) != value:
+                yield f"{key} needs {name}.{field}={as_written(value)}, not {values[field]}: remove {name}.{field}"
+        if values.get("zero_stage") == 3:
+            yield f"{key} does not shard the weights in 4 bits: set {name}.zero_stage=2 instead of 3"
+    if config.rollout.tensor_parallel > 1:
+        yield f"{key} needs rollout.tensor_parallel=1, because the weights in 4 bits cannot be split"
+    if config.rollout.stream:
+        yield f"{key} needs rollout.stream=false, because training and generation share the weights in 4 bits"
 
 
 def _offload_mistakes(key: str, settings: EngineSettings, *, trains: bool) -> Iterable[str]:

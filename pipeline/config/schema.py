@@ -44,6 +44,10 @@ class ModelConfig(Section):
         "auto",
         description="norm, rotary embedding and gate, in training and generation. liger: those of Liger Kernel; none: those of transformers; auto: liger on GPUs if liger-kernel is installed (`pip install '.[gpu]'`) and supports the model's family, otherwise none",
     )
+    quantize: Literal["none", "nf4"] = Field(
+        "none",
+        description="nf4: freeze the model's linear layers in 4 bits and train adapters (QLoRA); needs `pip install '.[quantize]'` and adapters in every stage",
+    )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     tensor_plan: dict[str, str] | None = Field(
         None,

@@ -25,7 +25,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         fan_in_fan_out=any(type(module) is Conv1D for module in model.modules()),  # otherwise peft warns
     )
     model.requires_grad_(False)
-    names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)})
+    names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_linear(module)})
     # The wrapper has no configuration. If peft finds the family of a mixture, it converts some names to its experts'.
     wrapper = nn.ModuleDict({"model": model})
     try:
@@ -45,11 +45,11 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | st
     return [
         f"model.{name}"
         for name, module in model.named_modules()
-        if _is_linear(module) and module is not head and name not in ("score", "lm_head")
+        if is_linear(module) and module is not head and name not in ("score", "lm_head")
     ]
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes a linear map of its last dimension.
 
     A subclass of `nn.Linear` may compute something else, for example a router. One call with a small input decides.

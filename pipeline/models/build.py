@@ -31,6 +31,8 @@ NO_SCORER = (
     "ppo.reward_function=FILE.py:NAME ppo=grpo)"
 )
 
+DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 def natural_precision() -> str:
     """Return the precision for `engine.dtype=auto`: fp32 on CPUs, bf16 on GPUs that compute it, else fp16."""
@@ -70,11 +72,15 @@ class EngineChoice:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {"config": parsed.engine, "optimizer": parsed.optimizer, "scheduler": parsed.scheduler}
 
+    @property
+    def precision(self) -> str:
+        """Return the compute precision of `engine.dtype`."""
+        return natural_precision() if self.settings.dtype == "auto" else self.settings.dtype
+
     def _fields(self, source: ModelSource | None) -> dict[str, Any]:
         """Return the keys of `engine` as fields of an `EngineConfig`."""
-        dtype = natural_precision() if self.settings.dtype == "auto" else self.settings.dtype
         plan = source.tensor_plan if source is not None else None
-        return self.settings.engine_fields() | {"dtype": dtype, "tensor_plan": plan}
+        return self.settings.engine_fields() | {"dtype": self.precision, "tensor_plan": plan}
 
 
 def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool = False) -> Engine:
@@ -161,6 +167,10 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
         fuse_kernels(model)
     if choice.lora is not None and choice.lora.rank:
         add_adapters(model, choice.lora)
+    if source.quantize != "none":
+        from pipeline.models.quantized import quantize_linears  # imported here because most runs have no 4-bit model
+
+        quantize_linears(model, DTYPE[choice.precision])
     return model
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from engine import Engine
 from pipeline.config.stage_sections import LoraConfig
@@ -68,7 +67,7 @@ def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folde
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft accepts a float
                 lora_dropout=lora.dropout,
                 target_modules=sorted(targets),
-                fan_in_fan_out=any(type(module) is Conv1D for module in engine.module.modules()),
+                fan_in_fan_out=any(getattr(layer, "fan_in_fan_out", False) for layer in engine.module.modules()),
                 base_model_name_or_path=None if source.folder is None else str(source.folder),
                 inference_mode=True,
             )

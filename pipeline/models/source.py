@@ -30,6 +30,7 @@ class ModelSource:
     folder: the folder of the weights; None initializes random weights from `seed`
     tensor_plan: how tensor parallelism splits the modules, for models without a plan of their own
     fused_kernels: auto, liger or none, as `model.fused_kernels`
+    quantize: none or nf4, as `model.quantize`
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelSource:
     trust_remote_code: bool
     tensor_plan: dict[str, str] | None = None
     fused_kernels: str = "none"
+    quantize: str = "none"
 
     @classmethod
     def of(cls, model: "ModelConfig", config: PretrainedConfig, folder: Path | None, seed: int) -> "ModelSource":
@@ -53,6 +55,7 @@ class ModelSource:
             model.trust_remote_code,
             model.tensor_plan,
             model.fused_kernels,
+            model.quantize,
         )
 
 

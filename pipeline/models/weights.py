@@ -5,18 +5,20 @@ import re
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from engine import loading
-from pipeline.distributed import is_rank_zero
+from pipeline.distributed import device, is_rank_zero
 from pipeline.errors import UserError
 from pipeline.models.internals import initialize_module, unused_patterns
+from pipeline.models.quantized import QuantizedLinear, quantized_layers
 from pipeline.models.source import ModelSource
 
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # old checkpoints store them
@@ -34,20 +36,50 @@ def fill(
     Raises UserError if the files lack a parameter or have another shape.
     """
     named: dict[str, Tensor] = dict(module.named_parameters())
+    quantized = quantized_layers(module)
     adapters = [name for name in named if ".lora_" in name]
     base_names = [name for name in named if name not in adapters]
+    initialize = _initializer(model, zero_head)
     if source.folder is None:
         initialized = base_names
+        for path, layer in quantized.items():
+            layer.quantize(partial(_initial_weight, module, path, layer, source.seed, initialize))
     else:
         named |= loading.persistent_buffers(module)
+        named |= {f"{path}.weight": layer.empty_weight("meta") for path, layer in quantized.items()}
         plain = {n: n.removeprefix(prefix).replace(".base_layer.", ".") for n in named if n not in adapters}
-        loaded = _read({name: named[name] for name in plain}, plain, model, source)
+        loaded = _read({name: named[name] for name in plain}, plain, model, source, quantized)
         initialized = [name for name in base_names if name not in loaded]
-    loading.initialize_parameters(module, [*adapters, *initialized], source.seed, _initializer(model, zero_head))
+    loading.initialize_parameters(module, [*adapters, *initialized], source.seed, initialize)
+
+
+def _initial_weight(
+    module: nn.Module, path: str, layer: QuantizedLinear, seed: int, initialize: Callable[[nn.Module, str], None]
+) -> Tensor:
+    """Return the random weight of a quantized layer: that of the linear layer that it replaces."""
+    ins, outs = layer.in_features, layer.out_features
+    linear = Conv1D(outs, ins) if layer.is_transposed else nn.Linear(ins, outs)
+    module.set_submodule(path, linear)
+    try:
+        loading.initialize_parameters(module, [f"{path}.weight"], seed, initialize)
+    finally:
+        module.set_submodule(path, layer)
+    return linear.weight.to(device())
+
+
+def _stored_weight(layer: QuantizedLinear, name: str, files: loading.TensorFolder, stored: str) -> Tensor:
+    """Return the weight of a quantized layer, the tensor `stored` of the files."""
+    weight = layer.empty_weight(device())
+    loading.read_parameters({name: weight}, files, {name: stored})
+    return weight
 
 
 def _read(
-    tensors: Mapping[str, Tensor], plain: Mapping[str, str], model: PreTrainedModel, source: ModelSource
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, str],
+    model: PreTrainedModel,
+    source: ModelSource,
+    quantized: Mapping[str, QuantizedLinear],
 ) -> set[str]:
     """Read the tensors that the folder has, and return their names.
 
@@ -69,7 +101,10 @@ def _read(
             _check_unused(unused, _without_values(model, source), source)
         heads = [name for name in tensors if _is_value_head(name) and name not in names and _is_reward_model(source)]
         _check_complete(source, [plain[name] for name in (*_missing_from(tensors, names), *heads)])
-        loading.read_parameters({name: tensors[name] for name in names}, files, names)
+        layers = {f"{path}.weight": layer for path, layer in quantized.items()}
+        loading.read_parameters({name: tensors[name] for name in names if name not in layers}, files, names)
+        for name, layer in layers.items():
+            layer.quantize(partial(_stored_weight, layer, name, files, names[name]))
     except ValueError as error:
         raise UserError(str(error)) from error
     return set(names)

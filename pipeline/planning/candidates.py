@@ -109,6 +109,8 @@ def predict(
 def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Candidate]:
     """Yield every allowed setting with its prediction. The micro-batch is halved down to one item."""
     for engine in _layouts(task.work.ranks, is_gpu=capacity.is_gpu):
+        if task.work.packed and (engine["zero_stage"] == 3 or engine["offload_optimizer"] != "none"):
+            continue  # quantized models support neither
         for tokens in _micro_batch_sizes(task.work.micro_batch_tokens, task.work.min_tokens):
             with suppress(ValueError):  # such as a pipeline with stage 3
                 yield predict(task, capacity, rates, engine, tokens)

@@ -115,7 +115,8 @@ def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> 
     """
     policy, scorer = task.policy, task.scorer or task.policy
     work = {role: task.roles.get(role, task.work) for role in ("actor", "critic", "reference", "reward")}
-    work["critic"] = replace(work["critic"], adapters=0, has_average=False, has_other_loss=False)
+    work["critic"] = replace(work["critic"], **task.scorer_layout, has_average=False, has_other_loss=False)
+    work["reward"] = replace(work["reward"], **task.scorer_layout)
     actor = trained_states(policy, work["actor"])
     models = {"actor": actor}
     if task.has_critic:
@@ -171,7 +172,7 @@ def predict_seconds(task: StageTask, rates: Rates, *, is_gpu: bool, shares_forwa
     trained, response_share, phases = [policy], 1.0, dict[str, float]()
     if task.stage == "ppo":
         response_share = task.response_length / task.length  # of tokens: those with a log-probability
-        judge = CostModel(scorer, replace(work, adapters=0), rates, is_gpu, tokens)
+        judge = CostModel(scorer, replace(work, **task.scorer_layout), rates, is_gpu, tokens)
         rounds = math.ceil(task.sequences / work.ranks / task.load.slots)
         phases["generate"] = policy.generation_seconds(
             steps=rounds * task.response_length,

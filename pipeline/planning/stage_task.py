@@ -11,6 +11,7 @@ from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES, LoraConfig, StageSection
 from pipeline.models.build import EngineChoice
+from pipeline.models.quantized import BYTES_PER_WEIGHT
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import DataSize
 
@@ -20,11 +21,11 @@ class StageTask:
     """A stage ("sft", "reward", "dpo" or "ppo") as the planner sees it.
 
     `scorer` is the shape of critic and reward model. `roles` are the workloads of PPO's models with an engine of their
-    own. `generates` is the policy as it is split for generation (default: `policy`). A step has `sequences` over all
-    ranks, `passes` over them, and `updates` optimizer steps a pass. `shares_forward`: PPO keeps its forwards from
-    scoring to the first update; None decides by memory. The stage has `steps` steps. A sequence has `tokens` tokens on
-    average and an answer of a rollout `response` (0: the largest length). The evaluations of the stage answer
-    `answered` prompts and score `scored` sequences.
+    own; `scorer_layout` has the fields in which a scorer's workload differs. `generates` is the policy as it is split
+    for generation (default: `policy`). A step has `sequences` over all ranks, `passes` over them, and `updates`
+    optimizer steps a pass. `shares_forward`: PPO keeps its forwards from scoring to the first update; None decides by
+    memory. The stage has `steps` steps. A sequence has `tokens` tokens on average and an answer of a rollout `response`
+    (0: the largest length). The evaluations of the stage answer `answered` prompts and score `scored` sequences.
     """
 
     stage: str
@@ -34,6 +35,7 @@ class StageTask:
     scorer: ModelShape | None = None
     generates: ModelShape | None = None
     roles: Mapping[str, Workload] = field(default_factory=dict)
+    scorer_layout: Mapping[str, Any] = field(default_factory=lambda: {"adapters": 0})
     has_critic: bool = True
     has_reference: bool = True
     reward_models: int = 1
@@ -79,25 +81,31 @@ def stage_task(
     if config.rollout.tensor_parallel != tensor_parallel and stage != "reward":
         generates = _shape(policy, config.rollout.tensor_parallel)
     has_critic = ppo.advantage == "gae"
-    scorer = None
+    scorer: ModelShape | None = None
+    scorer_layout: dict[str, Any] = {"adapters": 0}
     if stage == "ppo" and (has_critic or ppo.reward_model):
-        scorer = _shape(reward or policy, tensor_parallel, scores=True)
+        base = reward or policy
+        scorer = _shape(base, tensor_parallel, scores=True)
+        critic_lora = ppo.lora if base.quantize != "none" else LoraConfig()
+        scorer_layout = frozen_parameters(scorer, critic_lora, base.quantize)
+    layout = frozen_parameters(shape, getattr(config, stage).lora, policy.quantize)
     roles = {}
     for key in ROLE_ENGINES if stage == "ppo" else ():
         own = getattr(ppo, key)
         if own:
             settings = config.engine.changed_by(own)
-            roles[key.removesuffix("_engine")] = workload(config, stage, ranks, settings, shape, is_cpu=is_cpu)
+            roles[key.removesuffix("_engine")] = workload(config, stage, ranks, settings, layout, is_cpu=is_cpu)
     may_share = stage == "ppo" and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
     may_share = may_share and ppo.unfinished == "penalize"  # otherwise an update leaves out sequences
     return StageTask(
         stage,
         shape,
-        workload(config, stage, ranks, config.engine, shape, is_cpu=is_cpu),
+        workload(config, stage, ranks, config.engine, layout, is_cpu=is_cpu),
         _generation_load(config, stage, ranks),
         scorer,
         generates,
         roles,
+        scorer_layout,
         has_critic=has_critic,
         has_reference=config.dpo.has_reference if stage == "dpo" else ppo.asks_reference,
         reward_models=1 + len(ppo.reward_ensemble) if ppo.reward_model else 0,
@@ -146,9 +154,9 @@ def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str,
 
 
 def workload(
-    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, shape: ModelShape, *, is_cpu: bool
+    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, frozen: Mapping[str, Any], *, is_cpu: bool
 ) -> Workload:
-    """Return the layout and the micro-batches of a stage; `shape` is the policy's."""
+    """Return the layout and the micro-batches of a stage; `frozen` is the result of `frozen_parameters`."""
     section: StageSection = getattr(config, stage)
     # The number of steps changes no bytes; schedules of a DeepSpeed file need one.
     layout = EngineChoice(settings, OptimizerConfig(lr=section.lr, total_steps=section.steps or 1)).layout()
@@ -158,7 +166,6 @@ def workload(
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     rows = math.ceil(_rows(config, stage) / (config.ppo.minibatches if stage == "ppo" else 1))
     step_tokens = math.ceil(rows / _data_ranks(settings, ranks)) * length
-    adapters, adapted = adapter_parameters(shape, section.lora) if section.lora.rank else (0, 0)
     return Workload(
         engine,
         ranks // (settings.tensor_parallel * settings.pipeline_parallel),
@@ -171,9 +178,8 @@ def workload(
         optimizer=layout["optimizer"],
         has_average=stage == "ppo" and config.ppo.ema is not None,
         has_other_loss=stage == "ppo" and config.ppo.ptx_coef > 0,
-        adapters=adapters,
-        adapted=adapted,
         is_cpu=is_cpu,
+        **frozen,
     )
 
 
@@ -182,6 +188,18 @@ def micro_batch_tokens(tokens: int, step_tokens: int, length: int, pipeline_stag
     while math.ceil(step_tokens / tokens) < pipeline_stages and tokens > length:
         tokens = max(length, math.ceil(tokens / 2))
     return tokens
+
+
+def frozen_parameters(shape: ModelShape, lora: LoraConfig, quantize: str) -> dict[str, Any]:
+    """Return the fields of a `Workload` that describe adapters and a model in 4 bits."""
+    adapters, adapted = adapter_parameters(shape, lora) if lora.rank else (0, 0)
+    packed = sum(layer.parameters for layer in shape.linears if not layer.is_head) if quantize != "none" else 0
+    return {
+        "adapters": adapters,
+        "adapted": adapted,
+        "packed": packed,
+        "packed_bytes": round(BYTES_PER_WEIGHT * packed),
+    }
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> tuple[int, int]:

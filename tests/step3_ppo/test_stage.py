@@ -43,12 +43,12 @@ def tokenizer(*texts: str) -> ChatTokenizer:
     return train_tokenizer(["some words to learn from", "and more words", *texts], 280)
 
 
-def config(folder: Path, **ppo: Any) -> RunConfig:
+def config(folder: Path, quantize: Any = "none", **ppo: Any) -> RunConfig:
     section = {"batch_size": 6, "epochs": 1.0, "lr": 0.01, "critic_lr": 0.01, "warmup": 0.0, "schedule": "constant"}
     return RunConfig(
         actor=str(folder / "sft"),
         reward_path=str(folder / "reward"),
-        model=ModelConfig(name="tiny", path=str(folder / "sft" / "model"), attention="sdpa"),
+        model=ModelConfig(name="tiny", path=str(folder / "sft" / "model"), attention="sdpa", quantize=quantize),
         data=DataConfig(name="none"),
         engine=EngineSettings(dtype="fp32"),
         rollout=RolloutSection(max_new_tokens=6, batch_size=4, temperature=0.9),
@@ -144,6 +144,22 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
         assert learned["critic_lr"] == 0.01
     assert ppo.models.actor.step_count == 4 and ppo.models.critic.step_count == 8
     assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
+
+
+def test_a_model_in_4_bits_begins_on_policy_and_only_adapters_and_the_value_head_learn(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    ppo, stage = ppo_of(tmp_path, quantize="nf4", lora={"rank": 2}, minibatches=2)
+    assert ppo.models.reference is ppo.models.actor and ppo.models.critic is not None
+    for engine in ppo.models.learning.values():
+        learning = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
+        assert all(".lora_" in name or name == "model.score.weight" for name in learning)
+    rollout = ppo.collect(1, stage)
+    assert torch.equal(rollout.logprobs, rollout.reference)
+    torch.testing.assert_close(rollout.generator, rollout.logprobs, atol=1e-4, rtol=1e-4)
+    learned = learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
+    assert learned["first_ratio_max_deviation"] < 1e-4
+    critic = {n: p for n, p in ppo.models.critic.module.named_parameters() if ".lora_B" in n}
+    assert critic and all(p.abs().max() > 0 for p in critic.values())
 
 
 def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(tmp_path: Path) -> None:
