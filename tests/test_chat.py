@@ -352,6 +352,13 @@ def test_ctrl_c_stops_the_answer_alone() -> None:
     assert voice.seen[1][0] == "u:one|a:half|u:two"
 
 
+def test_an_empty_answer_is_named() -> None:
+    session, _ = scripted(b"", b" ", b"word")
+    session.run(["one"])
+    notes = session.notes.getvalue()  # type: ignore[attr-defined]
+    assert notes == "(m0 ended its answer without a word)\n(m1 ended its answer without a word)\n"
+
+
 def test_each_model_keeps_its_own_side() -> None:
     session, (first, second) = scripted(b"A", b"B", labels=True)
     session.run(["one", "two"])

@@ -99,9 +99,10 @@ class Session:
     def _speak(self, participant: ChatParticipant, text: str) -> bool:
         """Print the answer of one participant as it is generated. Return False if Ctrl-C stopped it."""
         answer = participant.answer(self.system, text, self.sampling, self.turn)
-        has_output = stopped = False
+        has_output = has_text = stopped = False
         try:
             for fragment in answer:
+                has_text = has_text or bool(fragment.strip())
                 if not has_output and self.labels:
                     self._say(f"{participant.name}> ")
                 has_output = True
@@ -114,6 +115,8 @@ class Session:
                 self._say("\n")
         if stopped:
             self._note("(stopped)")
+        elif not has_text:
+            self._note(f"({participant.name} ended its answer without a word)")
         if participant.dropped:
             self._note(
                 f"({participant.name} has forgotten the first {participant.dropped // 2} turns: its context is full)"
