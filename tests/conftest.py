@@ -1,5 +1,8 @@
-"""A bare GPU machine has PyTorch, transformers and Triton, and none of what the stages need: there the engine's tests
-run, and the others are left out and named. Without `-m gpu` no test sees a GPU: they are written for CPUs.
+"""Choose the tests that this machine can run, and start the longest files first.
+
+A bare GPU machine has PyTorch, transformers and Triton, but not the packages that the stages import. Only the tests of
+the engine and the benchmarks run there. Without `-m gpu`, CUDA devices are hidden, because the tests are written for
+CPUs.
 """
 
 import os
@@ -9,15 +12,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NEEDED = ("pydantic", "hydra", "datasets")  # what a stage imports and the engine does not
-LACKING = [name for name in NEEDED if find_spec(name) is None]
-WITHOUT = ("engine", "benchmarks", "pipeline/models/test_on_gpu.py")
-# The longest files, a quarter to a whole minute each. They start first, so that the processes end at the same time.
-LONG = (
-    "test_on_pretended_gpu.py",
+STAGE_PACKAGES = ("pydantic", "hydra", "datasets")  # the stages import them, the engine does not
+MISSING_PACKAGES = [name for name in STAGE_PACKAGES if find_spec(name) is None]
+TESTS_WITHOUT_STAGE_PACKAGES = ("engine", "benchmarks", "pipeline/models/test_on_gpu.py")
+# The longest files, 15 to 60 seconds each. They start first, so that the processes end at about the same time.
+LONG_FILES = (
+    "test_stages_on_simulated_gpu.py",
     "test_parity.py",
     "engine/kernels_triton/test_compile.py",
-    "engine/test_pretended_gpu.py",
+    "engine/test_simulated_gpu.py",
     "test_wheel.py",
     "engine/test_many_machines.py",
     "test_resume.py",
@@ -27,23 +30,24 @@ LONG = (
 collect_ignore = [
     str(path.relative_to(HERE))
     for path in HERE.rglob("test_*.py")
-    if LACKING and not path.relative_to(HERE).as_posix().startswith(WITHOUT)
+    if MISSING_PACKAGES and not path.relative_to(HERE).as_posix().startswith(TESTS_WITHOUT_STAGE_PACKAGES)
 ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before anything asks CUDA how many devices there are."""
+    """Hide CUDA devices before any module counts them, unless GPU tests were selected."""
     if config.option.markexpr in ("", "not gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_report_header() -> str | None:
-    """Say what is left out."""
-    if not LACKING:
+    """Name the missing packages and the number of test files that are not collected."""
+    if not MISSING_PACKAGES:
         return None
-    return f"without {', '.join(LACKING)}: {len(collect_ignore)} files of tests of the pipeline and stages left out"
+    missing = ", ".join(MISSING_PACKAGES)
+    return f"not installed: {missing}; {len(collect_ignore)} test files of the stages are not collected"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {str(HERE / name): place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(str(item.path), len(LONG)))
+    order = {str(HERE / name): number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(str(item.path), len(LONG_FILES)))

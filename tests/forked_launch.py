@@ -1,7 +1,7 @@
-"""Run `train.py` in a worker of tests/ranks.py that forks the ranks of each stage instead of starting Python anew.
+"""Run `train.py` in a worker of tests/ranks.py that forks the ranks of each stage instead of starting new interpreters.
 
-Imports take seconds, and a worker has them done. The ranks are children of the launcher in their own process groups,
-with the environment, the arguments and the open files that `subprocess.Popen` gives them.
+The imports of a new interpreter take seconds. A worker has finished them. The ranks are children of the launcher in
+their own process groups, with the environment, the arguments and the open files that `subprocess.Popen` gives them.
 """
 
 import os
@@ -27,7 +27,7 @@ def launch(folder: Path, arguments: Sequence[str], modules: dict[str, str]) -> N
 
 
 class ForkedRank:
-    """A forked process for [python, "-m", module, argument...], with what the launcher uses of subprocess.Popen."""
+    """Fork a process for [python, "-m", module, argument...]. Implements the part of Popen that the launcher uses."""
 
     def __init__(
         self, command: Sequence[str], *, env: dict[str, str], stdin: int, pass_fds: Sequence[int], process_group: int
@@ -40,7 +40,7 @@ class ForkedRank:
         if self.pid == 0:
             os.setpgid(0, 0)
             for signal_number in signal.valid_signals():
-                if callable(signal.getsignal(signal_number)):  # a handler of the launcher
+                if callable(signal.getsignal(signal_number)):  # the launcher's own handlers must not run in the rank
                     signal.signal(signal_number, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             start = 3
@@ -71,7 +71,7 @@ class ForkedRank:
 
 
 def _run_module(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Do what `python -m MODULE ARGUMENT...` does, and return the exit status."""
+    """Run a module as `python -m MODULE ARGUMENT...` does, and return the exit status."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)

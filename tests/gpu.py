@@ -1,7 +1,7 @@
-"""Tests that need a GPU: `pytest -m gpu` runs them, and they are skipped where there is none.
+"""The marker and the process group of tests that need a GPU. `pytest -m gpu` runs these tests.
 
-GPU_TESTS_ON=cpu runs their code on the CPU instead (nothing is captured, kernels are torch's): it shows that the tests
-work, not that the GPU does. tests/pretended_gpu runs them on a device that is pretended.
+They are skipped on machines without a GPU. GPU_TESTS_ON=cpu runs the test code on the CPU without CUDA graphs and with
+PyTorch's kernels, which checks the tests themselves. tests/simulated_gpu runs the tests on a simulated device.
 """
 
 import os
@@ -22,7 +22,7 @@ needs_gpu = [
 
 
 @pytest.fixture
-def lone_rank() -> Iterator[dist.World]:
-    """A process group of one rank on the device, left again."""
+def single_rank() -> Iterator[dist.World]:
+    """Start a process group of one rank on the device, and stop it after the test."""
     yield dist.start("gpu-tests", device=DEVICE.type)
     dist.stop()

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with an address each, joined by a veth pair."""
+"""Simulate two hosts on one machine by two network namespaces with one address each, joined by a veth pair."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace, its only interface beside loopback, the address there, and its /etc/hosts."""
+    """A network namespace: its only interface besides loopback, the address of this interface, and its /etc/hosts."""
 
     namespace: str
     interface: str
@@ -21,8 +21,9 @@ class Host:
     names: Path
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        """Run a command on this host; its output comes by the pipe."""
-        # `ip netns exec` makes a mount namespace too. No name server is in reach, and waiting for one takes minutes.
+        """Run a command on this host. A pipe receives its output and errors."""
+        # `ip netns exec` makes a mount namespace too. No name server can be reached, and name look-ups would wait for
+        # minutes, so the names come from /etc/hosts.
         with_names = f"mount --bind {shlex.quote(str(self.names))} /etc/hosts && exec {shlex.join(command)}"
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, "sh", "-c", with_names],
@@ -33,21 +34,21 @@ class Host:
         )
 
 
-def why_not() -> str | None:
-    """Why there can't be hosts here; None where there can."""
+def unavailable_reason() -> str | None:
+    """Return why this machine cannot make network namespaces, or None if it can."""
     if shutil.which("ip") is None:
-        return "there is no ip command (iproute2) to make network namespaces with"
+        return "the command ip (iproute2), which makes network namespaces, is not installed"
     name = f"zerochat-try-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return f"network namespaces can't be made: {made.stderr.strip()}"
+    result = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if result.returncode:
+        return f"network namespaces cannot be made: {result.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=False)
     return None
 
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts that see each other and nothing else; their namespaces are gone at the end. `folder` keeps files."""
+    """Create two hosts that reach only each other, and remove them at the end. `folder` holds their /etc/hosts."""
     first, second = hosts = _host(folder, 1), _host(folder, 2)
     try:
         for host in hosts:
@@ -60,12 +61,12 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
                 _ip("-n", host.namespace, "link", "set", interface, "up")
         yield first, second
     finally:
-        for host in hosts:  # the pair goes with either end
+        for host in hosts:  # the veth pair disappears with either namespace
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
 
 
-def cut_off(host: Host) -> None:
-    """Take the network of a host down. No process is notified, as if a cable was pulled."""
+def disconnect(host: Host) -> None:
+    """Take the network interface of a host down. As with a pulled cable, no process is notified."""
     _ip("-n", host.namespace, "link", "set", host.interface, "down")
 
 

@@ -1,6 +1,6 @@
-"""The SFT stage with a rank that runs out of memory: embeddings of more than FAILING_ABOVE tokens fail on rank 1.
+"""Run the SFT stage with a simulated out-of-memory error on rank 1. `tests/test_out_of_memory.py` starts this module.
 
-FAILING_AFTER such forwards with gradients pass before. `tests/test_out_of_memory.py` starts it as a worker.
+Embedding lookups of more than FAILING_ABOVE tokens fail. The first FAILING_AFTER of these lookups still pass.
 """
 
 import os
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from pipeline.launch import stage_main
 
-passed = 0
+large_lookups = 0
 
 
 def fail_when_large(forward):
     def embedding(self: nn.Embedding, ids: Tensor) -> Tensor:
-        global passed
+        global large_lookups
         if torch.is_grad_enabled() and ids.numel() > int(os.environ["FAILING_ABOVE"]):
-            passed += 1
-            if passed > int(os.environ["FAILING_AFTER"]):
+            large_lookups += 1
+            if large_lookups > int(os.environ["FAILING_AFTER"]):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return forward(self, ids)
 

@@ -1,4 +1,7 @@
-"""Run a function on several ranks over Gloo on loopback, or in a worker, each a process that no other test ran in."""
+"""Run a function on several ranks over Gloo on loopback, or in one worker process.
+
+Each rank and each worker is a new process, forked by a server that has finished the imports (tests/fork_server.py).
+"""
 
 import io
 import os
@@ -19,18 +22,18 @@ import torch
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 240  # for a test
-NURSERIES = 2  # two differ in the order of a set of strings, on which ranks must not depend
-_nurseries: dict[tuple[str, int], "_Nursery"] = {}
-PRETENDED = {"PRETENDED_GPUS": "2", "TRITON_INTERPRET": "1"}
-"""The environment of processes on pretended devices (tests/pretended_gpu)."""
+SECONDS = 240  # limit of one test
+FORK_SERVERS = 2  # their hash seeds differ, so sets of strings iterate differently; ranks must not depend on this order
+_fork_servers: dict[tuple[str, int], "_ForkServer"] = {}
+SIMULATED = {"SIMULATED_GPUS": "2", "TRITON_INTERPRET": "1"}
+"""The environment of processes on simulated devices (tests/simulated_gpu)."""
 
 
 def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
-    """Call `function(*arguments)` on `size` ranks with the process group up; the results in rank order.
+    """Call `function(*arguments)` on `size` ranks with a process group. Return the results in rank order.
 
-    `function` must be importable (top level of a test module). What a rank raises is raised here. `device="cuda"` gives
-    each rank a pretended device, of which there are two (tests/pretended_gpu).
+    `function` must be importable (top level of a test module). An exception of a rank raises AssertionError with its
+    traceback. `device="cuda"` gives each rank one of two simulated devices (tests/simulated_gpu).
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -46,20 +49,20 @@ def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, device: 
     try:
         for number in range(size):
             environment = os.environ | shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
-            started.append(_Rank(_nursery(number, device)))
+            started.append(_Rank(_fork_server(number, device)))
             started[-1].connection.send((environment, device, task))
-        found = _results({rank.connection: number for number, rank in enumerate(started)})
+        actual = _results({rank.connection: number for number, rank in enumerate(started)})
         for rank in started:
             rank.wait()
     finally:
         for rank in started:
             rank.kill()
-    return [found[number] for number in range(size)]
+    return [actual[number] for number in range(size)]
 
 
 def _results(ranks: dict[Connection, int]) -> dict[int, Any]:
-    """Return what each rank returned. Raise AssertionError if a rank raises, or ends without a result."""
-    found: dict[int, Any] = {}
+    """Return the result of each rank. Raise AssertionError if a rank raises or ends without a result."""
+    results: dict[int, Any] = {}
     until = time.monotonic() + SECONDS
     while ranks:
         ready = wait(list(ranks), timeout=max(until - time.monotonic(), 0))
@@ -72,45 +75,45 @@ def _results(ranks: dict[Connection, int]) -> dict[int, Any]:
                 raise AssertionError(f"rank {number} ended without a result; its output gives the reason") from None
             if error is not None:
                 raise AssertionError(f"rank {number}:\n{error}")
-            found[number] = torch.load(io.BytesIO(value), weights_only=False)
-    return found
+            results[number] = torch.load(io.BytesIO(value), weights_only=False)
+    return results
 
 
 def _environment_on(device: str) -> dict[str, str]:
-    return PRETENDED if device == "cuda" else {}
+    return SIMULATED if device == "cuda" else {}
 
 
-def _nursery(rank: int, device: str) -> "_Nursery":
-    key = device, rank % NURSERIES if device == "cpu" else 0
-    if key not in _nurseries:
-        _nurseries[key] = _Nursery(device)
-    return _nurseries[key]
+def _fork_server(rank: int, device: str) -> "_ForkServer":
+    key = device, rank % FORK_SERVERS if device == "cpu" else 0
+    if key not in _fork_servers:
+        _fork_servers[key] = _ForkServer(device)
+    return _fork_servers[key]
 
 
-class _Nursery:
-    """A process of tests/nursery.py. With device="cuda" it has pretended devices, which load before torch."""
+class _ForkServer:
+    """A process of tests/fork_server.py. With device="cuda" it loads simulated devices before it imports torch."""
 
     def __init__(self, device: str) -> None:
-        self.control, theirs = socket.socketpair()
-        first = ["tests.pretended_gpu.cuda"] if device == "cuda" else []
-        command = [sys.executable, "-m", "tests.nursery", str(theirs.fileno()), *first]
+        self.control, remote_end = socket.socketpair()
+        first = ["tests.simulated_gpu.cuda"] if device == "cuda" else []
+        command = [sys.executable, "-m", "tests.fork_server", str(remote_end.fileno()), *first]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | _environment_on(device)
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
-        theirs.close()
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[remote_end.fileno()])
+        remote_end.close()
 
 
 class _Rank:
-    """A process that a nursery forked, and the connection to it, which closes when the process ends."""
+    """A rank that a fork server forked, and the connection to it, which closes when the process ends."""
 
-    def __init__(self, nursery: _Nursery) -> None:
-        ours, theirs = socket.socketpair()
-        socket.send_fds(nursery.control, [b"r"], [theirs.fileno()])
-        theirs.close()
-        self.connection = Connection(ours.detach())
+    def __init__(self, fork_server: _ForkServer) -> None:
+        local_end, remote_end = socket.socketpair()
+        socket.send_fds(fork_server.control, [b"r"], [remote_end.fileno()])
+        remote_end.close()
+        self.connection = Connection(local_end.detach())
         self.process_id: int | None = self.connection.recv()
 
     def wait(self) -> None:
-        """Let the rank, which gave its result, end, and wait for it; kill it after ten seconds."""
+        """Let the rank exit after it sent its result. If it still runs after ten seconds, `kill` ends it."""
         self.connection.send("every rank has its result")
         if self.connection.poll(10):
             with suppress(EOFError, ConnectionResetError):
@@ -118,7 +121,7 @@ class _Rank:
             self.process_id = None
 
     def kill(self) -> None:
-        """End the rank without waiting, if it still runs."""
+        """Send SIGKILL to the rank if it still runs, without waiting for its end."""
         if self.process_id is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.process_id, signal.SIGKILL)
@@ -128,19 +131,19 @@ class _Rank:
 class Worker:
     """A process that calls `function(*arguments)`, with the methods of subprocess.Popen that tests need.
 
-    The function must be importable. Output and errors arrive as one text. `device` is that of `run_ranks`.
+    The function must be importable. Output and errors are one text. `device` has the meaning of `run_ranks`.
     """
 
     def __init__(
         self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str], device: str = "cpu"
     ) -> None:
-        ours, theirs = socket.socketpair()
-        output, its_output = os.pipe()
-        socket.send_fds(_nursery(0, device).control, [b"w"], [theirs.fileno(), its_output])
-        theirs.close()
-        os.close(its_output)
+        local_end, remote_end = socket.socketpair()
+        output, write_end = os.pipe()
+        socket.send_fds(_fork_server(0, device).control, [b"w"], [remote_end.fileno(), write_end])
+        remote_end.close()
+        os.close(write_end)
         self._output = os.fdopen(output, "rb")
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(local_end.detach())
         environment = os.environ | _environment_on(device) | environment
         self._connection.send((environment, pickle.dumps((function, arguments))))
         self.pid: int = self._connection.recv()
@@ -158,7 +161,7 @@ class Worker:
             os.kill(self.pid, number)
 
     def read_line(self) -> str:
-        """Wait for the next line of the output; "" at its end."""
+        """Wait for the next line of the output and return it; return "" at the end of the output."""
         return self._output.readline().decode()
 
     def communicate(self, timeout: float = SECONDS) -> tuple[str, None]:

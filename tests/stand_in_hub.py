@@ -1,7 +1,7 @@
-"""A stand-in of the Hugging Face hub on loopback: small data sets in the formats of the real ones.
+"""A Hugging Face hub on loopback with small data sets in the formats of real ones.
 
-It answers the requests of `datasets` and `huggingface_hub` for data sets, and stores uploads of models. `HF_ENDPOINT`
-names its address, which a process reads when it imports these libraries.
+The server answers the requests of `datasets` and `huggingface_hub` for data sets, and stores uploaded models. A process
+reads the address from `HF_ENDPOINT` when it imports these libraries.
 """
 
 import base64
@@ -27,7 +27,7 @@ TOKEN = "hf_stand_in"  # uploads need it
 
 @dataclass(frozen=True)
 class StandInHub:
-    """The address of the hub, and the environment of a process that uses it with an empty cache."""
+    """The address of the hub, the environment of a process that uses it with an empty cache, and the uploads."""
 
     endpoint: str
     environment: dict[str, str]
@@ -43,12 +43,12 @@ class Uploads:
     objects: dict[str, bytes] = field(default_factory=dict)  # large files by SHA-256
 
     def answer(self, endpoint: str, path: str, body: bytes) -> dict[str, Any]:
-        """The answer to a request that changes the hub. Raises KeyError for an unknown model or path."""
+        """Carry out a request that changes the hub, and return the reply. Raise KeyError for an unknown model."""
         if path == "api/repos/create":
-            wanted = json.loads(body)
-            name = f"{wanted['organization']}/{wanted['name']}"
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}"
             self.models.setdefault(name, {})
-            self.private[name] = wanted["visibility"] == "private"
+            self.private[name] = request["visibility"] == "private"
             return {"url": f"{endpoint}/{name}", "id": name}
         if path == "api/validate-yaml":
             return {"errors": [], "warnings": []}
@@ -81,7 +81,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def ultrafeedback(train: int, test: int) -> dict[str, bytes]:
-    """Files of HuggingFaceH4/ultrafeedback_binarized: message lists, scores, and splits for other uses."""
+    """Return files in the format of HuggingFaceH4/ultrafeedback_binarized: messages, scores, and several splits."""
 
     def rows(name: str, count: int) -> bytes:
         table = []
@@ -102,7 +102,7 @@ def ultrafeedback(train: int, test: int) -> dict[str, bytes]:
 
 
 def hh_rlhf(train: int, test: int) -> dict[str, bytes]:
-    """Files of Anthropic/hh-rlhf: dialogues as text, in JSON Lines."""
+    """Return files in the format of Anthropic/hh-rlhf: dialogues as text, in JSON Lines."""
 
     def rows(name: str, count: int) -> bytes:
         start = "\n\nHuman: {}: what is {} plus 1?\n\nAssistant: {}"
@@ -124,7 +124,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 @contextmanager
 def serve(data_sets: Mapping[str, Mapping[str, bytes]], cache: Path) -> Iterator[StandInHub]:
-    """Serve `{name: {path: content}}` on a free port while the context is open. `cache` is the folder of HF_HOME."""
+    """Serve `{name: {path: content}}` on a free port while the context is open. `cache` becomes HF_HOME."""
     uploads = Uploads()
     handler = type("Handler", (_Handler,), {"data_sets": data_sets, "uploads": uploads})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -178,11 +178,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif rest[2:3] == ["tree"]:
             self._send_json(self._children(files, "".join(f"{folder}/" for folder in rest[4:])))
         elif rest[2:3] == ["paths-info"]:
-            self._send_json([self._entry(files, name) for name in self._wanted(body) if name in files])
+            self._send_json([self._entry(files, name) for name in self._requested_paths(body) if name in files])
         else:
             self._send_json(self._info("/".join(rest[:2]), files))
 
-    def _wanted(self, body: bytes) -> list[str]:
+    def _requested_paths(self, body: bytes) -> list[str]:
         try:
             return list(json.loads(body)["paths"])
         except ValueError:  # a form: paths=a&paths=b

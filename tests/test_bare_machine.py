@@ -1,12 +1,12 @@
-"""A GPU machine with PyTorch, transformers and Triton alone: what is to run there does not ask for more."""
+"""Import the engine, the GPU benchmarks and the GPU tests without the packages that only the stages need."""
 
 import subprocess
 import sys
 
 from tests.tiny import ROOT
 
-WITHOUT = ("pydantic", "hydra", "omegaconf", "datasets", "wandb")  # as tests/conftest.py, and what these bring
-WANTED = (
+MISSING = ("pydantic", "hydra", "omegaconf", "datasets", "wandb")  # those of tests/conftest.py and their dependencies
+MODULES = (
     "benchmarks.__main__",
     "benchmarks.dschat",
     "benchmarks.gpu.__main__",
@@ -14,16 +14,16 @@ WANTED = (
     "tests.benchmarks.test_dschat",
     "tests.pipeline.models.test_on_gpu",
 )
-TRIAL = """
+SCRIPT = """
 import importlib, sys
-for name in {without}:
+for name in {missing}:
     sys.modules[name] = None
-for name in {wanted}:
+for name in {modules}:
     importlib.import_module(name)
 """
 
 
-def test_benches_and_tests_of_gpus_are_there_without_what_the_stages_need() -> None:
-    command = [sys.executable, "-c", TRIAL.format(without=WITHOUT, wanted=WANTED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_gpu_benchmarks_and_gpu_tests_import_without_stage_packages() -> None:
+    command = [sys.executable, "-c", SCRIPT.format(missing=MISSING, modules=MODULES)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The terminal chat: what it loads, what it says and forgets, and that a model can't drive the terminal."""
+"""The terminal chat: model selection, context limits, safe printing, the session's commands, and the command line."""
 
 import io
 import json
@@ -42,7 +42,7 @@ def save_model(folder: Path, seed: int, kind: str = "AutoModelForCausalLM", posi
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with all three stages finished; sft and ppo are different models."""
+    """A run with three finished stages. The models of sft and ppo have different weights."""
     root = tmp_path_factory.mktemp("runs") / "x"
     for seed, stage in enumerate(("sft", "ppo")):
         save_model(root / stage / "model", seed)
@@ -57,7 +57,7 @@ def write_manifest(root: Path, **status: str) -> None:
 
 
 def empty_run(root: Path, **status: str) -> Path:
-    """A run whose stages have a model folder each, without weights."""
+    """Create a run whose stages have model folders without weights."""
     for stage in status:
         (root / stage / "model").mkdir(parents=True)
         (root / stage / "model" / "config.json").write_text("{}")
@@ -65,10 +65,10 @@ def empty_run(root: Path, **status: str) -> Path:
     return root
 
 
-# Which model
+# Selection of the model
 
 
-def test_the_newest_finished_stage_answers(tmp_path: Path) -> None:
+def test_chat_uses_the_newest_finished_stage(tmp_path: Path) -> None:
     both = empty_run(tmp_path / "a", sft="finished", ppo="finished")
     assert find(both) == ChatModel("ppo", both / "ppo" / "model")
     early = empty_run(tmp_path / "b", sft="finished", ppo="running")
@@ -84,7 +84,7 @@ def test_the_newest_finished_stage_answers(tmp_path: Path) -> None:
     assert find(last).name == "dpo" and [one.name for one in find_each(last, "sft,dpo,ppo")] == ["sft", "dpo", "ppo"]
 
 
-def test_what_cannot_be_talked_to_is_told(tmp_path: Path) -> None:
+def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         find(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no finished stage"):
@@ -108,7 +108,7 @@ def test_comparing_takes_stages_and_folders(tmp_path: Path) -> None:
 
 
 def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
-    """One in a folder, and one with random weights, which are those that the engine draws from the run's seed."""
+    """The base model is in a folder, or has the random weights that the engine draws from the run's seed."""
     with pytest.raises(UserError, match=r"has no stage with a config\.yaml"):
         find_each(run, "base")
     root = tmp_path / "x"
@@ -116,10 +116,10 @@ def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
     tokenizer.save(root / "tokenizer")
     fields = json.loads((run / "sft" / "model" / "config.json").read_text())
     names = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    drawn = ModelConfig(name="m", weights="random", architecture={name: fields[name] for name in names})
+    random = ModelConfig(name="m", weights="random", architecture={name: fields[name] for name in names})
     stored = ModelConfig(name="m", path=str(run / "sft" / "model"))
     answers = {}
-    for model in (stored, drawn):
+    for model in (stored, random):
         config = RunConfig(model=model, data=DataConfig(name="d", sources=[SourceConfig(builtin="demo")]), seed=3)
         (root / "sft").mkdir(exist_ok=True)
         (root / "sft" / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -127,18 +127,18 @@ def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
         loaded = load(base)
         assert loaded.name == "base"
         answers[model.weights] = "".join(loaded.answer("", "hello", Sampling(20, seed=3), 1))
-        if model is drawn:
+        if model is random:
             source = base_source(config)
             adopt_special_ids(source, loaded.tokenizer)  # as the SFT stage does
             built = build_policy(source, EngineChoice(EngineSettings()))
             weights = {name.removeprefix("lm."): value for name, value in built.full_parameters()}
             for name, value in loaded.rollouts.module.named_parameters():
                 assert torch.equal(value, weights[name]), name
-    alone = load(ChatModel("sft", run / "sft" / "model"))
-    assert answers["pretrained"] == "".join(alone.answer("", "hello", Sampling(20, seed=3), 1)) != answers["random"]
+    sft = load(ChatModel("sft", run / "sft" / "model"))
+    assert answers["pretrained"] == "".join(sft.answer("", "hello", Sampling(20, seed=3), 1)) != answers["random"]
 
 
-def test_the_base_of_another_version_is_one_message(tmp_path: Path) -> None:
+def test_a_config_of_another_version_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "config.yaml").write_text("a_key_of_another_version: 1\n")
     (base,) = find_each(tmp_path, "base")
@@ -156,16 +156,16 @@ def test_a_reward_model_and_a_pickle_are_refused(run: Path, tmp_path: Path) -> N
         load(ChatModel("x", tmp_path))
 
 
-def test_a_model_that_does_not_write_is_refused(run: Path, tmp_path: Path) -> None:
-    """An encoder has no head in its files, one with a head for gaps in the text is none that goes on, and one that is
-    said to go on looks at what follows.
+def test_models_that_cannot_generate_are_refused(run: Path, tmp_path: Path) -> None:
+    """An encoder has no head in its files, a masked language model is not causal, and a "causal" BERT without a causal
+    mask attends to later tokens.
     """
     from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel, BertModel
 
     config = BertConfig(
         vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
-    for kind, told in (
+    for kind, message in (
         (BertModel, "are missing from the files"),
         (BertForMaskedLM, "BertForMaskedLM, not a language model"),
         (BertLMHeadModel, "cannot generate: its logits change with the tokens that follow"),
@@ -173,11 +173,11 @@ def test_a_model_that_does_not_write_is_refused(run: Path, tmp_path: Path) -> No
         folder = tmp_path / kind.__name__
         kind(config).save_pretrained(folder)
         train_tokenizer(TEXTS, 300).save(folder)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             load(ChatModel("x", folder))
 
 
-# What fits
+# Context limits
 
 
 def count_words(messages: Sequence[Message]) -> list[int]:
@@ -187,42 +187,42 @@ def count_words(messages: Sequence[Message]) -> list[int]:
 def test_the_oldest_turns_leave_and_the_system_message_stays() -> None:
     turns = [Message(role, f"{role} {n} x") for n in range(3) for role in ("user", "assistant")]
     turns.append(Message("user", "last"))
-    for bound, kept in ((None, 7), (22, 7), (21, 5), (15, 3), (9, 1), (4, 1)):
+    for bound, remaining in ((None, 7), (22, 7), (21, 5), (15, 3), (9, 1), (4, 1)):
         messages, prompt = fit("be kind please", turns, count_words, bound)
-        assert messages[0].role == "system" and messages[1:] == turns[7 - kept :]
+        assert messages[0].role == "system" and messages[1:] == turns[7 - remaining :]
         assert bound is None or len(prompt) <= bound
     with pytest.raises(UserError, match="too long"):
         fit("be kind please", turns, count_words, 3)
     assert fit("", turns[:1], count_words, None)[0] == turns[:1]
 
 
-def test_a_long_conversation_goes_on(run: Path, tmp_path: Path) -> None:
-    """Well past the model's positions, without an error, and saying that it forgets."""
+def test_a_conversation_longer_than_the_context_continues(run: Path, tmp_path: Path) -> None:
+    """A conversation longer than the model's positions drops its first turns with a note and without an error."""
     save_model(tmp_path / "m", 0, positions=64)
-    voice = load(ChatModel("m", tmp_path / "m"))
+    participant = load(ChatModel("m", tmp_path / "m"))
     notes = io.StringIO()
-    session = Session([voice], Sampling(48, seed=1), system="be brief", out=io.StringIO(), notes=notes)
+    session = Session([participant], Sampling(48, seed=1), system="be brief", out=io.StringIO(), notes=notes)
     session.run(["hello there, how are you?"] * 8)
-    told = f"m has forgotten the first {voice.dropped // 2} turns"
-    assert len(voice.turns) + voice.dropped == 16 and told in notes.getvalue()
-    assert 0 < len(voice.turns) < 8  # what is forgotten is not tried again at each turn
-    before = list(voice.turns)
+    note = f"m has forgotten the first {participant.dropped // 2} turns"
+    assert len(participant.turns) + participant.dropped == 16 and note in notes.getvalue()
+    assert 0 < len(participant.turns) < 8  # dropped turns are removed, not tried again at each turn
+    before = list(participant.turns)
     session.run(["good morning " * 60])
-    assert "too long" in notes.getvalue() and voice.turns == before
+    assert "too long" in notes.getvalue() and participant.turns == before
     session.run(["/reset"])
-    assert (voice.turns, voice.dropped) == ([], 0)
+    assert (participant.turns, participant.dropped) == ([], 0)
 
 
-# What is printed
+# Printing
 
 
-def test_a_model_cannot_drive_the_terminal() -> None:
+def test_control_characters_are_not_printed() -> None:
     hostile = "a\x1b[31mred\x07\x08\x9b2J\u202eevil\u2066\U000e0041\x7f\ud800 b\tc\r\nd\re"
     assert printable(hostile) == "a[31mred2Jevil b\tc\nde"
     assert printable("naïve 中文 👩\u200d👧 العربية") == "naïve 中文 👩\u200d👧 العربية"
 
 
-def test_characters_spread_over_tokens_come_out_whole() -> None:
+def test_characters_of_several_tokens_are_printed_complete() -> None:
     text = "é🙂 中 end"
     pieces = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace").strip())
     shown = [pieces.feed(token) for token in text.encode()] + [pieces.finish()]
@@ -233,7 +233,7 @@ def test_characters_spread_over_tokens_come_out_whole() -> None:
 
 
 def test_a_long_answer_is_decoded_in_short_pieces() -> None:
-    """The text is that of one call, with white space and characters of several tokens at every offset."""
+    """The pieces join to the text of one call, also with white space and multi-token characters at every offset."""
     text = "ab é🙂  中, end\n\nof " * 20
     longest = 0
 
@@ -249,37 +249,37 @@ def test_a_long_answer_is_decoded_in_short_pieces() -> None:
 
 
 def test_streamed_text_is_the_decoded_answer(run: Path) -> None:
-    voice = load(ChatModel("sft", run / "sft" / "model"))
+    participant = load(ChatModel("sft", run / "sft" / "model"))
     sampling = Sampling(40, seed=3)
-    streamed = "".join(voice.answer("", "hello", sampling, 1))
-    prompt = voice.tokenizer.encode_prompt([Message("user", "hello")])
-    ends = voice.tokenizer.end_ids
-    whole = voice.rollouts.generate([prompt], Sampling(40, seed=3, end_ids=ends), [1])[0]
-    assert streamed == voice.tokenizer.decode(whole.token_ids) != ""
-    assert voice.turns == [Message("user", "hello"), Message("assistant", streamed)]
+    streamed = "".join(participant.answer("", "hello", sampling, 1))
+    prompt = participant.tokenizer.encode_prompt([Message("user", "hello")])
+    ends = participant.tokenizer.end_ids
+    complete = participant.rollouts.generate([prompt], Sampling(40, seed=3, end_ids=ends), [1])[0]
+    assert streamed == participant.tokenizer.decode(complete.token_ids) != ""
+    assert participant.turns == [Message("user", "hello"), Message("assistant", streamed)]
 
 
 # The session
 
 
-class Scripted:
-    """Generator that say given bytes; a byte 3 is the user's Ctrl-C."""
+class ScriptedGenerator:
+    """A generator that returns fixed bytes. Byte 3 raises KeyboardInterrupt, the user's Ctrl-C."""
 
-    def __init__(self, says: bytes) -> None:
-        self.says, self.seen = says, []  # type: ignore[var-annotated]
+    def __init__(self, answer: bytes) -> None:
+        self.answer, self.calls = answer, []  # type: ignore[var-annotated]
 
     def stream(
         self, prompt: Sequence[int], sampling: Sampling, stream: int = 0, text: Callable[[list[int]], str] | None = None
     ) -> Iterator[int]:
-        self.seen.append((bytes(prompt).decode(), sampling, stream))
-        for token in self.says:
+        self.calls.append((bytes(prompt).decode(), sampling, stream))
+        for token in self.answer:
             if token == 3:
                 raise KeyboardInterrupt
             yield token
 
 
-class Bytes:
-    """A tokenizer of bytes."""
+class ByteTokenizer:
+    """A tokenizer whose tokens are bytes."""
 
     end_ids, pad_id = (0,), 0
 
@@ -290,80 +290,85 @@ class Bytes:
         return bytes(ids).decode("utf-8", errors="replace").strip()
 
 
-def scripted(*says: bytes, labels: bool = False) -> tuple[Session, list[Scripted]]:
-    rollouts = [Scripted(text) for text in says]
-    participants = [ChatParticipant(f"m{i}", r, Bytes(), None) for i, r in enumerate(rollouts)]  # type: ignore[arg-type]
-    return Session(participants, Sampling(9, seed=1), out=io.StringIO(), notes=io.StringIO(), labels=labels), rollouts
+def scripted_session(*answers: bytes, labels: bool = False) -> tuple[Session, list[ScriptedGenerator]]:
+    generators = [ScriptedGenerator(answer) for answer in answers]
+    participants = [
+        ChatParticipant(f"m{i}", each, ByteTokenizer(), None)  # type: ignore[arg-type]
+        for i, each in enumerate(generators)
+    ]
+    session = Session(participants, Sampling(9, seed=1), out=io.StringIO(), notes=io.StringIO(), labels=labels)
+    return session, generators
 
 
-def test_several_turns_a_system_message_and_a_reset() -> None:
-    session, (voice,) = scripted(b"yes\x1b")
+def test_turns_system_message_and_reset_form_the_prompts() -> None:
+    session, (participant,) = scripted_session(b"yes\x1b")
     session.run(["one", "", "/system be kind", "two", "/reset", "three", "/system", "four", "/quit", "five"])
-    assert [prompt for prompt, _, _ in voice.seen] == [
+    assert [prompt for prompt, _, _ in participant.calls] == [
         "u:one",
         "s:be kind|u:one|a:yes\x1b|u:two",
         "s:be kind|u:three",
         "u:three|a:yes\x1b|u:four",
     ]
-    assert [stream for _, _, stream in voice.seen] == [1, 2, 1, 2]
+    assert [stream for _, _, stream in participant.calls] == [1, 2, 1, 2]
     assert session.out.getvalue() == "yes\n" * 4  # type: ignore[attr-defined]
 
 
 def test_options_change_in_the_chat() -> None:
-    session, (voice,) = scripted(b"ok")
+    session, (participant,) = scripted_session(b"ok")
     session.run(["/set temperature 0.25", "/set max-new-tokens 5", "/set top_k 3", "/set top-p 2", "/set nose 1",
                  "/set seed x", "/what", "/set min-p", "hello"])  # fmt: skip
-    _, sampling, _ = voice.seen[0]
+    _, sampling, _ = participant.calls[0]
     assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k, sampling.top_p) == (0.25, 5, 3, 1.0)
     assert sampling.end_ids == (0,)
     notes = session.notes.getvalue()  # type: ignore[attr-defined]
-    for told in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such",
+    for note in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such",
                  "/set min-p: to what?"):  # fmt: skip
-        assert told in notes
+        assert note in notes
     session.run(["/set max_new_tokens=7", "/set stop = a=b", "/set", "again"])
-    changed = voice.seen[1][1]
+    changed = participant.calls[1][1]
     assert (changed.max_new_tokens, changed.stop, changed.temperature) == (7, ("a=b",), 0.25)
 
 
-def test_stop_strings_and_what_shapes_the_distribution() -> None:
-    session, (voice,) = scripted(b"ok")
+def test_stop_strings_and_sampling_settings_are_set() -> None:
+    session, (participant,) = scripted_session(b"ok")
     session.run(["/set min-p 0.1", "/set repetition-penalty 1.5", "/set min-new-tokens 2", r"/set stop a b\n", "one",
                  '/set stop ""', "/set min-new-tokens 10", "two"])  # fmt: skip
-    first, second = (sampling for _, sampling, _ in voice.seen)
+    first, second = (sampling for _, sampling, _ in participant.calls)
     assert (first.min_p, first.repetition_penalty, first.min_new_tokens, first.stop) == (0.1, 1.5, 2, ("a b\n",))
     notes = session.notes.getvalue()  # type: ignore[attr-defined]
-    assert r'stop "a b\n"' in notes and 'stop ""' in notes  # as they are typed
+    # Notes show stop strings in the form in which a user types them.
+    assert r'stop "a b\n"' in notes and 'stop ""' in notes
     assert (second.stop, second.min_new_tokens) == ((), 2)  # an answer has 9 tokens at most
 
 
 def test_an_answer_ends_with_its_stop_string(run: Path) -> None:
-    voice = load(ChatModel("sft", run / "sft" / "model"))
-    whole = "".join(voice.answer("", "hello", Sampling(40, seed=3), 1))
-    voice.reset()
-    stopped = "".join(voice.answer("", "hello", Sampling(40, seed=3, stop=(whole[:3],)), 1))
-    assert stopped.startswith(whole[:3])
-    assert whole.startswith(stopped) and len(stopped) < len(whole)
+    participant = load(ChatModel("sft", run / "sft" / "model"))
+    complete = "".join(participant.answer("", "hello", Sampling(40, seed=3), 1))
+    participant.reset()
+    stopped = "".join(participant.answer("", "hello", Sampling(40, seed=3, stop=(complete[:3],)), 1))
+    assert stopped.startswith(complete[:3])
+    assert complete.startswith(stopped) and len(stopped) < len(complete)
 
 
-def test_ctrl_c_stops_the_answer_alone() -> None:
-    session, (voice, other) = scripted(b"half\x03rest", b"other", labels=True)
+def test_ctrl_c_stops_only_the_current_answer() -> None:
+    session, (participant, other) = scripted_session(b"half\x03rest", b"other", labels=True)
     session.run(["one", "two"])
-    assert session.out.getvalue() == "m0> half\nm0> half\n" and other.seen == []  # type: ignore[attr-defined]
-    assert voice.seen[1][0] == "u:one|a:half|u:two"
+    assert session.out.getvalue() == "m0> half\nm0> half\n" and other.calls == []  # type: ignore[attr-defined]
+    assert participant.calls[1][0] == "u:one|a:half|u:two"
 
 
 def test_an_empty_answer_is_named() -> None:
-    session, _ = scripted(b"", b" ", b"word")
+    session, _ = scripted_session(b"", b" ", b"word")
     session.run(["one"])
     notes = session.notes.getvalue()  # type: ignore[attr-defined]
     assert notes == "(m0 ended its answer without a word)\n(m1 ended its answer without a word)\n"
 
 
-def test_each_model_keeps_its_own_side() -> None:
-    session, (first, second) = scripted(b"A", b"B", labels=True)
+def test_each_model_has_its_own_conversation() -> None:
+    session, (first, second) = scripted_session(b"A", b"B", labels=True)
     session.run(["one", "two"])
     assert session.out.getvalue() == "m0> A\nm1> B\n" * 2  # type: ignore[attr-defined]
-    assert first.seen[1][0] == "u:one|a:A|u:two" and second.seen[1][0] == "u:one|a:B|u:two"
+    assert first.calls[1][0] == "u:one|a:A|u:two" and second.calls[1][0] == "u:one|a:B|u:two"
 
 
 def test_ctrl_c_begins_a_new_line_and_ctrl_d_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +387,7 @@ def test_ctrl_c_begins_a_new_line_and_ctrl_d_leaves(monkeypatch: pytest.MonkeyPa
 # The command
 
 
-def test_one_answer_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_option_prints_one_answer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(run), "--prompt", "hello", "--max-new-tokens", "12", "--seed", "5"]
     assert command.main(arguments) == 0
     first = capsys.readouterr().out
@@ -393,8 +398,8 @@ def test_one_answer_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert compared.startswith("sft> ") and f"ppo> {first}" in compared
 
 
-def test_bytes_that_are_no_text_are_no_reason_to_stop(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a shell gives for them, in the command line."""
+def test_arguments_with_invalid_bytes_are_accepted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shell passes invalid bytes as lone surrogates in the arguments."""
     assert command.main([str(run), "--prompt", "hello \udcff", "--system", "\udcfe", "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out.endswith("\n")
 
@@ -409,7 +414,7 @@ def test_lines_from_a_pipe_are_turns(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere"], "no such folder"),
         (["{run}/reward"], "reward model"),
@@ -418,7 +423,9 @@ def test_lines_from_a_pipe_are_turns(
         (["{run}", "--prompt", "good morning " * 400], "too long"),
     ],
 )
-def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+def test_user_errors_are_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert command.main([part.replace("{run}", str(run)) for part in arguments]) == 2
     shown = capsys.readouterr()
-    assert told in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert message in shown.err and shown.err.count("\n") == 1 and not shown.out

@@ -1,4 +1,7 @@
-"""A guarded PPO stage stops or rolls back, undisturbed and killed. Its rule finds a large learning rate."""
+"""A guarded PPO stage that is killed and resumed stops or rolls back exactly as an undisturbed one does.
+
+The guard rule of these tests fires at a large learning rate.
+"""
 
 import json
 import shutil
@@ -14,10 +17,10 @@ from pipeline.launch.worker import run_worker
 from step3_ppo import guard, guard_rules
 from step3_ppo.guard_rules import Finding, Row
 from tests.ranks import Worker
-from tests.test_resume import same
-from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
+from tests.test_resume import assert_equal_runs
+from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
-BEFORE = ("tokenizer", "sft", "reward")
+INPUTS = ("tokenizer", "sft", "reward")
 RISING = """
 from pathlib import Path
 
@@ -28,23 +31,23 @@ def grade(answer, row):
 
 
 def large_rate(rows: Sequence[Row]) -> Finding | None:
-    """Find a learning rate above 5e-5 from step 3 on."""
+    """Fire at a learning rate above 5e-5 from step 3 on."""
     return Finding("rate", "the rate is large") if rows[-1]["step"] >= 3 and rows[-1]["lr"] > 5e-5 else None
 
 
-def work(stage: str, run_dir: Path, module: str) -> None:
-    """Run a stage with this rule alone."""
+def run_with_rule(stage: str, run_dir: Path, module: str) -> None:
+    """Run a stage with `large_rate` as its only guard rule."""
     guard_rules.ROLLOUT_RULES, guard_rules.FEWEST_ANSWERS = (large_rate,), 1
     guard.WATCHED = (*guard.WATCHED, "lr")
     run_worker(stage, run_dir, module)
 
 
 def start(run_dir: Path) -> Worker:
-    return Worker(work, "ppo", run_dir, "step3_ppo.train", environment={"OMP_NUM_THREADS": "1"})
+    return Worker(run_with_rule, "ppo", run_dir, "step3_ppo.train", environment={"OMP_NUM_THREADS": "1"})
 
 
 def kill_after(run_dir: Path, lines: int) -> None:
-    """Start the stage and kill it when it has logged so many lines."""
+    """Start the stage and kill it when `lines` lines are in its log."""
     worker, log = start(run_dir), run_dir / "ppo" / "metrics.jsonl"
     while worker.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < lines):
         pass
@@ -56,60 +59,60 @@ def kill_after(run_dir: Path, lines: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an SFT model and a reward model."""
     run_dir = tmp_path_factory.mktemp("trained")
-    lay_out(run_dir, tiny_config(sft={"steps": 2}, reward={"steps": 2}))
+    write_stage_configs(run_dir, tiny_config(sft={"steps": 2}, reward={"steps": 2}))
     for stage in ("sft", "reward"):
         finish(start_worker(run_dir, stage))
     return run_dir
 
 
-def run_of(folder: Path, trained: Path, action: str) -> Path:
-    """A run whose judge grades later answers higher. So step 2 is the best step before step 3."""
+def guarded_run(folder: Path, trained: Path, action: str) -> Path:
+    """Return a run whose judge grades later answers higher, so that step 2 is the best step before step 3."""
     folder.mkdir()
     (folder / "judge.py").write_text(RISING)
     ppo = {"guard": action, "eval_every": 2, "lr": 1e-4, "schedule": "constant", "warmup": 0.0, "ema": None}
     judged = {"prompts": 4, "best_of": 1, "temperatures": [1.0], "judge": f"{folder}/judge.py:grade"}
-    lay_out(folder, tiny_config(ppo={**ppo, "save_every": 1}, evaluation=judged))
-    for name in BEFORE:
+    write_stage_configs(folder, tiny_config(ppo={**ppo, "save_every": 1}, evaluation=judged))
+    for name in INPUTS:
         shutil.copytree(trained / name, folder / name, dirs_exist_ok=True)
     return folder
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "ppo" / "summary.json").read_text())
-    return found
+    actual: dict[str, Any] = json.loads((run_dir / "ppo" / "summary.json").read_text())
+    return actual
 
 
-def test_a_stage_that_the_guard_stops_ends_the_same_after_a_kill(tmp_path: Path, trained: Path) -> None:
-    whole, killed = (run_of(tmp_path / name, trained, "stop") for name in ("whole", "killed"))
-    said = finish(start(whole))
-    assert "ppo: step 3: guard: the rate is large" in said
-    found = summary(whole)
-    assert found["guard"]["findings"] == [{"step": 3, "sign": "rate", "sentence": "the rate is large"}]
-    assert found["guard"]["stopped_step"] == 3 and found["exported_step"] == 2
-    assert [line["step"] for line in metrics(whole, "ppo")] == [0, 1, 2, 3]
-    assert metrics(whole, "ppo")[-1]["guard"] == "guard: the rate is large"
+def test_guard_stops_a_killed_run_at_the_same_step(tmp_path: Path, trained: Path) -> None:
+    undisturbed, killed = (guarded_run(tmp_path / name, trained, "stop") for name in ("whole", "killed"))
+    output = finish(start(undisturbed))
+    assert "ppo: step 3: guard: the rate is large" in output
+    actual = summary(undisturbed)
+    assert actual["guard"]["findings"] == [{"step": 3, "sign": "rate", "sentence": "the rate is large"}]
+    assert actual["guard"]["stopped_step"] == 3 and actual["exported_step"] == 2
+    assert [line["step"] for line in metrics(undisturbed, "ppo")] == [0, 1, 2, 3]
+    assert metrics(undisturbed, "ppo")[-1]["guard"] == "guard: the rate is large"
     kill_after(killed, 3)
     finish(start(killed))
-    assert summary(killed)["guard"] == found["guard"]
-    same(whole, killed, "ppo", "stopped")
+    assert summary(killed)["guard"] == actual["guard"]
+    assert_equal_runs(undisturbed, killed, "ppo", "stopped")
     shutil.rmtree(killed / "ppo" / "model")
     finish(start(killed))  # exports again
-    same(whole, killed, "ppo", "exported again")
+    assert_equal_runs(undisturbed, killed, "ppo", "exported again")
 
 
-def test_a_rollback_starts_again_from_the_best_step(tmp_path: Path, trained: Path) -> None:
-    whole, killed = (run_of(tmp_path / name, trained, "rollback") for name in ("whole", "killed"))
-    for run_dir in (whole, killed):
+def test_killed_rollback_resumes_from_the_best_step(tmp_path: Path, trained: Path) -> None:
+    undisturbed, killed = (guarded_run(tmp_path / name, trained, "rollback") for name in ("whole", "killed"))
+    for run_dir in (undisturbed, killed):
         worker = start(run_dir)
-        said, _ = worker.communicate(timeout=240)
-        assert worker.returncode == RESTART, said
-    assert "resumes after step 2 of 6" in finish(start(whole))
-    found = summary(whole)
-    assert found["guard"]["rollbacks"] == [{"step": 3, "to": 2, "reason": "the rate is large"}]
-    assert found["guard"]["findings"] == [] and found["exported_step"] == 6
-    lines = metrics(whole, "ppo")
+        output, _ = worker.communicate(timeout=240)
+        assert worker.returncode == RESTART, output
+    assert "resumes after step 2 of 6" in finish(start(undisturbed))
+    actual = summary(undisturbed)
+    assert actual["guard"]["rollbacks"] == [{"step": 3, "to": 2, "reason": "the rate is large"}]
+    assert actual["guard"]["findings"] == [] and actual["exported_step"] == 6
+    lines = metrics(undisturbed, "ppo")
     assert [line["lr"] for line in lines[1:]] == pytest.approx([1e-4, 1e-4, 3e-5, 3e-5, 3e-5, 3e-5])
     assert lines[3]["guard"] == "guard: rolled back from step 3, because the rate is large"
     kill_after(killed, 5)
     finish(start(killed))
-    same(whole, killed, "ppo", "rolled back")
+    assert_equal_runs(undisturbed, killed, "ppo", "rolled back")

@@ -1,4 +1,4 @@
-"""A stage that runs out of memory restarts with smaller micro-batches and ends like one that did not."""
+"""A stage that runs out of memory restarts with smaller micro-batches and gives the result of an undisturbed run."""
 
 import json
 import os
@@ -21,7 +21,9 @@ COMMAND = [
 
 
 def run(folder: Path, *more: str, status: int = 0, **failing: str) -> tuple[str, str]:
-    """Run the stage; with `failing` (the environment of out_of_memory_stage.py) a rank fails. Return its output."""
+    """Run the stage and return its output and errors. With `failing`, the variables of out_of_memory_stage.py, rank 1
+    runs out of memory.
+    """
     modules = {"sft": "tests.out_of_memory_stage"} if failing else {}
     arguments = [*COMMAND, f"run_dir={folder / 'run'}", *more]
     folder.mkdir()
@@ -42,25 +44,25 @@ def results(folder: Path) -> tuple[list[dict[str, float]], dict[str, Any], dict[
     return metrics(run_dir, "sft"), summary, load_file(run_dir / "sft" / "model" / "model.safetensors")
 
 
-def test_a_rank_out_of_memory_in_mid_run(tmp_path: Path) -> None:
-    """One of two ranks fails after some steps, while the other is inside of a collective."""
+def test_restart_after_out_of_memory_equals_undisturbed_run(tmp_path: Path) -> None:
+    """One of two ranks runs out of memory after some steps, while the other waits in a collective."""
     run(tmp_path / "undisturbed", "ranks=1")
-    wanted, before, weights = results(tmp_path / "undisturbed")
+    expected, before, weights = results(tmp_path / "undisturbed")
     assert before["out_of_memory"] == {"restarts": 0, "micro_batch_tokens": 300}
     output, errors = run(tmp_path / "restarted", FAILING_ABOVE="150", FAILING_AFTER="5")
     assert errors.count("sft: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB); the stage restarts") == 1
     assert "sft.micro_batch_tokens=150 instead of 300" in errors
     assert "sft: resumes after step " in output
-    found, after, restarted = results(tmp_path / "restarted")
+    actual, after, restarted = results(tmp_path / "restarted")
     assert after["out_of_memory"] == {"restarts": 1, "micro_batch_tokens": 150}
-    assert [line["step"] for line in found] == [line["step"] for line in wanted]
-    for mine, theirs in zip(found, wanted, strict=True):
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
     for name, weight in weights.items():
         torch.testing.assert_close(restarted[name], weight, atol=1e-5, rtol=1e-4)
 
 
-def test_one_sequence_that_does_not_fit_ends_with_what_to_change(tmp_path: Path) -> None:
+def test_one_sequence_that_does_not_fit_names_the_keys_to_change(tmp_path: Path) -> None:
     less = "sft.micro_batch_tokens=8"
     _, errors = run(tmp_path / "one", less, status=2, FAILING_ABOVE="0", FAILING_AFTER="0")
     assert "sft.micro_batch_tokens=8 is a micro-batch of one sequence" in errors and "sft.max_length" in errors

@@ -1,5 +1,6 @@
-"""One rank, and two ranks under ZeRO 0 to 3 or holding each matrix or the tokens of each row between them, walk the
-same curves in each stage.
+"""Each stage logs the same metrics on one rank and on two ranks under ZeRO 0 to 3, tensor and sequence parallelism.
+
+The memory that the stages measure is also compared with the predicted bytes.
 """
 
 import json
@@ -15,7 +16,7 @@ from engine.parallel import dist
 from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from tests.ranks import run_ranks
-from tests.tiny import lay_out, metrics, tiny_config
+from tests.tiny import metrics, tiny_config, write_stage_configs
 
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
@@ -60,67 +61,68 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
         config = tiny_config(engine={"dtype": "fp32", **layout}, evaluation=SAMPLED, **steps)
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 2, "ptx_coef": 0.1})})
         if dist.world().is_rank_zero:
-            lay_out(run_dir, config)
+            write_stage_configs(run_dir, config)
         dist.barrier()
         for name in stages_of(layout):
             import_module(f"{STAGES[name].package}.train").run(read_config(run_dir / name), run_dir / name)
 
 
 def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
-    """PPO alone on a layout's models, a rollout in one minibatch; a run each that shares its forwards, or does not.
+    """Run PPO once for each name, from the SFT and reward models of a layout, with one minibatch for each rollout.
 
-    Greedy answers and the best of several are evaluated too.
+    `names` maps the folder of a run to `ppo.shared_forward`. The evaluation adds greedy answers and the best of two.
     """
-    whole = Path(parent) / f"ranks-{dist.world().size}-layout-{layout}"
+    trained = Path(parent) / f"ranks-{dist.world().size}-layout-{layout}"
     for name, shared in names.items():
         run_dir = Path(parent) / name
-        made = read_config(whole / "ppo")
+        made = read_config(trained / "ppo")
         own = {"steps": 2, "ptx_coef": 0.0, "minibatches": 1, "shared_forward": shared, "micro_batch_tokens": 256}
         ppo = made.ppo.model_copy(update=own)
         evaluation = made.evaluation.model_copy(update={"temperatures": None, "best_of": 2})
         made = made.model_copy(update={"ppo": ppo, "evaluation": evaluation})
         if dist.world().is_rank_zero:
-            lay_out(run_dir, made)
+            write_stage_configs(run_dir, made)
             for stage in ("sft", "reward"):
-                shutil.copytree(whole / stage, run_dir / stage, dirs_exist_ok=True)
+                shutil.copytree(trained / stage, run_dir / stage, dirs_exist_ok=True)
         dist.barrier()
         import_module("step3_ppo.train").run(read_config(run_dir / "ppo"), run_dir / "ppo")
 
 
-def test_ranks_and_layouts_do_not_change_the_curves(tmp_path: Path) -> None:
+def test_ranks_and_layouts_do_not_change_the_metrics(tmp_path: Path) -> None:
     run_ranks(run_stages, 1, str(tmp_path), LAYOUTS[:1])
     run_ranks(run_stages, 2, str(tmp_path), LAYOUTS)
     for number, layout in enumerate(LAYOUTS):
         check_memory(tmp_path / f"ranks-2-layout-{number}", str(layout), stages_of(layout))
     for stage, names in CURVES.items():
-        alone = metrics(tmp_path / "ranks-1-layout-0", stage)
-        assert len(alone) == {"sft": 4, "reward": 3, "dpo": 2, "ppo": 3}[stage]
+        one_rank = metrics(tmp_path / "ranks-1-layout-0", stage)
+        assert len(one_rank) == {"sft": 4, "reward": 3, "dpo": 2, "ppo": 3}[stage]
         for number, layout in enumerate(LAYOUTS):
             if stage not in stages_of(layout):
                 continue
-            together = metrics(tmp_path / f"ranks-2-layout-{number}", stage)
-            for ours, theirs in zip(together, alone, strict=True):
-                for name in set(names) & set(theirs):
-                    assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (stage, layout, name)
-    run_ranks(run_ppo, 1, str(tmp_path), 0, {"apart": False})
-    run_ranks(run_ppo, 2, str(tmp_path), 3, {"shared": True})
-    check_memory(tmp_path / "shared", "forwards from scoring to learning", ("ppo",))
-    for one, other in zip(metrics(tmp_path / "apart", "ppo"), metrics(tmp_path / "shared", "ppo"), strict=True):
-        for name in set(CURVES["ppo"]) & set(one):
-            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-4), name
+            two_ranks = metrics(tmp_path / f"ranks-2-layout-{number}", stage)
+            for actual, expected in zip(two_ranks, one_rank, strict=True):
+                for name in set(names) & set(expected):
+                    assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), (stage, layout, name)
+    run_ranks(run_ppo, 1, str(tmp_path), 0, {"separate_forwards": False})
+    run_ranks(run_ppo, 2, str(tmp_path), 3, {"shared_forwards": True})
+    check_memory(tmp_path / "shared_forwards", "shared forwards", ("ppo",))
+    lines = (metrics(tmp_path / name, "ppo") for name in ("shared_forwards", "separate_forwards"))
+    for actual, expected in zip(*lines, strict=True):
+        for name in set(CURVES["ppo"]) & set(expected):
+            assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name
 
 
 def check_memory(run_dir: Path, layout: str, stages: Iterable[str]) -> None:
-    """States, and weights to generate with, took what was predicted; nothing that depends on the data took more."""
+    """Compare measured with predicted bytes: states and inference weights agree, the rest is below the prediction."""
     for stage in stages:
         memory = json.loads((run_dir / stage / "summary.json").read_text())["memory"]
         assert memory["measured"].keys() == memory["predicted"].keys()
         for phase, measured in memory["measured"].items():
             predicted = memory["predicted"][phase]
             for owner in {*measured, *(predicted.keys() & {*STATES})}:
-                wanted, found = predicted.get(owner, 0), measured.get(owner, 0)
+                expected, actual = predicted.get(owner, 0), measured.get(owner, 0)
                 where = (layout, stage, phase, owner)
                 if owner in STATES:
-                    assert found == pytest.approx(wanted, rel=0.03, abs=2**13), where
+                    assert actual == pytest.approx(expected, rel=0.03, abs=2**13), where
                 else:
-                    assert found <= 1.2 * wanted, (where, found, wanted)
+                    assert actual <= 1.2 * expected, (where, actual, expected)

@@ -1,5 +1,5 @@
-"""A stage that is stopped, at a random moment or by a reward function, and started again ends like one that was left
-alone, bit for bit.
+"""A stage that is killed, stopped or interrupted by an exception, and then resumed, equals an undisturbed run bit for
+bit: metrics, rollouts and weights.
 """
 
 import json
@@ -13,24 +13,24 @@ from safetensors.torch import load_file
 
 from pipeline.config.stages import STAGES
 from tests.ranks import Worker
-from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
+from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
-FROM_SFT = ["tokenizer", "sft"]
-BEFORE = {"sft": ["tokenizer"], "reward": FROM_SFT, "dpo": FROM_SFT, "ppo": [*FROM_SFT, "reward"]}
+SFT_INPUTS = ["tokenizer", "sft"]
+INPUTS = {"sft": ["tokenizer"], "reward": SFT_INPUTS, "dpo": SFT_INPUTS, "ppo": [*SFT_INPUTS, "reward"]}
 
 
 def kill_at_random(run_dir: Path, stage: str, steps: int, rng: random.Random) -> str:
-    """Start the stage and SIGKILL it after a random logged step; says when."""
-    wanted, delay = rng.randint(1, steps - 1), rng.random() * 0.4
-    worker = started(run_dir, stage, wanted)
+    """Start the stage and send SIGKILL after a random logged step. Return a description of the moment."""
+    lines, delay = rng.randint(1, steps - 1), rng.random() * 0.4
+    worker = start_and_wait(run_dir, stage, lines)
     time.sleep(delay)
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
-    return f"{stage} killed {delay:.2f} s after line {wanted}"
+    return f"{stage} killed {delay:.2f} s after line {lines}"
 
 
-def started(run_dir: Path, stage: str, lines: int) -> Worker:
-    """A stage at work, when so many steps are logged."""
+def start_and_wait(run_dir: Path, stage: str, lines: int) -> Worker:
+    """Start a stage and return its worker when it has logged `lines` lines, or has ended."""
     worker = start_worker(run_dir, stage)
     log = run_dir / stage / "metrics.jsonl"
     while worker.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < lines):
@@ -38,68 +38,72 @@ def started(run_dir: Path, stage: str, lines: int) -> Worker:
     return worker
 
 
-def ask_to_stop(run_dir: Path, stage: str) -> None:
-    """Start the stage and SIGTERM it in its second step: it is saved as far as it came."""
-    for _ in range(3):  # on a busy machine it may be through before it is asked
-        worker = started(run_dir, stage, 1)
+def stop_with_sigterm(run_dir: Path, stage: str) -> None:
+    """Start the stage and send SIGTERM in its second step. Check that it saves the last step before it exits."""
+    for _ in range(3):  # on a busy machine the stage may end before the signal arrives
+        worker = start_and_wait(run_dir, stage, 1)
         worker.send_signal(signal.SIGTERM)
-        told, _ = worker.communicate(timeout=240)
+        output, _ = worker.communicate(timeout=240)
         if worker.returncode:
             break
         clear(run_dir, stage)
-    assert worker.returncode == 130, told
+    assert worker.returncode == 130, output
     newest = max(int(place.name.removeprefix("step-")) for place in (run_dir / stage / "checkpoints").iterdir())
-    assert f"{stage}: step {newest} of 8 is saved" in told and len(metrics(run_dir, stage)) == newest < 8
+    assert f"{stage}: step {newest} of 8 is saved" in output and len(metrics(run_dir, stage)) == newest < 8
 
 
-def test_killed_and_resumed_equals_left_alone(tmp_path: Path) -> None:
+def test_resumed_run_equals_undisturbed_run(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     rng = random.Random(seed)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     best = {"export": "best", "eval_every": 2}
     config = tiny_config(
         sft={"dropout": 0.1, "schedule": "constant", "lr": 2e-2, **best},
         reward=best,
-        model={"architecture": dropping()},
-        ppo={"reward_function": function_in(tmp_path)},
+        model={"architecture": gpt2_with_dropout()},
+        ppo={"reward_function": write_reward_function(tmp_path)},
     )
-    lay_out(whole, config)
+    write_stage_configs(undisturbed, config)
     for stage in STAGES:
-        finish(start_worker(whole, stage))
-        lay_out(killed, config)
-        for name in BEFORE[stage]:
-            shutil.copytree(whole / name, killed / name, dirs_exist_ok=True)
-        if stage in ("reward", "dpo"):  # whose reference may not be read again by a policy that has learned
-            ask_to_stop(killed, stage)
-        said = kill_at_random(killed, stage, 6, rng)
+        finish(start_worker(undisturbed, stage))
+        write_stage_configs(killed, config)
+        for name in INPUTS[stage]:
+            shutil.copytree(undisturbed / name, killed / name, dirs_exist_ok=True)
+        if stage in ("reward", "dpo"):  # DPO must resume with the reference of its start, not with the trained policy
+            stop_with_sigterm(killed, stage)
+        moment = kill_at_random(killed, stage, 6, rng)
         finish(start_worker(killed, stage))
-        same(whole, killed, stage, f"seed {seed}: {said}")
+        assert_equal_runs(undisturbed, killed, stage, f"seed {seed}: {moment}")
     damage(killed)
     assert "is damaged (tensors-0.safetensors has 9 bytes" in finish(start_worker(killed, "sft"))
-    same(whole, killed, "sft", "damaged")
+    assert_equal_runs(undisturbed, killed, "sft", "damaged")
 
 
 def clear(run_dir: Path, stage: str) -> None:
-    """Leave of a stage what it began with."""
+    """Delete all files of a stage except its configuration."""
     for each in (run_dir / stage).iterdir():
         if each.name != "config.yaml":
             shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
-def same(whole: Path, killed: Path, stage: str, where: str, *, but: tuple[str, ...] = ()) -> None:
-    """Figures, `but` some of them, and weights."""
-    logged = (metrics(run, stage) for run in (whole, killed))
-    one, other = ([{k: v for k, v in line.items() if k not in but} for line in lines] for lines in logged)
-    assert one == other, where
-    if stage == "ppo" and not but:
-        assert len({(run / stage / "rollouts.jsonl").read_text() for run in (whole, killed)}) == 1, where
-    ours, theirs = (load_file(run / stage / "model" / "model.safetensors") for run in (whole, killed))
-    assert ours.keys() == theirs.keys()
-    assert all((ours[name] == theirs[name]).all() for name in ours), where
+def assert_equal_runs(
+    undisturbed: Path, resumed: Path, stage: str, where: str, *, ignored: tuple[str, ...] = ()
+) -> None:
+    """Compare the metrics except `ignored` ones, PPO's rollouts, and the weights of two runs, bit for bit."""
+    logs = (metrics(run, stage) for run in (undisturbed, resumed))
+    expected, actual = ([{k: v for k, v in line.items() if k not in ignored} for line in lines] for lines in logs)
+    assert actual == expected, where
+    if stage == "ppo" and not ignored:
+        assert len({(run / stage / "rollouts.jsonl").read_text() for run in (undisturbed, resumed)}) == 1, where
+    weights, resumed_weights = (
+        load_file(run / stage / "model" / "model.safetensors") for run in (undisturbed, resumed)
+    )
+    assert weights.keys() == resumed_weights.keys()
+    assert all((weights[name] == resumed_weights[name]).all() for name in weights), where
 
 
 def damage(run_dir: Path) -> None:
-    """A finished stage without its model, and with a newest checkpoint that was cut off."""
+    """Remove the model of a finished SFT stage and truncate its newest checkpoint."""
     shutil.rmtree(run_dir / "sft" / "model")
     (run_dir / "sft" / "checkpoints" / "step-8" / "tensors-0.safetensors").write_bytes(b"truncated")
 
@@ -118,42 +122,43 @@ def score(answer, row):
 """
 
 
-def function_in(folder: Path) -> str:
-    """A reward function that raises at its thirtieth call if a file `broken` stands beside it."""
+def write_reward_function(folder: Path) -> str:
+    """Write a reward function that raises at its thirtieth call if the folder has a file `broken`. Return its name."""
     (folder / "mine.py").write_text(FUNCTION)
     return f"{folder}/mine.py:score"
 
 
-def test_a_function_that_raises_loses_nothing(tmp_path: Path) -> None:
-    """The thirtieth call is in the third rollout, behind eight held-out prompts and two rollouts of eight. The
-    reference is there for its figures alone, and in the first start only.
+def test_a_reward_function_that_raises_loses_no_finished_step(tmp_path: Path) -> None:
+    """The thirtieth call is in the third rollout, after eight held-out prompts and two rollouts of eight prompts.
+
+    Only the first start has a reference model, which adds the metric `kl` and does not change the training.
     """
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    by_function = {"reward_model": False, "reward_function": function_in(tmp_path)}
+    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
+    by_function = {"reward_model": False, "reward_function": write_reward_function(tmp_path)}
     plain = {"steps": 4, "kl_coef": 0.0, "kl_target": None, "guard": "off", **by_function}
     once = {"temperatures": [1.0], "best_of": 1}  # one call per held-out prompt
-    config, watching = (
+    config, with_reference = (
         tiny_config(sft={"steps": 2}, ppo={**plain, **keys}, evaluation=once) for keys in ({}, {"reference": True})
     )
-    lay_out(whole, config)
-    finish(start_worker(whole, "sft"))
-    finish(start_worker(whole, "ppo"))
-    lay_out(stopped, watching)
+    write_stage_configs(undisturbed, config)
+    finish(start_worker(undisturbed, "sft"))
+    finish(start_worker(undisturbed, "ppo"))
+    write_stage_configs(stopped, with_reference)
     for name in ("tokenizer", "sft"):
-        shutil.copytree(whole / name, stopped / name, dirs_exist_ok=True)
+        shutil.copytree(undisturbed / name, stopped / name, dirs_exist_ok=True)
     (tmp_path / "broken").touch()
     worker = start_worker(stopped, "ppo")
-    said, _ = worker.communicate(timeout=240)
-    assert worker.returncode == 2 and "score raised ConnectionError: no answer from the judge (line 10)" in said
+    output, _ = worker.communicate(timeout=240)
+    assert worker.returncode == 2 and "score raised ConnectionError: no answer from the judge (line 10)" in output
     assert [folder.name for folder in (stopped / "ppo" / "checkpoints").iterdir()] == ["step-2"]
     (tmp_path / "broken").unlink()
-    lay_out(stopped, config)
+    write_stage_configs(stopped, config)
     assert "resumes after step 2 of 4" in finish(start_worker(stopped, "ppo"))
     assert ["kl" in line for line in metrics(stopped, "ppo")] == [False, True, True, False, False]
     assert "kl" not in json.loads((stopped / "ppo" / "summary.json").read_text())["final"]
-    same(whole, stopped, "ppo", "a function that raised", but=("kl", "kl_k3"))
+    assert_equal_runs(undisturbed, stopped, "ppo", "a function that raised", ignored=("kl", "kl_k3"))
 
 
-def dropping() -> dict[str, object]:
-    """A GPT-2, which has dropout: the random generators must be restored for it to come out the same."""
+def gpt2_with_dropout() -> dict[str, object]:
+    """Return a GPT-2, whose dropout gives equal runs only if a resume restores the random generators."""
     return {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 512}

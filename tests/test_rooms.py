@@ -1,4 +1,4 @@
-"""Who may import whom (docs/design.md), read from the source: nothing here imports the project."""
+"""The import rules between packages (docs/design.md), checked in the source text. The project is not imported."""
 
 import ast
 from collections.abc import Iterator
@@ -32,18 +32,18 @@ PURE = ("loss.py", "advantages.py", "sampling.py")
 
 
 def sources(room: str) -> list[Path]:
-    """A room's Python files."""
-    place = ROOT / room
-    return sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    """Return the Python files of a package, or the file of a top-level module."""
+    path = ROOT / room
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def imports(file: Path) -> Iterator[tuple[str, int]]:
-    """Every module a file imports, anywhere in it, with the line."""
+    """Yield (module, line) for every import statement of a file, also inside functions."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((name.name, node.lineno) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: relative imports hide the direction"
+            assert node.level == 0, f"{file}:{node.lineno}: write an absolute import, which shows the package"
             yield from ((f"{node.module}.{name.name}", node.lineno) for name in node.names)
 
 
@@ -52,7 +52,7 @@ def present(room: str) -> bool:
 
 
 @pytest.mark.parametrize("room", [room for room in ALLOWED if present(room)])
-def test_imports_run_down(room):
+def test_packages_import_only_lower_packages(room):
     ours = {*ROOMS, "train", "chat", "tests"}
     for file in sources(room):
         for module, line in imports(file):
@@ -61,7 +61,7 @@ def test_imports_run_down(room):
 
 
 def exported(module: str) -> set[str]:
-    """The names in a module's `__all__`."""
+    """Return the names in a module's `__all__`."""
     path = ROOT / Path(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -71,27 +71,27 @@ def exported(module: str) -> set[str]:
 
 
 def engine_namespaces() -> dict[str, str]:
-    """The modules among the names that the engine exports, by name."""
+    """Return {name: module} for the names that the engine exports and that are modules."""
     names = exported("engine")
-    found = {}
+    results = {}
     for node in ast.walk(ast.parse((ROOT / "engine" / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 path = ROOT / Path(*f"{node.module}.{alias.name}".split("."))
                 if (alias.asname or alias.name) in names and (path.is_dir() or path.with_suffix(".py").exists()):
-                    found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return found
+                    results[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return results
 
 
 UPPER_ROOMS = [room for room in ALLOWED if room != "engine" and present(room)]
 
 
-def test_the_engine_exports_few_names():
+def test_the_engine_exports_at_most_20_names():
     assert len(exported("engine")) <= 20
     assert set(engine_namespaces()) == NAMESPACES
 
 
-def test_other_rooms_import_only_what_the_engine_exports():
+def test_other_packages_import_only_exported_names():
     names = exported("engine")
     for room in UPPER_ROOMS:
         for file in sources(room):
@@ -101,7 +101,7 @@ def test_other_rooms_import_only_what_the_engine_exports():
                 assert allowed, f"{file}:{line} imports {module}, which is not in engine.__all__"
 
 
-def test_other_rooms_use_only_what_a_namespace_exports():
+def test_other_packages_use_only_exported_names_of_namespaces():
     namespaces = {name: exported(module) for name, module in engine_namespaces().items()}
     for room in UPPER_ROOMS:
         for file in sources(room):
@@ -117,13 +117,13 @@ def test_other_rooms_use_only_what_a_namespace_exports():
                     assert node.attr in allowed, f"{file}:{node.lineno}: {ast.unparse(node)} is not exported"
 
 
-def test_the_engine_knows_no_configuration_and_no_tracking():
+def test_the_engine_imports_no_configuration_and_no_tracking():
     for file in sources("engine"):
         for module, line in imports(file):
             assert module.split(".")[0] not in NOT_IN_ENGINE, f"{file}:{line} imports {module}"
 
 
-def test_hydra_stays_out_of_the_workers():
+def test_workers_do_not_import_hydra():
     worker = [ROOT / "pipeline" / "launch" / name for name in ("__init__.py", "worker.py")]
     for file in [*worker, *(file for room in ROOMS[2:6] for file in sources(room))]:
         for module, line in imports(file):
@@ -131,7 +131,7 @@ def test_hydra_stays_out_of_the_workers():
 
 
 def torch_distributed_calls(file: Path) -> Iterator[tuple[str, int]]:
-    """Calls of collectives through any name that torch.distributed got in this file."""
+    """Yield (call, line) for calls of collectives, under any name that this file gives torch.distributed."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     modules, functions = {"torch.distributed"}, set()
     for node in ast.walk(tree):
@@ -154,7 +154,7 @@ def torch_distributed_calls(file: Path) -> Iterator[tuple[str, int]]:
 def test_collectives_are_called_in_two_files():
     parallel = ROOT / "engine" / "parallel"
     allowed = {parallel / "dist.py", parallel / "collectives.py"}
-    assert all(list(torch_distributed_calls(file)) for file in allowed), "the search itself found nothing"
+    assert all(list(torch_distributed_calls(file)) for file in allowed), "the search misses calls that exist"
     for room in [*ROOMS, "train", "chat"]:
         for file in sources(room) if present(room) else []:
             if file not in allowed:
@@ -171,8 +171,8 @@ def test_losses_advantages_and_sampling_are_pure():
                     assert allowed and "distributed" not in module, f"{file}:{line} imports {module}"
 
 
-def test_no_branch_on_a_models_name():
-    """No comparison with, or lookup by, a family's or model's name in code; conf/ is where names stand."""
+def test_no_code_compares_with_a_model_name():
+    """No code compares with the name of a model or family. Such names belong into conf/."""
     names = {option.stem for option in (ROOT / "conf" / "model").glob("*.yaml")} - {"tiny"}
     families = {"opt", "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "mistral", "gemma2", "bloom", "falcon"}
     for room in ROOMS[:6]:
@@ -188,21 +188,21 @@ PUBLIC_PRIVATES = {"_apply", "_buffers", "_modules", "_non_persistent_buffers_se
 
 
 def defined_names() -> set[str]:
-    """The names of functions, classes, attributes and variables that the rooms define."""
-    found = set()
+    """Return the names of functions, classes, attributes and variables that the packages define."""
+    results = set()
     for file in (file for room in ROOMS[:6] for file in sources(room)):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
+                results.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
+                results.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
-    return found
+                results |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return results
 
 
-def test_one_module_of_a_room_uses_private_interfaces_of_libraries():
-    """`internals.py`: a name that begins with an underscore, and that no room defines, belongs to a library."""
+def test_only_internals_use_private_names_of_libraries():
+    """Only `internals.py` uses a library's private names: they begin with an underscore and no package defines them."""
     own = defined_names() | PUBLIC_PRIVATES
     for file in (file for room in ROOMS[:6] for file in sources(room) if file.name != "internals.py"):
         used = [(name, line) for module, line in imports(file) for name in module.split(".")]
@@ -213,7 +213,7 @@ def test_one_module_of_a_room_uses_private_interfaces_of_libraries():
             assert not is_private or name in own, f"{file}:{line} uses {name}: add a function to internals.py"
 
 
-def test_no_module_is_called_helpers():
+def test_no_module_is_called_utils_or_helpers():
     for room in ROOMS:
         for file in sources(room):
             assert file.stem not in {"utils", "util", "common", "helpers", "misc"}, file

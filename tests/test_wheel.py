@@ -1,4 +1,4 @@
-"""The installed package: a wheel trains, chats and reports from an empty folder, without the checkout."""
+"""Install the wheel of this checkout, and train, chat and report with it from an empty folder."""
 
 import os
 import subprocess
@@ -18,14 +18,14 @@ SMALLEST = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
+    """Build the wheel of this checkout and return its path."""
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(ROOT)], check=True)
     return next(folder.glob("*.whl"))
 
 
-def test_the_wheel_carries_every_file_that_the_code_reads(wheel: Path) -> None:
+def test_the_wheel_has_every_file_that_the_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     rooms = ("engine/", "pipeline/", "step1_sft/", "step2_reward/", "step2_dpo/", "step3_ppo/")

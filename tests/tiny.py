@@ -1,4 +1,4 @@
-"""The smallest run that goes through everything: a two-layer Llama, made data, a few steps a stage."""
+"""The smallest run with all stages: a two-layer Llama, the built-in arithmetic data, a few steps for each stage."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from pipeline.launch.worker import run_worker
 from tests.ranks import Worker
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 480  # for a process
+SECONDS = 480  # limit of one process
 ARCHITECTURE = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -28,7 +28,7 @@ ARCHITECTURE = {
 
 
 def tiny_config(**sections: dict[str, Any]) -> RunConfig:
-    """A configuration; `sections` add to or override its sections."""
+    """Return a configuration. Each of `sections` overrides keys of the section with its name."""
     raw: dict[str, Any] = {
         "model": {"name": "tiny", "weights": "random", "tokenizer": "train", "architecture": ARCHITECTURE},
         "data": {"name": "demo", "sources": [{"builtin": "demo"}], "demo_examples": 400},
@@ -46,30 +46,31 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(raw)
 
 
-def lay_out(run_dir: Path, config: RunConfig, **of_stages: RunConfig) -> None:
-    """Write the configuration of each stage into its folder, as the launcher does."""
+def write_stage_configs(run_dir: Path, config: RunConfig, **stage_configs: RunConfig) -> None:
+    """Write the configuration of each stage into its folder, as the launcher does. `stage_configs` replace `config`."""
     for stage in STAGES:
-        own = of_stages.get(stage, config)
-        own = own.model_copy(update={"reward": own.reward.model_copy(update={"init": "sft"})})
+        stage_config = stage_configs.get(stage, config)
+        reward = stage_config.reward.model_copy(update={"init": "sft"})
+        stage_config = stage_config.model_copy(update={"reward": reward})
         (run_dir / stage).mkdir(parents=True, exist_ok=True)
-        (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(own.model_dump(mode="json")))
+        (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(stage_config.model_dump(mode="json")))
 
 
 def start_worker(run_dir: Path, stage: str) -> Worker:
-    """Start one rank of a stage as a process of its own, which does what `python -m PACKAGE --worker RUN_DIR` does."""
+    """Start one rank of a stage in a new process, as `python -m PACKAGE --worker RUN_DIR` does."""
     module = f"{STAGES[stage].package}.train"
     return Worker(run_worker, stage, run_dir, module, environment={"OMP_NUM_THREADS": "1"})
 
 
 def finish(worker: "Worker | subprocess.Popen[str]") -> str:
-    """Wait for a worker; what it printed. Raises AssertionError where it failed."""
+    """Wait for a worker and return its output. Raise AssertionError if it failed."""
     output, _ = worker.communicate(timeout=SECONDS)
     assert worker.returncode == 0, output
     return output
 
 
 def metrics(run_dir: Path, stage: str) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without the clock's figures."""
+    """Return the lines of metrics.jsonl without durations and token rates."""
     lines = (run_dir / stage / "metrics.jsonl").read_text().splitlines()
-    clock = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in json.loads(line).items() if not k.endswith(clock)} for line in lines]
+    timings = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith(timings)} for line in lines]

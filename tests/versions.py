@@ -27,20 +27,20 @@ TESTS = (
     "tests/engine/generation/test_transformers_fallback.py",
     "tests/pipeline/models",
 )
-"""The tests of everything in `engine/internals.py` and `pipeline/models/internals.py`."""
+"""The tests that cover `engine/internals.py` and `pipeline/models/internals.py`."""
 
 
 def bounds() -> dict[str, tuple[str, str]]:
-    """Return (oldest version, requirement) of each library. The newest version that fits is the index's choice."""
+    """Return (oldest version, requirement) of each library. pip resolves the requirement to the newest version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = {}
+    results = {}
     for requirement in project["dependencies"]:
         name, _, rest = requirement.partition(">=")
         if name in LIBRARIES:
             oldest, comma, _ = rest.partition(",<")
             assert comma, f"{requirement} has no upper bound"
-            found[name] = (oldest, requirement)
-    return found
+            results[name] = (oldest, requirement)
+    return results
 
 
 def make_environment(folder: Path, pins: list[str]) -> Path:

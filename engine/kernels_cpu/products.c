@@ -133,7 +133,7 @@ INLINE void turn(const float *from, long from_row, float *to, long to_row) {
 }
 
 /* Copy b (depth, width) into panel (depth, PANEL). Further columns are zeros. */
-static void lay_out(struct matrix b, long depth, long width, float *panel) {
+static void write_stage_configs(struct matrix b, long depth, long width, float *panel) {
     long c = 0;
     if (b.column == 1) {
         for (long k = 0; k < depth; k++) memcpy(panel + k * PANEL, b.data + k * b.row, width * sizeof(float));
@@ -190,7 +190,7 @@ int product(const struct call *w) {
 #pragma omp for schedule(static)
         for (long j = 0; j < width; j += PANEL) {
             struct matrix b = {w->b.data + k * w->b.row + j * w->b.column, w->b.row, w->b.column};
-            lay_out(b, depth, at_most(w->n - j, PANEL), room + j * depth);
+            write_stage_configs(b, depth, at_most(w->n - j, PANEL), room + j * depth);
         }
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < w->m; i += tall)

@@ -1,4 +1,4 @@
-"""The deepspeed cases: both sides get the same tokens, and missing output of a rank raises an error."""
+"""The DeepSpeed benchmark: both sides get the same tokens, and missing output of a rank raises an error."""
 
 import json
 from pathlib import Path

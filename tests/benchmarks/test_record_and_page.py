@@ -56,8 +56,8 @@ def test_the_page_shows_figures_machine_and_phases() -> None:
 
 
 def test_without_a_peer_there_is_no_column_for_it() -> None:
-    alone = replace(record("a", 1), result=replace(RESULT, peer=None))
-    assert "peer" not in render([alone]).split("## stages")[1]
+    single = replace(record("a", 1), result=replace(RESULT, peer=None))
+    assert "peer" not in render([single]).split("## stages")[1]
 
 
 def test_gpus_are_counted_by_kind() -> None:

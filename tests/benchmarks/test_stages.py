@@ -1,4 +1,4 @@
-"""The stages benchmark, with a stub in place of train.py."""
+"""The stages benchmark with a stub of train.py."""
 
 import json
 import sys

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.forked_launch import launch
 from tests.ranks import Worker
-from tests.test_resume import same
+from tests.test_resume import assert_equal_runs
 
 STAGES = ("sft", "reward", "ppo")
 STEPS = 6
@@ -132,7 +132,7 @@ def run(case: Case, folder: Path) -> str:
         if worker.returncode != 0:
             return f"lost: {output[-1000:]}"
     try:
-        same(whole, run_dir, case.stage, str(case))
+        assert_equal_runs(whole, run_dir, case.stage, str(case))
     except AssertionError as difference:
         return f"lost: {str(difference)[:1000]}"
     return "bit-equal" if hit else "bit-equal (ended before the signal)"

@@ -93,7 +93,7 @@ def odd_times(moment: float, scene: Scene) -> None:
 
 def on_two_hosts(act: str, scene: Scene) -> None:
     """Run on two hosts with one rank each, and disturb the second or the first one."""
-    if reason := hosts.why_not():
+    if reason := hosts.unavailable_reason():
         raise NotPossible(reason)
     scene.copy()
     command = [sys.executable, str(ROOT / "train.py"), *scene.arguments(), *scene.fault.own_keys]
@@ -122,7 +122,7 @@ def on_two_hosts(act: str, scene: Scene) -> None:
             host = both[0 if "first" in act else 1]
             process = running[0 if "first" in act else 1]
             if "cut off" in act:
-                hosts.cut_off(host)
+                hosts.disconnect(host)
             if "briefly" in act:
                 time.sleep(HANG_SECONDS / 4)
                 subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, "up"], check=True)

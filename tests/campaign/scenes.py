@@ -20,7 +20,7 @@ from pipeline.progress import Moment, Row
 from tests.campaign.kills import COMMAND, HANG_SECONDS, STAGES, before, children, undisturbed
 from tests.forked_launch import launch
 from tests.ranks import Worker
-from tests.test_resume import same
+from tests.test_resume import assert_equal_runs
 
 SECONDS = 400  # for one command, on a busy machine; most take ten
 STEPS = 4
@@ -250,7 +250,7 @@ def judge(scene: Scene) -> list[str]:
         return [*faults, f"does not resume: {scene.resume_output[-1500:]} after {scene.output[-1500:]}"]
     if fault.resumes:
         try:
-            same(scene.whole, scene.run_dir, fault.stage, fault.name)
+            assert_equal_runs(scene.whole, scene.run_dir, fault.stage, fault.name)
         except (AssertionError, OSError) as difference:
             faults.append(f"lost: {str(difference)[:600]}")
     return [*faults[:-1], f"{faults[-1]}: {scene.output[-1500:]}"] if faults else []
@@ -291,7 +291,7 @@ def leaked() -> list[str]:
     """Kill the processes that a command left, which are children of this process (`adopt_orphans`)."""
     left = []
     for _ in range(40):
-        left = [pid for pid in children(os.getpid()) if not _is_nursery(pid)]
+        left = [pid for pid in children(os.getpid()) if not is_fork_server(pid)]
         for pid in left:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -306,14 +306,14 @@ def leaked() -> list[str]:
     return [f"processes are left: {names}"]
 
 
-def _is_nursery(process: int) -> bool:
-    return b"tests.nursery" in Path(f"/proc/{process}/cmdline").read_bytes() and process in _nurseries()
+def is_fork_server(process: int) -> bool:
+    return b"tests.fork_server" in Path(f"/proc/{process}/cmdline").read_bytes() and process in _fork_servers()
 
 
-def _nurseries() -> list[int]:
-    from tests.ranks import _nurseries
+def _fork_servers() -> list[int]:
+    from tests.ranks import _fork_servers
 
-    return [nursery.process.pid for nursery in _nurseries.values()]
+    return [fork_server.process.pid for fork_server in _fork_servers.values()]
 
 
 def adopt_orphans() -> None:

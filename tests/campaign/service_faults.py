@@ -70,7 +70,7 @@ def drops(handler: _Handler) -> None:
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def cut_off(handler: _Handler) -> None:
+def disconnect(handler: _Handler) -> None:
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
@@ -172,7 +172,7 @@ def cases() -> list[Fault]:
         ("never replies", never, r"does not answer|rank 0 .host .*_post", (2, 5)),
         ("replies a byte a second", drips, r"does not answer|rank 0 .host .*_post", (2, 5)),
         ("drops connections", drops, "does not answer", (2,)),
-        ("cuts its replies off", cut_off, "does not answer", (2,)),
+        ("cuts its replies off", disconnect, "does not answer", (2,)),
         ("replies without end", endless, "does not answer|more than|MemoryError|rank 0", (2, 5)),
         ("replies 500", replies(500, b"\x1b[31merror"), r"refused: 500.*\\x1b", (2,)),
         ("replies 429", replies(429, b"slow down", Retry_After="1"), "refused: 429", (2,)),
@@ -211,7 +211,7 @@ def cases() -> list[Fault]:
         ("replies 401", replies(401, b"no")),
         ("replies a page", replies(200, b"<html>")),
         ("replies nothing", good),
-        ("cuts its replies off", cut_off),
+        ("cuts its replies off", disconnect),
     ):
         found.append(
             Fault(

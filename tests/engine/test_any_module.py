@@ -1,5 +1,6 @@
-"""Modules that are no chains of equal blocks, as they come, in a loop of one's own: two ranks, ZeRO 0 to 3, each equal
-to plain PyTorch in every loss and every weight.
+"""Modules that are not chains of equal blocks, trained on two ranks under ZeRO 0 to 3, against plain PyTorch.
+
+All losses and all weights are compared.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ SGD = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9}, max_grad_no
 
 
 class Chain(nn.Module):
-    """Blocks that are one another, share a weight, or stand in lists of lists."""
+    """Blocks that are the same module, share a weight, or are in nested lists."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 NUMBERS = ("regression", "looped", "shared", "nested")
 
 
-def made(kind: str) -> nn.Module:
+def seeded_model(kind: str) -> nn.Module:
     torch.manual_seed(2)
     return MODELS[kind]()
 
@@ -98,11 +99,11 @@ def loss_of(kind: str, model: Callable[..., Any], x: Tensor) -> Tensor:
     return model(input_ids=x, labels=x, use_cache=False).loss  # type: ignore[no-any-return]
 
 
-Told = tuple[list[float], dict[str, Tensor]]
+Results = tuple[list[float], dict[str, Tensor]]
 
 
-def plain(kind: str) -> Told:
-    model, losses = made(kind), []
+def plain(kind: str) -> Results:
+    model, losses = seeded_model(kind), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         loss = loss_of(kind, model, rows(kind, step))
@@ -113,9 +114,9 @@ def plain(kind: str) -> Told:
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def on_the_engine(kind: str, zero_stage: int) -> Told:
+def train_with_engine(kind: str, zero_stage: int) -> Results:
     config = EngineConfig(zero_stage=zero_stage, dtype="fp32", activation_checkpointing=kind in NUMBERS)
-    engine, losses = initialize(made(kind), config, optimizer=SGD), []
+    engine, losses = initialize(seeded_model(kind), config, optimizer=SGD), []
     world = dist.world()
     for step in range(STEPS):
         loss = loss_of(kind, engine, rows(kind, step)[world.rank :: world.size])
@@ -125,17 +126,17 @@ def on_the_engine(kind: str, zero_stage: int) -> Told:
     return losses, {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
 
 
-def all_of_them() -> dict[tuple[str, int], Told]:
+def train_all() -> dict[tuple[str, int], Results]:
     torch.set_num_threads(1)
-    return {(kind, stage): on_the_engine(kind, stage) for kind in MODELS for stage in range(4)}
+    return {(kind, stage): train_with_engine(kind, stage) for kind in MODELS for stage in range(4)}
 
 
-def test_two_ranks_under_every_stage_are_plain_pytorch() -> None:
-    wanted = {kind: plain(kind) for kind in MODELS}
-    for results in run_ranks(all_of_them, 2):
+def test_two_ranks_under_every_stage_equal_plain_pytorch() -> None:
+    expected = {kind: plain(kind) for kind in MODELS}
+    for results in run_ranks(train_all, 2):
         for (kind, stage), (losses, weights) in results.items():
-            assert losses == pytest.approx(wanted[kind][0], rel=1e-5), (kind, stage)
-            for name, weight in wanted[kind][1].items():
+            assert losses == pytest.approx(expected[kind][0], rel=1e-5), (kind, stage)
+            for name, weight in expected[kind][1].items():
                 torch.testing.assert_close(
                     weights[name], weight, atol=1e-5, rtol=1e-4, msg=lambda m, at=(kind, stage, name): f"{at}: {m}"
                 )

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, the same training afterwards at any number of ranks, errors that are heard of."""
+"""Checkpoints are complete or absent, resume on any number of ranks, and report errors of their background writes."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ OPTIMIZER = OptimizerConfig(lr=0.05, total_steps=STEPS, warmup_steps=2, weight_d
 
 
 class Net(nn.Module):
-    """Two blocks and a head, none of a size that two ranks divide evenly."""
+    """Two blocks and a head with sizes that two ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def squared(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Ten
 
 
 def advance(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
-    """Steps `first` to `last`, each on its own data; the weights and averages then."""
+    """Train the steps `first` to `last` with data seeded by the step. Return the weights and averages."""
     world = dist.world()
     for step in range(first, last + 1):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(world.device)
@@ -64,35 +64,35 @@ def advance(engine: Engine, first: int, last: int) -> dict[str, Tensor]:
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
-    found = {name: p.detach() for name, p in engine.module.named_parameters()}
-    found |= {f"average.{name}": mean for name, mean in engine.average.tensors.items()}
-    return {name: dtensors.full_tensor(tensor).cpu().clone() for name, tensor in found.items()}
+    results = {name: p.detach() for name, p in engine.module.named_parameters()}
+    results |= {f"average.{name}": mean for name, mean in engine.average.tensors.items()}
+    return {name: dtensors.full_tensor(tensor).cpu().clone() for name, tensor in results.items()}
 
 
-def written(engine: Engine, folder: Path, **mine: Any) -> Checkpointer:
+def save_and_wait(engine: Engine, folder: Path, **mine: Any) -> Checkpointer:
     checkpointer = Checkpointer({"net": engine})
     checkpointer.save(folder, {"step": 2}, mine)
     checkpointer.wait()
     return checkpointer
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 0.0) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=tolerance)
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, atol=tolerance, rtol=tolerance)
 
 
 def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
-    """Go on from one rank's checkpoint; leave one for one rank; save while training talks; fail on one rank."""
+    """Resume from one rank's checkpoint, save one for one rank, save during collectives, and fail on one rank."""
     torch.set_num_threads(1)
-    taken = engine_of(3, seed=9)
-    shared, mine = Checkpointer({"net": taken}).load(theirs)
-    resumed = advance(taken, 3, STEPS)
+    from_one_rank = engine_of(3, seed=9)
+    shared, mine = Checkpointer({"net": from_one_rank}).load(theirs)
+    resumed = advance(from_one_rank, 3, STEPS)
     engine = engine_of(3)
     advance(engine, 1, 2)
     checkpointer = Checkpointer({"net": engine})
     checkpointer.save(ours, {"step": 2}, {"rank": dist.world().rank})
-    # The write goes on behind this; its collectives must not meet these.
+    # The background write runs its own collectives, which must not mix with these.
     sums = {dist.sum_over_ranks({"a": 1.0, "b": float(dist.world().rank)})["b"] for _ in range(300)}
     checkpointer.wait()
     if dist.world().rank == 1:
@@ -124,7 +124,7 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
 
 
 def save_under(engine: Engine, file: Path) -> str:
-    """Into a folder that would have to lie in a file: only the first rank makes it."""
+    """Save into a folder below a file. Only rank 0 creates the folder, so only rank 0 fails."""
     try:
         engine.save(file / "step-4")
     except OSError as error:
@@ -133,7 +133,7 @@ def save_under(engine: Engine, file: Path) -> str:
 
 
 def overwrite(path: Path) -> None:
-    """One byte becomes another, in place."""
+    """Change one byte of a file in place."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)
@@ -146,7 +146,7 @@ def damage_seen(engine: Engine, folder: Path) -> str:
     try:
         engine.load(folder)
     except Damaged as problem:
-        same(state_of(engine), before)
+        assert_equal(state_of(engine), before)
         return problem.reason
     return "none"
 
@@ -155,7 +155,7 @@ def failing_on_rank_one(engine: Engine, folder: Path) -> str:
     if dist.world().rank == 1:
         Writer.write_data = full  # type: ignore[method-assign]
     try:
-        written(engine, folder)
+        save_and_wait(engine, folder)
     except OSError as error:
         return str(error)
     return "no error"
@@ -169,10 +169,10 @@ def full_folder(path: Path, target: Path, rename: Any = Path.rename) -> None:
     full() if path.is_dir() else rename(path, target)
 
 
-def test_two_ranks_and_one_read_each_others_checkpoints(tmp_path: Path) -> None:
+def test_one_and_two_ranks_exchange_checkpoints(tmp_path: Path) -> None:
     engine = engine_of(3)
     advance(engine, 1, 2)
-    written(engine, tmp_path / "one" / "step-2", rank=0)
+    save_and_wait(engine, tmp_path / "one" / "step-2", rank=0)
     through = advance(engine, 3, STEPS)
     results = run_ranks(
         on_two_ranks, 2, tmp_path / "one" / "step-2", tmp_path / "two" / "step-2", tmp_path / "two" / "step-3"
@@ -182,24 +182,24 @@ def test_two_ranks_and_one_read_each_others_checkpoints(tmp_path: Path) -> None:
         assert result["mine"] is None and result["own"] == {"rank": rank}
         assert result["sums"] == {1.0}
         assert result["wishes"] == [(False, {"a": 2.0}, True)]
-        same(result["resumed"], through, 1e-6)
-        same(result["through"], through, 1e-6)
-        same(result["continued"], result["through"])
+        assert_equal(result["resumed"], through, 1e-6)
+        assert_equal(result["through"], through, 1e-6)
+        assert_equal(result["continued"], result["through"])
         assert result["damaged"] == "tensors-1.safetensors has other bytes than were written"
         assert "No space left" in result["error"]
         assert result["left"] == ["step-2"]
         assert "Not a directory" in result["no folder"]
-    alone = engine_of(0, seed=9)
-    Checkpointer({"net": alone}).load(tmp_path / "two" / "step-2")
-    same(advance(alone, 3, STEPS), through, 1e-6)
+    single = engine_of(0, seed=9)
+    Checkpointer({"net": single}).load(tmp_path / "two" / "step-2")
+    assert_equal(advance(single, 3, STEPS), through, 1e-6)
 
 
-def test_what_a_resumed_engine_knows(tmp_path: Path) -> None:
-    """Step and Adam counts, loss scale, moments; all bit for bit."""
+def test_a_resumed_engine_has_all_state(tmp_path: Path) -> None:
+    """Steps, Adam's counts, loss scale and moments are restored bit for bit."""
     engine = engine_of(0, dtype="fp16")
     engine.scaler.scale, engine.scaler.budget, engine.scaler.last_overflow = 512.0, 1, 1
     advance(engine, 1, 3)
-    written(engine, tmp_path / "step-3")
+    save_and_wait(engine, tmp_path / "step-3")
     fresh = engine_of(2, seed=9, dtype="fp16")
     Checkpointer({"net": fresh}).load(tmp_path / "step-3")
     assert fresh.step_count == 3 and fresh.scaler.state() == engine.scaler.state()
@@ -208,10 +208,10 @@ def test_what_a_resumed_engine_knows(tmp_path: Path) -> None:
         assert ours["step"].item() == theirs["step"].item() == 3
         for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(dtensors.local(ours[moment]), dtensors.local(theirs[moment]))
-    same(advance(fresh, 4, STEPS), advance(engine, 4, STEPS))
+    assert_equal(advance(fresh, 4, STEPS), advance(engine, 4, STEPS))
 
 
-def test_training_goes_on_while_the_old_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_the_old_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(0)
     before = advance(engine, 1, 2)
     write, begun, may_go_on = Writer.write_data, threading.Event(), threading.Event()
@@ -225,31 +225,31 @@ def test_training_goes_on_while_the_old_state_is_written(tmp_path: Path, monkeyp
     assert [p.name for p in complete(tmp_path)] == ["step-2"]
     fresh = engine_of(0, seed=9)
     Checkpointer({"net": fresh}).load(tmp_path / "step-2")
-    same(state_of(fresh), before)
+    assert_equal(state_of(fresh), before)
 
 
-def test_wait_returns_when_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_returns_after_the_folder_has_its_final_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda *a: (time.sleep(0.2 * a[0].is_dir()), rename(*a))[1])
-    written(engine_of(0), tmp_path / "step-1")
+    save_and_wait(engine_of(0), tmp_path / "step-1")
     assert [p.name for p in complete(tmp_path)] == ["step-1"]
 
 
 @pytest.mark.parametrize("where", ["write_data", "finish", "rename"])
-def test_a_failed_write_is_heard_of_and_keeps_the_older(
+def test_a_failed_write_raises_and_keeps_the_older_checkpoint(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(0)
-    checkpointer = written(engine, tmp_path / "step-1")
+    checkpointer = save_and_wait(engine, tmp_path / "step-1")
     if where == "rename":
         monkeypatch.setattr(Path, "rename", full_folder)
     else:
         monkeypatch.setattr(Writer, where, full)
     checkpointer.save(tmp_path / "step-2", {})
-    with pytest.raises(OSError, match=r"could not be written: No space left on device$") as told:
+    with pytest.raises(OSError, match=r"could not be written: No space left on device$") as error:
         checkpointer.wait()
-    assert told.value.errno == errno.ENOSPC
-    checkpointer.wait()  # told once
+    assert error.value.errno == errno.ENOSPC
+    checkpointer.wait()  # the error is raised only once
     assert [p.name for p in complete(tmp_path)] == ["step-1"]
     monkeypatch.undo()
     checkpointer.save(tmp_path / "step-2", {})
@@ -257,7 +257,7 @@ def test_a_failed_write_is_heard_of_and_keeps_the_older(
     assert [p.name for p in complete(tmp_path)] == ["step-1", "step-2"]
 
 
-def test_halves_are_never_taken_and_order_is_by_number(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_ignored_and_order_is_numeric(tmp_path: Path) -> None:
     for name in ("step-9", "step-10", "step-11.damaged", "step-12.tmp"):
         (tmp_path / name).mkdir()
     assert [p.name for p in complete(tmp_path)] == ["step-9", "step-10"]
@@ -278,23 +278,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_changes_nothing(damage: str, tmp_path: Path) -> None:
-    written(engine_of(0), tmp_path / "step-1")
-    harm, said = DAMAGES[damage]
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage: str, tmp_path: Path) -> None:
+    save_and_wait(engine_of(0), tmp_path / "step-1")
+    harm, reason = DAMAGES[damage]
     harm(tmp_path / "step-1")
-    assert damage_seen(engine_of(0, seed=9), tmp_path / "step-1").startswith(said)
+    assert damage_seen(engine_of(0, seed=9), tmp_path / "step-1").startswith(reason)
 
 
-def test_what_is_to_follow_a_save_finds_the_folder_named(tmp_path: Path) -> None:
-    found: list[list[Path]] = []
+def test_the_callback_after_a_save_finds_the_final_folder(tmp_path: Path) -> None:
+    results: list[list[Path]] = []
     checkpointer = Checkpointer({"net": engine_of(0)})
-    checkpointer.save(tmp_path / "step-1", {}, then=lambda: found.append(complete(tmp_path)))
+    checkpointer.save(tmp_path / "step-1", {}, then=lambda: results.append(complete(tmp_path)))
     checkpointer.wait()
-    assert found == [[tmp_path / "step-1"]]
+    assert results == [[tmp_path / "step-1"]]
 
 
-def test_values_beside_the_tensors_are_json(tmp_path: Path) -> None:
-    written(engine_of(0), tmp_path / "step-1", mood="fair")
+def test_values_besides_tensors_are_json(tmp_path: Path) -> None:
+    save_and_wait(engine_of(0), tmp_path / "step-1", mood="fair")
     assert json.loads((tmp_path / "step-1" / "rank-0.json").read_text()) == {"mood": "fair"}
     assert json.loads((tmp_path / "step-1" / "state.json").read_text())["ranks"] == 1
 
@@ -308,7 +308,7 @@ def test_random_state_comes_back() -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_averaged_swaps_and_swaps_back_exactly() -> None:
+def test_averaged_weights_are_swapped_in_and_out_exactly() -> None:
     engine = engine_of(0)
     start = state_of(engine)
     sums = {name: torch.zeros_like(p.double()) for name, p in start.items() if not name.startswith("average.")}
@@ -325,18 +325,18 @@ def test_averaged_swaps_and_swaps_back_exactly() -> None:
         assert not torch.equal(engine(x), plain)
     for name, value in mean.items():
         torch.testing.assert_close(inside[name], value.float(), atol=1e-6, rtol=1e-5)
-    same(state_of(engine), live)
+    assert_equal(state_of(engine), live)
     assert torch.equal(engine(x), plain)
 
 
-def test_without_averaging_nothing_is_swapped() -> None:
+def test_without_averaging_the_weights_are_unchanged() -> None:
     engine = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=OPTIMIZER)
     before = state_of(engine)
     with engine.averaged():
-        same(state_of(engine), before)
+        assert_equal(state_of(engine), before)
 
 
-def test_a_host_without_room_for_a_copy_is_written_before_training_continues(
+def test_without_host_memory_for_a_copy_the_write_blocks_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checkpointer_module, "COPY_SHARE", 0.0)
@@ -350,7 +350,7 @@ def test_a_host_without_room_for_a_copy_is_written_before_training_continues(
     assert len([line for line in caplog.messages if "training waits while it is written" in line]) == 1
     other = engine_of(0, seed=2)
     Checkpointer({"net": other}).load(tmp_path / "step-2")
-    same(state_of(other), expected)
+    assert_equal(state_of(other), expected)
     monkeypatch.setattr(Writer, "write_data", full)
     checkpointer.save(tmp_path / "step-3", {"step": 3})
     with pytest.raises(OSError, match="could not be written") as caught:
@@ -360,10 +360,10 @@ def test_a_host_without_room_for_a_copy_is_written_before_training_continues(
 
 
 def test_tensors_are_plain_safetensors(tmp_path: Path) -> None:
-    """The weights can be read without zerochat, and no file holds a pickle."""
+    """safetensors reads the weights without zerochat, and no file is a pickle."""
     engine = engine_of(0, dtype="bf16")
     advance(engine, 1, 1)
-    written(engine, tmp_path / "step-1")
+    save_and_wait(engine, tmp_path / "step-1")
     names = {path.name for path in (tmp_path / "step-1").iterdir()}
     assert names == {TENSORS, "rank-0.json", "state.json", "checksums.json"}
     tensors = load_file(tmp_path / "step-1" / TENSORS)
@@ -376,25 +376,25 @@ def test_a_full_disk_keeps_its_error_number(tmp_path: Path, monkeypatch: pytest.
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(storage, "save_file", refuse)
-    with pytest.raises(OSError, match=r"could not be written: No space left on device$") as found:
-        written(engine_of(0), tmp_path / "step-1")
-    assert found.value.errno == errno.ENOSPC and complete(tmp_path) == []
+    with pytest.raises(OSError, match=r"could not be written: No space left on device$") as actual:
+        save_and_wait(engine_of(0), tmp_path / "step-1")
+    assert actual.value.errno == errno.ENOSPC and complete(tmp_path) == []
 
 
-def test_large_states_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_states_are_split_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "FILE_BYTES", 500)
     engine = engine_of(0)
     expected = advance(engine, 1, 2)
-    written(engine, tmp_path / "step-2")
+    save_and_wait(engine, tmp_path / "step-2")
     sizes = [path.stat().st_size for path in (tmp_path / "step-2").glob("tensors-0*.safetensors")]
     assert len(sizes) > 3
     other = engine_of(0, seed=9)
     Checkpointer({"net": other}).load(tmp_path / "step-2")
-    same(state_of(other), expected)
+    assert_equal(state_of(other), expected)
 
 
-def test_buffers_of_any_type_and_shape_return(tmp_path: Path) -> None:
-    """Empty tensors and numbers too; a transposed one; bool and float8 behind wider ones."""
+def test_buffers_of_any_type_and_shape_are_restored(tmp_path: Path) -> None:
+    """Empty, scalar and transposed buffers, and bool and float8 after wider types."""
     values = {
         "number": torch.tensor(3),
         "empty": torch.empty(0, 4),
@@ -411,9 +411,9 @@ def test_buffers_of_any_type_and_shape_return(tmp_path: Path) -> None:
             module.register_buffer(name, value)
         return Engine(module, EngineConfig(dtype="fp32"), optimizer=OPTIMIZER)
 
-    written(engine_with({name: value.clone() for name, value in values.items()}), tmp_path / "step-1")
+    save_and_wait(engine_with({name: value.clone() for name, value in values.items()}), tmp_path / "step-1")
     other = engine_with({name: torch.zeros_like(value) for name, value in values.items()})
     Checkpointer({"net": other}).load(tmp_path / "step-1")
     for name, value in values.items():
-        found = other.module.get_buffer(name)
-        assert found.dtype == value.dtype and found.tolist() == value.tolist(), name
+        actual = other.module.get_buffer(name)
+        assert actual.dtype == value.dtype and actual.tolist() == value.tolist(), name

@@ -1,4 +1,4 @@
-"""Checksums of files: the same for the same bytes in any division, different for different bytes."""
+"""Checksums of files do not depend on the division into writes, and change with any byte."""
 
 import random
 from pathlib import Path
@@ -10,13 +10,13 @@ from engine.checkpoint.storage import Checksum, checksum_of, write_text
 
 @pytest.mark.parametrize("text", ["", "{}", 1000 * "checkpoint "])
 def test_a_written_file_has_its_text_and_its_checksum(text: str, tmp_path: Path) -> None:
-    found = write_text(tmp_path / "file", text)
+    actual = write_text(tmp_path / "file", text)
     assert (tmp_path / "file").read_text() == text
-    assert found == checksum_of(tmp_path / "file") and found.bytes == len(text)
+    assert actual == checksum_of(tmp_path / "file") and actual.bytes == len(text)
 
 
 def test_the_digest_is_xxh3() -> None:
-    """The digest of no bytes, from xxHash's specification (XXH3_128bits, seed 0)."""
+    """Compare with the digest of an empty input in xxHash's specification (XXH3_128bits, seed 0)."""
     assert checksum_of(Path("/dev/null")) == Checksum(0, "99aa06d3014798d86001c324468d497f")
 
 

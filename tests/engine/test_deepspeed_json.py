@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: all keys are known, supported keys have an effect, mistakes are refused."""
+"""DeepSpeed configurations: every key is known, supported keys have their effect, and mistakes are refused."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.parallel import dtensors
 OWN = OptimizerConfig(lr=3e-4, total_steps=50, warmup_steps=5, weight_decay=0.2)
 
 CHAT = {
-    # What DeepSpeed-Chat writes for its actor, step 3.
+    # The configuration that DeepSpeed-Chat writes for its actor in step 3.
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,
     "steps_per_print": 10,
@@ -43,9 +43,9 @@ CHAT = {
 }  # fmt: skip
 
 
-def test_a_chat_configuration_as_it_is() -> None:
-    found = parse(CHAT, ranks=4)
-    assert found.engine == EngineConfig(
+def test_a_deepspeed_chat_configuration() -> None:
+    actual = parse(CHAT, ranks=4)
+    assert actual.engine == EngineConfig(
         zero_stage=3,
         dtype="fp16",
         offload_optimizer="cpu",
@@ -53,25 +53,25 @@ def test_a_chat_configuration_as_it_is() -> None:
         gradient_accumulation=2,
         loss_scale=LossScale(window=100),
     )
-    assert (found.micro_batch_size, found.train_batch_size, found.optimizer) == (4, 32, None)
-    told = "\n".join(found.ignored)
-    assert "stage3_max_live_parameters has no effect" in told and "loss_scale_window" not in told
-    assert "wall_clock_breakdown" not in told  # it asks for nothing
+    assert (actual.micro_batch_size, actual.train_batch_size, actual.optimizer) == (4, 32, None)
+    message = "\n".join(actual.ignored)
+    assert "stage3_max_live_parameters has no effect" in message and "loss_scale_window" not in message
+    assert "wall_clock_breakdown" not in message  # false is the default, so nothing is ignored
 
 
-def test_true_defaults() -> None:
-    found = parse({"optimizer": {"type": "Adam"}})
-    assert found.engine == EngineConfig(zero_stage=0, dtype="fp32")
-    assert found.optimizer == OptimizerConfig(
+def test_defaults_are_deepspeeds() -> None:
+    actual = parse({"optimizer": {"type": "Adam"}})
+    assert actual.engine == EngineConfig(zero_stage=0, dtype="fp32")
+    assert actual.optimizer == OptimizerConfig(
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0, name="adamw", decay="all",
         schedule="constant",
     )  # fmt: skip
     scale = parse({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}).engine.loss_scale
     assert scale == LossScale(initial_power=16, window=1000, hysteresis=2, minimum=1.0, refill=False, static=None)
-    assert parse({"fp16": {"enabled": True}}).engine.loss_scale.hysteresis == 1  # stage 0 has none
+    assert parse({"fp16": {"enabled": True}}).engine.loss_scale.hysteresis == 1  # stage 0 has no hysteresis
 
 
-def test_what_the_file_says_counts_and_auto_is_ours() -> None:
+def test_explicit_values_override_ours_and_auto_does_not() -> None:
     file = {
         "zero_optimization": {"stage": "auto"},
         "bf16": {"enabled": "auto"},
@@ -83,13 +83,13 @@ def test_what_the_file_says_counts_and_auto_is_ours() -> None:
             "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
         },
     }
-    found = parse(file, optimizer=OWN, base=EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True))
-    assert found.engine == EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True)
-    assert found.optimizer is not None and found.scheduler is not None
-    assert (found.optimizer.lr, found.optimizer.betas, found.optimizer.weight_decay) == (3e-4, (0.8, 0.9), 0.2)
-    assert (found.optimizer.max_grad_norm, found.optimizer.decay) == (0.5, "matrices")
-    assert found.scheduler(6) == pytest.approx(3e-4)  # iteration 5: five warm-up steps are done
-    assert found.scheduler(51) == 0.0
+    actual = parse(file, optimizer=OWN, base=EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True))
+    assert actual.engine == EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True)
+    assert actual.optimizer is not None and actual.scheduler is not None
+    assert (actual.optimizer.lr, actual.optimizer.betas, actual.optimizer.weight_decay) == (3e-4, (0.8, 0.9), 0.2)
+    assert (actual.optimizer.max_grad_norm, actual.optimizer.decay) == (0.5, "matrices")
+    assert actual.scheduler(6) == pytest.approx(3e-4)  # iteration 5: five warm-up steps are done
+    assert actual.scheduler(51) == 0.0
     neither = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
     assert parse(neither, base=EngineConfig(dtype="bf16")).engine.dtype == "fp32"
     assert parse({}, optimizer=OWN).optimizer == OWN
@@ -97,19 +97,20 @@ def test_what_the_file_says_counts_and_auto_is_ours() -> None:
 
 def test_one_bit_adam() -> None:
     params = {"lr": 4e-4, "freeze_step": 23, "comm_backend_name": "gloo"}
-    found = parse({"optimizer": {"type": "OneBitAdam", "params": params}}).optimizer
-    assert found is not None
-    assert (found.name, found.lr, found.betas, found.options) == ("onebitadam", 4e-4, (0.9, 0.999), {"freeze_step": 23})
+    actual = parse({"optimizer": {"type": "OneBitAdam", "params": params}}).optimizer
+    assert actual is not None
+    assert (actual.name, actual.lr, actual.betas) == ("onebitadam", 4e-4, (0.9, 0.999))
+    assert actual.options == {"freeze_step": 23}
 
 
 @pytest.mark.parametrize(
-    ("weights", "gradients", "wanted"),
+    ("weights", "gradients", "expected"),
     [(True, True, "both"), (True, None, "gather8"), (None, True, "reduce8"), (False, False, "none")],
 )
-def test_quantized_keys(weights: bool | None, gradients: bool | None, wanted: str) -> None:
+def test_quantized_keys(weights: bool | None, gradients: bool | None, expected: str) -> None:
     keys = {"zero_quantized_weights": weights, "zero_quantized_gradients": gradients}
     file = {"zero_optimization": {"stage": 3} | {key: value for key, value in keys.items() if value is not None}}
-    assert parse(file).engine.compress == wanted
+    assert parse(file).engine.compress == expected
 
 
 def test_layout_keys() -> None:
@@ -126,7 +127,7 @@ def test_layout_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "expected"),
     [
         ((32, 4, None), (4, 2, 32)),
         ((32, None, 2), (4, 2, 32)),
@@ -137,10 +138,10 @@ def test_layout_keys() -> None:
         ((None, None, 3), (None, 3, None)),
     ],
 )
-def test_batch_triple_on_four_ranks(given: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+def test_batch_triple_on_four_ranks(given: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    found = parse({name: value for name, value in zip(names, given, strict=True) if value is not None}, ranks=4)
-    assert (found.micro_batch_size, found.engine.gradient_accumulation, found.train_batch_size) == wanted
+    actual = parse({name: value for name, value in zip(names, given, strict=True) if value is not None}, ranks=4)
+    assert (actual.micro_batch_size, actual.engine.gradient_accumulation, actual.train_batch_size) == expected
 
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -183,7 +184,7 @@ def warm_up(**params: Any) -> dict[str, Any]:
         (warm_up(warmup_type="sine"), "write log or linear"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_what_to_write(file: dict[str, Any], message: str) -> None:
+def test_invalid_configurations_are_refused_with_a_correction(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(file)
 
@@ -206,9 +207,9 @@ def test_files(tmp_path: Path) -> None:
 
 def test_optimizers_and_their_options() -> None:
     def chosen(kind: str, **params: Any) -> OptimizerConfig:
-        found = parse({"optimizer": {"type": kind, "params": params}}).optimizer
-        assert found is not None
-        return found
+        actual = parse({"optimizer": {"type": kind, "params": params}}).optimizer
+        assert actual is not None
+        return actual
 
     assert chosen("adam", adam_w_mode=False).name == "adam" and chosen("AdamW", adam_w_mode=False).name == "adamw"
     assert chosen("Adam", torch_adam=True).name == "adam"
@@ -218,8 +219,8 @@ def test_optimizers_and_their_options() -> None:
     assert chosen("NAdam", lr=1.0, betas=[0.8, 0.9]).options == {"betas": [0.8, 0.9]}
 
 
-def test_a_file_drives_a_loop() -> None:
-    """A rising rate, two micro-batches a step, against plain PyTorch with the numbers written out."""
+def test_a_file_configures_a_training_loop() -> None:
+    """A rising learning rate and two micro-batches for each step equal plain PyTorch with explicit numbers."""
     file = {
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0,
@@ -303,13 +304,13 @@ def test_offload_sections() -> None:
         "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "ratio": 0.5, "buffer_count": 5},
         "offload_param": {"device": "nvme", "nvme_path": "/disk", "pin_memory": True, "max_in_cpu": 1e8},
     }  # fmt: skip
-    found = parse({"zero_optimization": section, "aio": {"block_size": 262144, "thread_count": 2}})
-    assert found.engine == EngineConfig(
+    actual = parse({"zero_optimization": section, "aio": {"block_size": 262144, "thread_count": 2}})
+    assert actual.engine == EngineConfig(
         zero_stage=3, dtype="fp32", offload_optimizer="nvme", offload_parameters="nvme", offload_ratio=0.5,
         nvme_path="/disk", sub_group_size=4_000_000,
     )  # fmt: skip
-    told = "\n".join(found.ignored)
-    assert "aio has no effect" in told and "offload_optimizer.buffer_count has no effect" in told
+    message = "\n".join(actual.ignored)
+    assert "aio has no effect" in message and "offload_optimizer.buffer_count has no effect" in message
     own = EngineConfig(zero_stage=2, offload_optimizer="cpu", nvme_path="/mine")
     assert parse({"zero_optimization": {"overlap_comm": True}}, base=own).engine == own
     section["offload_param"]["nvme_path"] = "/other"  # type: ignore[index]
@@ -353,26 +354,26 @@ ADAM: dict[str, Any] = {"type": "Adam"}
         ({"train_batch_size": float("inf")}, r"train_batch_size=Infinity: write a whole number"),
     ],
 )
-def test_values_that_are_none_are_refused_with_their_key(file: dict[str, Any], message: str) -> None:
+def test_values_of_wrong_types_are_refused_with_their_key(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(file, ranks=1)
 
 
-def test_remarks_and_absent_sections_are_accepted() -> None:
+def test_comments_and_empty_sections_are_accepted() -> None:
     file = {
         "_comment": "ours", "//": "x", "fp16": None, "scheduler": None, "steps_per_print": float("inf"),
         "optimizer": {"type": "Adam", "params": {"lr": None, "eps": "1e-7", "weight_decay": None}},
         "zero_optimization": {"stage": 2, "# why": "it fits", "offload_optimizer": None},
     }  # fmt: skip
-    found = parse(file, ranks=1)
-    assert found.engine.zero_stage == 2 and found.engine.offload_optimizer == "none" and found.optimizer is not None
-    assert (found.optimizer.lr, found.optimizer.eps, found.optimizer.weight_decay) == (1e-3, 1e-7, 0.0)
+    actual = parse(file, ranks=1)
+    assert actual.engine.zero_stage == 2 and actual.engine.offload_optimizer == "none" and actual.optimizer is not None
+    assert (actual.optimizer.lr, actual.optimizer.eps, actual.optimizer.weight_decay) == (1e-3, 1e-7, 0.0)
 
 
 @pytest.mark.parametrize("value", [None, False])
 def test_null_and_false_mean_no_offload(value: Any) -> None:
-    """Over the caller's own tiers too, as `"device": "none"` does."""
+    """The value also overrides the caller's tiers, as `"device": "none"` does."""
     section = {"stage": 3, "offload_optimizer": value, "offload_param": value}
     own = EngineConfig(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
-    found = parse({"zero_optimization": section}, base=own).engine
-    assert (found.offload_optimizer, found.offload_parameters) == ("none", "none")
+    actual = parse({"zero_optimization": section}, base=own).engine
+    assert (actual.offload_optimizer, actual.offload_parameters) == ("none", "none")

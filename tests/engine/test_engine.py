@@ -1,4 +1,4 @@
-"""An update reads all its numbers from the device at once."""
+"""An update reads all its numbers from the device in one transfer."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from engine import Engine, EngineConfig, OptimizerConfig
 from engine import engine as engine_file
 from engine.parallel import dist
 from engine.passes import to_numbers
-from tests.reads import Reads
+from tests.host_syncs import HostSyncCounter
 
 
 def test_numbers_of_both_kinds_in_order() -> None:
@@ -26,7 +26,7 @@ def test_an_update_waits_for_the_device_once(dtype: Any, monkeypatch: pytest.Mon
     engine = Engine(nn.Linear(4, 3), EngineConfig(dtype=dtype), optimizer=OptimizerConfig(lr=0.1))
     rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     micro_batches = [rows[:1], rows[1:2], rows[2:]]
-    with engine.scoring() as module:  # the same shapes: a product of four rows may round differently
+    with engine.scoring() as module:  # a product of all four rows may round differently
         most = max(module(micro_batch).max().item() for micro_batch in micro_batches)
     calls: list[int] = []
 
@@ -40,9 +40,8 @@ def test_an_update_waits_for_the_device_once(dtype: Any, monkeypatch: pytest.Mon
         return out.square().sum(), {"largest": out.detach().max(), **sums}
 
     monkeypatch.setattr(engine_file, "to_numbers", counted)
-    reads = Reads()
-    with reads:
+    with HostSyncCounter() as host_syncs:
         update = engine.update(micro_batches, loss, 4.0, maxima=("largest", "shares"))
-    assert not reads.found and calls == [6]
+    assert not host_syncs.counts and calls == [6]
     assert update.sums["rows"] == 3.0 and update.grad_norm > 0
     assert update.maxima == {"largest": most, "shares": 1.0} and update.sums.keys() == {"above", "rows"}

@@ -1,4 +1,4 @@
-"""docs/reference/engine.md says what works: its code runs, block after block, and both loops come to the same."""
+"""The code of docs/reference/engine.md runs, and its two training loops give the same weights."""
 
 import re
 from pathlib import Path
@@ -26,5 +26,5 @@ def test_the_pages_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             for name, parameter in names["engine"].module.named_parameters():
                 torch.testing.assert_close(dtensors.full_tensor(parameter.detach()), plain[name], atol=1e-6, rtol=1e-5)
             new = [line for line in block.splitlines() if line not in lines and line.strip()]
-            assert len(new) == 6  # the five marked lines, and the one that brings the batch to the device
+            assert len(new) == 6  # five marked lines, and the line that moves the batch to the device
     assert names["done"].lr > 0

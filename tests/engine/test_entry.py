@@ -1,4 +1,4 @@
-"""`initialize` with the arguments of `deepspeed.initialize`: the four values, and optimizers that are translated."""
+"""`initialize` with the arguments of `deepspeed.initialize`: its four values, and the translation of optimizers."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def net() -> nn.Module:
 
 
 def groups_of(model: nn.Module, decay: float = 0.1) -> list[dict[str, Any]]:
-    """Parameter groups as most training scripts make them: no decay for biases and norms."""
+    """Return the usual parameter groups: no weight decay for biases and norms."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -43,8 +43,10 @@ def weights_after(model: nn.Module, data: Tensor, step: Callable[[Tensor], None]
     ],
     ids=["AdamW", "Adam", "SGD", "Adagrad", "RMSprop"],
 )
-def test_a_torch_optimizer_steps_in_the_engine_as_by_itself(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    """It overrides the optimizer of the configuration; the scheduler of torch sets the rates."""
+def test_a_torch_optimizer_steps_in_the_engine_as_in_plain_pytorch(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    """The optimizer overrides that of the configuration. torch's scheduler sets the learning rates."""
     data = torch.randn(16, 3)
     plain = net()
     optimizer = make(plain)
@@ -58,10 +60,12 @@ def test_a_torch_optimizer_steps_in_the_engine_as_by_itself(make: Callable[[nn.M
 
     expected = weights_after(plain, data, step)
     model = net()
-    given = make(model)
-    theirs = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (step + 1))
+    torch_optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch_optimizer, lambda step: 1 / (step + 1))
     file = {"gradient_clipping": 0, "optimizer": {"type": "Lion"}}
-    engine, stepped, loader, rates = initialize(model=model, optimizer=given, config=file, lr_scheduler=theirs)
+    engine, stepped, loader, rates = initialize(
+        model=model, optimizer=torch_optimizer, config=file, lr_scheduler=scheduler
+    )
     assert isinstance(engine, Engine) and stepped is engine.optimizer and loader is None
 
     def engine_step(rows: Tensor) -> None:
@@ -70,11 +74,11 @@ def test_a_torch_optimizer_steps_in_the_engine_as_by_itself(make: Callable[[nn.M
 
     for ours, wanted in zip(weights_after(engine.module, data, engine_step), expected, strict=True):
         torch.testing.assert_close(ours, wanted)
-    assert rates.get_last_lr() == [pytest.approx(given.defaults["lr"] / 4)] * len(stepped.param_groups)
+    assert rates.get_last_lr() == [pytest.approx(torch_optimizer.defaults["lr"] / 4)] * len(stepped.param_groups)
 
 
 def test_the_four_values_of_a_configuration() -> None:
-    """The batch size of the loader, the schedule of the file, and how `args` names the configuration."""
+    """Check the loader's batch size and the file's schedule. `args` names the configuration."""
     file = {
         "train_micro_batch_size_per_gpu": 3,
         "dataloader_drop_last": True,
@@ -92,7 +96,7 @@ def test_the_four_values_of_a_configuration() -> None:
     for rows in [*batches, *batches]:
         engine.backward(engine(rows).square().mean())
         engine.step()
-        rates.step()  # some loops call it; the engine advances the schedule
+        rates.step()  # some training loops make this call, but the engine advances the schedule
         seen.append(rates.get_last_lr()[0])
     assert seen == pytest.approx([0.0, 0.0, 0.05, 0.1])
     assert optimizer is engine.optimizer
@@ -108,11 +112,11 @@ def test_callables_make_optimizer_and_scheduler() -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
     )
-    found = []
+    results = []
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 3)).square().mean())
-        found.append(engine.step().lr)
-    assert found == [0.5, 0.25, 0.125] and rates.get_last_lr() == [0.125]
+        results.append(engine.step().lr)
+    assert results == [0.5, 0.25, 0.125] and rates.get_last_lr() == [0.125]
 
 
 def test_an_engine_configuration_takes_a_torch_optimizer() -> None:
@@ -124,8 +128,8 @@ def test_an_engine_configuration_takes_a_torch_optimizer() -> None:
     )
 
 
-class Own(torch.optim.Optimizer):
-    """An optimizer that is not torch's."""
+class CustomOptimizer(torch.optim.Optimizer):
+    """An optimizer that torch does not contain."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -144,7 +148,10 @@ def split(model: nn.Module, first: dict[str, Any], second: dict[str, Any]) -> to
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
-    "class": (lambda m: Own(m.parameters()), "optimizer: .*Own is not of torch.optim; write OptimizerConfig"),
+    "class": (
+        lambda m: CustomOptimizer(m.parameters()),
+        "optimizer: .*CustomOptimizer is not of torch.optim; write OptimizerConfig",
+    ),
     "unfit": (lambda m: torch.optim.LBFGS(m.parameters()), "evaluates the loss several times"),
     "states": (stepped, "it has taken steps, whose states would be lost; pass a new optimizer"),
     "rates": (lambda m: split(m, {"lr": 1.0}, {}), r"groups differ in lr \(\[1.0, 0.1\]\); write one value"),

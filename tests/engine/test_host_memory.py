@@ -1,4 +1,4 @@
-"""The reuse of freed memory, seen in the page faults of a process of its own."""
+"""The reuse of freed memory, measured by the page faults of a new process."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ for configure in (lambda: None, file["reuse_freed_memory"], file["return_freed_m
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator is glibc's")
 def test_freed_blocks_are_reused_until_memory_must_be_returned() -> None:
-    """Page faults of writing to 64 MiB for the second time."""
+    """Count the page faults of the second write to 64 MiB."""
     command = [sys.executable, "-c", PROGRAM, str(FILE)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     default, reused, returned = map(int, done.stdout.split())

@@ -1,4 +1,4 @@
-"""Two processes load a checkpoint of N bytes with about N/2 each: no process ever holds the whole."""
+"""Two processes load a checkpoint of N bytes with about N/2 bytes of memory each."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from engine.parallel import dtensors
 from tests.ranks import run_ranks
 
 WIDTH, VOCABULARY = 1024, 512
-# Of the checkpoint: a unit in flight, the library's own; and what malloc keeps of experts put together, which does not
-# grow with the model (0.08 of one of 2.1 GB).
+# Shares of the checkpoint's bytes: one unit in flight and the library's memory. For experts also the memory that malloc
+# retains after they are concatenated. It does not grow with the model (0.08 of a model of 2.1 GB).
 MARGIN = {"llama": 0.25, "mixtral": 0.4}
 FAMILIES = {
     "llama": {"num_hidden_layers": 8, "intermediate_size": 2688},
@@ -24,8 +24,9 @@ FAMILIES = {
 
 
 def written(folder: Path, family: str) -> int:
-    """A model of about 400 MB in four files, as it is published: a Mixtral's experts, which are one parameter of the
-    model, lie apart. Returns its bytes.
+    """Write a model of about 400 MB into four files in the published format. Return its bytes.
+
+    A published Mixtral has one tensor for each expert, which are one parameter of the model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
@@ -39,7 +40,7 @@ def written(folder: Path, family: str) -> int:
         model = AutoModelForCausalLM.from_config(config)
     tensors = revert_weight_conversion(model, dict(model.named_parameters()))
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    where = {name: f"model-{place * 4 // len(shapes)}.safetensors" for place, name in enumerate(shapes)}
+    where = {name: f"model-{number * 4 // len(shapes)}.safetensors" for number, name in enumerate(shapes)}
     for file in sorted(set(where.values())):
         save_file({name: torch.full(shapes[name], 0.5) for name in shapes if where[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
@@ -47,7 +48,7 @@ def written(folder: Path, family: str) -> int:
 
 
 def loaded(folder: Path) -> tuple[int, float, int]:
-    """How much the peak of this fresh process grew by, a sum over its shards, and bytes of its shards."""
+    """Load the model in this new process. Return the growth of its memory peak, the sum and the bytes of its shards."""
     from transformers import AutoConfig
 
     from pipeline.config.schema import EngineSettings
@@ -72,8 +73,8 @@ def test_two_processes_hold_half_each(family: str, tmp_path: Path) -> None:
     os.sync()
     size = written(tmp_path, family)
     assert size > 350e6
-    found = run_ranks(loaded, 2, tmp_path)
-    assert sum(total for _, total, _ in found) == 0.5 * size / 4  # every number came, once
-    for grown, _, shards in found:
+    actual = run_ranks(loaded, 2, tmp_path)
+    assert sum(total for _, total, _ in actual) == 0.5 * size / 4  # each number was loaded once
+    for grown, _, shards in actual:
         assert shards < 0.51 * size
         assert grown < shards + MARGIN[family] * size, f"{grown / 1e6:.0f} MB for a checkpoint of {size / 1e6:.0f} MB"

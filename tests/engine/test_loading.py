@@ -1,4 +1,4 @@
-"""Weights out of safetensors folders, slice by slice, and weights drawn from a seed."""
+"""Weights read from safetensors folders in slices, and random weights from a seed."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_names_shapes_and_rows(folder: SafetensorsFolder) -> None:
     assert torch.equal(inner, torch.cat([outer[:, 0:1], outer[:, 2:4]], 1))
 
 
-def test_parameters_take_what_the_folder_has_in_their_own_precision(folder: SafetensorsFolder) -> None:
+def test_parameters_are_filled_in_their_own_precision(folder: SafetensorsFolder) -> None:
     weight, scalar = torch.zeros(5, 4, dtype=torch.bfloat16), torch.zeros(())
     read_parameters({"mine.w": weight, "mine.s": scalar}, folder, {"mine.w": "w", "mine.s": "s"})
     assert torch.equal(weight.float(), TENSORS["w"]) and scalar.item() == 3
@@ -55,13 +55,13 @@ def test_another_shape_is_refused_with_both_shapes(folder: SafetensorsFolder) ->
         read_parameters({"w": torch.zeros(4, 5)}, folder, {"w": "w"})
 
 
-def test_a_region_of_two_pieces_is_cut_in_all_dimensions() -> None:
-    whole = torch.arange(120).reshape(2, 6, 10)
+def test_a_region_over_two_tensors_is_sliced_in_all_dimensions() -> None:
+    full = torch.arange(120).reshape(2, 6, 10)
     region = ((slice(1, 2),), (slice(0, 2), slice(3, 5)), (slice(4, 9),))
-    assert torch.equal(read_region(whole, region), whole[1:2, [0, 1, 3, 4], 4:9])
+    assert torch.equal(read_region(full, region), full[1:2, [0, 1, 3, 4], 4:9])
 
 
-def test_plain_tensors_are_all_ours() -> None:
+def test_plain_tensors_are_local() -> None:
     assert local_region(torch.zeros(3, 2)) == ((slice(0, 3),), (slice(0, 2),))
     target = torch.zeros(3, 2)
     copy_local(target, torch.ones(3, 2))
@@ -85,17 +85,17 @@ def drawn(seed: int, *names: str) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def test_draws_depend_on_seed_and_place_and_on_nothing_else() -> None:
+def test_random_weights_depend_only_on_seed_and_name() -> None:
     both = drawn(1, "0.weight", "0.bias", "1.inner.weight")
-    alone = drawn(1, "1.inner.weight")
+    single = drawn(1, "1.inner.weight")
     module, state = net(), torch.get_rng_state()
     initialize_parameters(module, ["0.weight"], 1, lambda layer, _: nn.init.normal_(layer.weight))
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(alone["1.inner.weight"], both["1.inner.weight"])
+    assert torch.equal(single["1.inner.weight"], both["1.inner.weight"])
     assert not torch.equal(both["0.weight"], both["1.inner.weight"])
     assert not torch.equal(both["0.weight"], drawn(2, "0.weight")["0.weight"])
-    assert both["0.bias"].abs().max() == 0 and both["1.inner.bias"].min() == 9  # the second was not asked for
-    assert alone["0.weight"].min() == 9
+    assert both["0.bias"].abs().max() == 0 and both["1.inner.bias"].min() == 9  # 1.inner.bias was not initialized
+    assert single["0.weight"].min() == 9
 
 
 def test_sharded_modules_are_filled_in_place() -> None:
@@ -105,12 +105,12 @@ def test_sharded_modules_are_filled_in_place() -> None:
         optimizer=OptimizerConfig(lr=1.0, total_steps=1),
         fill=lambda module: initialize_parameters(module, ["0.weight"], 1, normal),
     )
-    whole = dtensors.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
-    assert torch.equal(whole, drawn(1, "0.weight")["0.weight"])
+    full = dtensors.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
+    assert torch.equal(full, drawn(1, "0.weight")["0.weight"])
 
 
 class Scaled(nn.Module):
-    """A block with a parameter of its own, whose class can't be made without arguments."""
+    """A block with a direct parameter, whose class needs an argument."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -120,10 +120,10 @@ class Scaled(nn.Module):
         return self.scale * x
 
 
-def test_a_unit_with_parameters_of_its_own_is_filled() -> None:
+def test_a_unit_with_direct_parameters_is_filled() -> None:
     engine = Engine(
         nn.Sequential(nn.ModuleList([Scaled(4)])),
-        EngineConfig(zero_stage=3, dtype="fp32", offload_optimizer="cpu"),  # one rank goes through FSDP2, too
+        EngineConfig(zero_stage=3, dtype="fp32", offload_optimizer="cpu"),  # offload uses FSDP2 on one rank, too
         optimizer=OptimizerConfig(lr=1.0),
         fill=lambda module: initialize_parameters(
             module, ["0.0.scale"], 1, lambda unit, _: nn.init.constant_(unit.scale, 5)

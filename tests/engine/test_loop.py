@@ -1,4 +1,4 @@
-"""The engine in loops of one's own: three kinds of module, one and two ranks, against plain PyTorch."""
+"""The engine in a user's training loop: three kinds of modules on one and two ranks, against plain PyTorch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +15,13 @@ from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 STEPS, ROWS = 3, 8
-# A larger eps than usual: where a gradient is next to nothing Adam goes by its sign, which rounding may turn, and
-# processors round otherwise.
+# eps is larger than usual: with a tiny gradient, Adam's step depends on the gradient's sign, which rounding may change.
 EPS = 1e-5
 OPTIMIZER = OptimizerConfig(lr=0.02, betas=(0.9, 0.999), eps=EPS, weight_decay=0.01, decay="all", max_grad_norm=0.0)
 
 
 class ConvNet(nn.Module):
-    """A small vision model, normed by groups (batch statistics differ with the share of the batch)."""
+    """A small vision model with group norm, because batch statistics would depend on the rank's share of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ def model_of(kind: str) -> nn.Module:
 
 
 def plain(kind: str) -> dict[str, Tensor]:
-    """The loop as everybody writes it."""
+    """Train with a plain PyTorch loop."""
     model = model_of(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01, eps=EPS)
     for step in range(STEPS):
@@ -89,8 +88,8 @@ def engine_of(kind: str, **layout: Any) -> Engine:
     return initialize(model_of(kind), EngineConfig(dtype="fp32", **layout), optimizer=OPTIMIZER)
 
 
-def moved(kind: str, accumulation: int, **layout: Any) -> dict[str, Tensor]:
-    """The same on the engine, each rank with its share, in `accumulation` micro-batches."""
+def train_engine(kind: str, accumulation: int, **layout: Any) -> dict[str, Tensor]:
+    """Train with the engine. Each rank has its share of the batch, in `accumulation` micro-batches."""
     engine = engine_of(kind, gradient_accumulation=accumulation, **layout)
     world = dist.world()
     for step in range(STEPS):
@@ -107,51 +106,57 @@ def weights(engine: Engine) -> dict[str, Tensor]:
     return {name: dtensors.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
 
 
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        # A gradient that is 0 but for rounding (a bias under a softmax over rows) moves Adam by its sign.
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert actual.keys() == expected.keys()
+    for name, weight in expected.items():
+        # A gradient that is zero except for rounding (a bias under a softmax over rows) makes Adam step by its sign.
         if not name.endswith("key.bias"):
-            torch.testing.assert_close(found[name], weight, atol=tolerance, rtol=1e-4)
+            torch.testing.assert_close(actual[name], weight, atol=tolerance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
-def test_one_rank_is_plain_pytorch(kind: str) -> None:
-    close(moved(kind, 1), plain(kind))
-    close(moved(kind, 4, zero_stage=3), plain(kind))
+def test_one_rank_equals_plain_pytorch(kind: str) -> None:
+    assert_close(train_engine(kind, 1), plain(kind))
+    assert_close(train_engine(kind, 4, zero_stage=3), plain(kind))
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"linear": moved("linear", 2, zero_stage=1), "bert": moved("bert", 2, zero_stage=2)}
-    found |= {"image": moved("image", 1, zero_stage=0), "groups": moved("bert", 1, zero_stage=3, shard_ranks=1)}
+    results: dict[str, Any] = {
+        "linear": train_engine("linear", 2, zero_stage=1),
+        "bert": train_engine("bert", 2, zero_stage=2),
+    }
+    results |= {
+        "image": train_engine("image", 1, zero_stage=0),
+        "groups": train_engine("bert", 1, zero_stage=3, shard_ranks=1),
+    }
     engine = engine_of("bert", zero_stage=3)
     assert engine.load(folder) == {"epoch": 1}
-    found |= {"loaded": weights(engine), "step": engine.step_count}
+    results |= {"loaded": weights(engine), "step": engine.step_count}
     try:
         engine_of("linear", zero_stage=3, shard_ranks=4)
     except ValueError as error:
-        found["error"] = str(error)
-    return found
+        results["error"] = str(error)
+    return results
 
 
-def test_backward_without_an_optimizer_says_what_is_missing() -> None:
+def test_backward_without_an_optimizer_is_refused() -> None:
     engine = initialize(torch.nn.Linear(2, 1), EngineConfig(dtype="fp32"))
     with pytest.raises(ValueError, match=r"optimizer=OptimizerConfig"):
         engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
 
 
-def test_two_ranks_are_plain_pytorch_and_read_one_ranks_folder(tmp_path: Path) -> None:
+def test_two_ranks_equal_plain_pytorch_and_load_one_ranks_checkpoint(tmp_path: Path) -> None:
     engine = engine_of("bert")
     engine.backward(bert_loss(engine, rows_of("bert", 0), 0))
     engine.step()
     engine.save(tmp_path / "saved", {"epoch": 1})
-    for found in run_ranks(on_two_ranks, 2, tmp_path / "saved"):
+    for actual in run_ranks(on_two_ranks, 2, tmp_path / "saved"):
         for kind in MAKE:
-            close(found[kind], plain(kind))
-        close(found["groups"], plain("bert"))
-        close(found["loaded"], weights(engine), 0.0)
-        assert found["step"] == 1 and "shard_ranks=4 does not divide the 2 ranks" in found["error"]
+            assert_close(actual[kind], plain(kind))
+        assert_close(actual["groups"], plain("bert"))
+        assert_close(actual["loaded"], weights(engine), 0.0)
+        assert actual["step"] == 1 and "shard_ranks=4 does not divide the 2 ranks" in actual["error"]
 
 
 OTHERS: list[tuple[str, float, dict[str, Any]]] = [
@@ -169,7 +174,7 @@ OTHERS: list[tuple[str, float, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "decay", "options"), OTHERS)
-def test_any_optimizer_goes_on_from_its_checkpoint(
+def test_any_optimizer_resumes_from_its_checkpoint(
     name: str, decay: float, options: dict[str, Any], tmp_path: Path
 ) -> None:
     config = OptimizerConfig(lr=0.05, name=name, weight_decay=decay, decay="all", max_grad_norm=0.0, options=options)
@@ -192,9 +197,9 @@ def test_any_optimizer_goes_on_from_its_checkpoint(
         if step == 1:
             first.save(tmp_path / "at-2")
             second.load(tmp_path / "at-2")
-    close(weights(second), weights(first), 0.0)
+    assert_close(weights(second), weights(first), 0.0)
     if other is not None:
-        close(weights(first), dict(reference.named_parameters()))
+        assert_close(weights(first), dict(reference.named_parameters()))
 
 
 def test_lion_by_hand() -> None:
@@ -203,7 +208,7 @@ def test_lion_by_hand() -> None:
     config = OptimizerConfig(lr=0.1, name="Lion", betas=(0.5, 0.75), weight_decay=0.2, decay="all", max_grad_norm=0.0)
     engine = initialize(model, EngineConfig(dtype="fp32"), optimizer=config)
     weight, momentum = 1.0, 0.0
-    for gradient in (4.0, -1.0, -2.0):  # the second step follows the momentum, against its own gradient
+    for gradient in (4.0, -1.0, -2.0):  # the second step follows the momentum, against the sign of its gradient
         engine.backward((engine(torch.tensor([[gradient]]))).sum())
         engine.step()
         mixed = 0.5 * momentum + 0.5 * gradient
@@ -222,13 +227,13 @@ def test_lion_by_hand() -> None:
         ({"name": "sgd", "options": {"momentun": 0.9}}, r"has no option momentun\. Use one of .*momentum"),
     ],
 )
-def test_optimizers_that_cannot_be_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_invalid_optimizers_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         initialize(nn.Linear(2, 2), EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=0.1, **keys))
 
 
 class HalfUsed(nn.Module):
-    """Batch statistics, and a layer that no output depends on."""
+    """A net with batch statistics and with a layer that does not affect the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +243,7 @@ class HalfUsed(nn.Module):
         return self.used(self.norm(x))
 
 
-def test_running_statistics_and_unused_parameters_are_kept(tmp_path: Path) -> None:
+def test_running_statistics_and_unused_parameters_are_restored(tmp_path: Path) -> None:
     def made() -> Engine:
         torch.manual_seed(1)
         sgd = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9})
@@ -249,13 +254,13 @@ def test_running_statistics_and_unused_parameters_are_kept(tmp_path: Path) -> No
     engine.step()
     engine.save(tmp_path / "saved")
     other.load(tmp_path / "saved")
-    close(weights(other), weights(engine), 0.0)
+    assert_close(weights(other), weights(engine), 0.0)
     for (name, ours), (_, theirs) in zip(other.module.named_buffers(), engine.module.named_buffers(), strict=True):
         assert torch.equal(ours, theirs), name
     assert float(dict(other.module.named_buffers())["norm.running_mean"].sum()) > 1.0
 
 
-def test_who_did_not_say_what_generates_is_told_how() -> None:
+def test_generating_without_a_rollout_path_is_refused() -> None:
     engine = initialize(nn.Linear(2, 2), EngineConfig())
     with pytest.raises(ValueError, match=r'rollout_path=NAME.* "" for the module itself'), engine.generating():
         pass

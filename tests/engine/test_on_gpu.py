@@ -1,4 +1,4 @@
-"""The engine on one GPU: updates are those of plain PyTorch, offloaded or not; the flip says what the module says."""
+"""The engine on one GPU: updates equal plain PyTorch for all tiers, and generation equals the trained module."""
 
 import pytest
 import torch
@@ -7,15 +7,15 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig, Sampling, token_logprobs
 from engine.engine import Engine
 from tests.engine.generation.families import VOCABULARY, build, ragged_prompts
-from tests.gpu import DEVICE, lone_rank, needs_gpu  # noqa: F401  a fixture
+from tests.gpu import DEVICE, needs_gpu, single_rank  # noqa: F401  a fixture
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("single_rank")]
 STEPS = 4
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95))
 
 
 class Policy(nn.Module):
-    """A language model whose forward gives log-probabilities and entropies of its tokens; its head may be tied."""
+    """A language model, possibly with a tied head. Its forward gives log-probabilities and entropies of its tokens."""
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def batches() -> list[Tensor]:
 
 
 def plain(family: str) -> list[float]:
-    """Losses of a plain loop in fp32 on the device: whole logits, AdamW, clipping."""
+    """Return the losses of a plain loop in fp32 on the device with full logits, AdamW and clipping."""
     model = build(family).to(DEVICE)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
@@ -72,7 +72,7 @@ CASES = [*(("opt", layout) for layout in LAYOUTS), ("llama", {"zero_stage": 3, "
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
-def test_updates_are_those_of_plain_pytorch(family: str, layout: dict) -> None:
+def test_updates_equal_plain_pytorch(family: str, layout: dict) -> None:
     engine = Engine(Policy(build(family)), EngineConfig(dtype="fp32", **layout), optimizer=OPTIMIZER)
     losses = [engine.update([ids], loss, ids[:, 1:].numel()).loss for ids in batches()]
     assert losses == pytest.approx(plain(family), rel=2e-3, abs=2e-3)
@@ -80,8 +80,8 @@ def test_updates_are_those_of_plain_pytorch(family: str, layout: dict) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_flip_says_what_the_module_says(stage: int, dtype: str) -> None:
-    """Trained, generated, trained on: each flip sees the new weights; the engine's own check runs on each."""
+def test_generation_equals_the_trained_module(stage: int, dtype: str) -> None:
+    """Train and generate in turn. Each flip uses the new weights, and the engine's parity check runs in each."""
     engine = Engine(
         Policy(build("opt")), EngineConfig(zero_stage=stage, dtype=dtype), optimizer=OPTIMIZER, rollout_path="lm"  # type: ignore[arg-type]
     )  # fmt: skip
@@ -103,9 +103,9 @@ def test_flip_says_what_the_module_says(stage: int, dtype: str) -> None:
 
 def test_frozen_weights_are_shared_and_the_inference_model_survives_a_release() -> None:
     engine = Engine(Policy(build("opt").to(DEVICE)), EngineConfig(zero_stage=0, dtype="fp32"), rollout_path="lm")
-    found = []
+    results = []
     for keep in (True, False, True):
         with engine.generating(keep=keep) as rollouts:
-            found.append(rollouts.generate(ragged_prompts(4, 7), Sampling(6, seed=2), [0, 1]))
+            results.append(rollouts.generate(ragged_prompts(4, 7), Sampling(6, seed=2), [0, 1]))
             assert engine.flip.bytes == 0
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]

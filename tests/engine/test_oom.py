@@ -1,4 +1,4 @@
-"""Out-of-memory errors are recognised, and the micro-batch size that fits is found without a trace."""
+"""Out-of-memory errors are recognised, and the search for the micro-batch size leaves the engine's state unchanged."""
 
 import gc
 
@@ -57,9 +57,9 @@ def test_other_errors_of_a_pass_are_not_changed() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(("where", "call"), WAYS)
-def test_the_size_that_fits_is_found_without_a_trace(where: str, call: int, stage: int) -> None:
-    """Gradients, buffers and random state are as before, so the updates afterwards are bit for bit the same."""
-    wanted = trained(stage, [16], shares=False, drop=0.5)
+def test_the_search_for_the_size_changes_no_state(where: str, call: int, stage: int) -> None:
+    """The search restores gradients, buffers and random state, so the following updates are equal bit for bit."""
+    expected = trained(stage, [16], shares=False, drop=0.5)
     tried: list[int] = []
 
     def dry_run(rows: int) -> None:
@@ -73,11 +73,11 @@ def test_the_size_that_fits_is_found_without_a_trace(where: str, call: int, stag
     assert tried == [16, 8, 4]
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     updates = [engine.update(batches(step, [16]), loss, 16.0) for step in range(STEPS)]
-    assert [update.loss for update in updates] == wanted["losses"]
-    assert engine.module.seen.item() == wanted["seen"]
+    assert [update.loss for update in updates] == expected["losses"]
+    assert engine.module.seen.item() == expected["seen"]
 
 
-def test_below_the_minimum_nothing_is_tried() -> None:
+def test_sizes_below_the_minimum_are_not_tried() -> None:
     tried: list[int] = []
 
     def dry_run(rows: int) -> None:
@@ -90,20 +90,20 @@ def test_below_the_minimum_nothing_is_tried() -> None:
 
 
 def on_two_ranks() -> tuple[list[float], list[float], str]:
-    """Losses without and with a dry run before the first step, and the reason of a dry run that fails on both ranks."""
+    """Return the losses without and with a dry run before the first step, and the error of a failing dry run."""
     torch.set_num_threads(1)
     gc.freeze()
-    wanted = trained(2, [8], shares=False, drop=0.5)["losses"]
+    expected = trained(2, [8], shares=False, drop=0.5)["losses"]
     engine = engine_of(2, drop=0.5)
     torch.manual_seed(5 + dist.world().rank)
     engine.dry_run(batches(7, [8])[0], loss)
     losses = [engine.update(batches(step, [8]), loss, 16.0).loss for step in range(STEPS)]
     with Failing("forward", 2), pytest.raises(PassOutOfMemory) as raised:
         find_micro_batch_size(lambda rows: engine.dry_run(batches(7, [rows])[0], loss), 8, minimum=1)
-    return wanted, losses, str(raised.value)
+    return expected, losses, str(raised.value)
 
 
-def test_several_ranks_dry_run_and_do_not_continue_after_a_failure() -> None:
-    for wanted, losses, reason in run_ranks(on_two_ranks, 2):
-        assert losses == wanted
+def test_two_ranks_dry_run_and_stop_after_a_failure() -> None:
+    for expected, losses, reason in run_ranks(on_two_ranks, 2):
+        assert losses == expected
         assert reason == "CUDA out of memory. Tried to allocate 20.00 MiB"

@@ -1,4 +1,4 @@
-"""Learning rates at the steps that matter, and who is decayed."""
+"""Learning rates against closed forms, and the parameters that are decayed."""
 
 import math
 
@@ -23,26 +23,26 @@ def test_constant() -> None:
 @pytest.mark.parametrize("warmup", [0, 4, 20])
 @pytest.mark.parametrize("final", [0.0, 0.25])
 def test_linear_is_a_straight_line_from_the_peak_to_the_end(warmup: int, final: float) -> None:
-    found = rates(schedule="linear", warmup_steps=warmup, final_lr_ratio=final)
-    for step, rate in enumerate(found):
+    actual = rates(schedule="linear", warmup_steps=warmup, final_lr_ratio=final)
+    for step, rate in enumerate(actual):
         if step < warmup:
-            wanted = 2.0 * (step + 1) / warmup
+            expected = 2.0 * (step + 1) / warmup
         elif warmup == 20:
-            wanted = 2.0 if step == 20 else 2.0 * final
+            expected = 2.0 if step == 20 else 2.0 * final
         else:
-            left = max(0, 20 - step) / (20 - warmup)
-            wanted = 2.0 * final + (2.0 - 2.0 * final) * left
-        assert rate == pytest.approx(wanted, abs=1e-12), step
-    assert max(found) == pytest.approx(2.0) and found[-1] == pytest.approx(2.0 * final)
+            remaining = max(0, 20 - step) / (20 - warmup)
+            expected = 2.0 * final + (2.0 - 2.0 * final) * remaining
+        assert rate == pytest.approx(expected, abs=1e-12), step
+    assert max(actual) == pytest.approx(2.0) and actual[-1] == pytest.approx(2.0 * final)
 
 
 def test_cosine() -> None:
-    found = rates(schedule="cosine", warmup_steps=4, final_lr_ratio=0.1)
-    assert found[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    actual = rates(schedule="cosine", warmup_steps=4, final_lr_ratio=0.1)
+    assert actual[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     for step in range(4, 21):
-        assert found[step] == pytest.approx(0.2 + 1.8 * math.cos(math.pi / 2 * (step - 4) / 16) ** 2)
-    assert found[12] == pytest.approx(1.1)  # half way down in the middle
-    assert found[20] == found[21] == pytest.approx(0.2)
+        assert actual[step] == pytest.approx(0.2 + 1.8 * math.cos(math.pi / 2 * (step - 4) / 16) ** 2)
+    assert actual[12] == pytest.approx(1.1)  # the middle step has the mean of peak and final rate
+    assert actual[20] == actual[21] == pytest.approx(0.2)
 
 
 def test_bad_settings_are_refused() -> None:
@@ -53,7 +53,7 @@ def test_bad_settings_are_refused() -> None:
 
 
 class Mixed(nn.Module):
-    """A bit of everything."""
+    """A module with tied matrices, stacked matrices, vectors, a scalar and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Mixed(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_matrices_are_decayed_once_and_vectors_and_scalars_are_not() -> None:
+def test_only_matrices_are_decayed_and_only_once() -> None:
     module = Mixed()
     built = optim.build(module, OptimizerConfig(lr=0.1, total_steps=1, weight_decay=0.3, eps=1e-5, betas=(0.8, 0.9)))
     decayed = {id(p) for group in built.param_groups if group["weight_decay"] == 0.3 for p in group["params"]}
@@ -78,7 +78,7 @@ def test_matrices_are_decayed_once_and_vectors_and_scalars_are_not() -> None:
 
 
 def test_one_step_without_gradient_only_decays() -> None:
-    """p <- p (1 - lr decay): decoupled, so the gradient's size does not matter."""
+    """Decoupled decay multiplies p by 1 - lr * decay and does not depend on the gradient."""
     module = Mixed()
     before = {name: p.detach().double() for name, p in module.named_parameters()}
     built = optim.build(module, OptimizerConfig(lr=0.1, total_steps=1, weight_decay=0.3))
@@ -90,7 +90,7 @@ def test_one_step_without_gradient_only_decays() -> None:
         torch.testing.assert_close(parameter.detach().double(), before[name] * factor, rtol=1e-6, atol=1e-8)
 
 
-def test_moments_are_there_before_the_first_step() -> None:
+def test_moments_exist_before_the_first_step() -> None:
     built = optim.build(Mixed(), OptimizerConfig(lr=0.1, total_steps=1))
     assert len(built.state) == 6
     for parameter, state in built.state.items():

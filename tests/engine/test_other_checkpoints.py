@@ -1,4 +1,4 @@
-"""Checkpoints of other models, optimizers and precisions: refused before anything changes, or taken where they fit."""
+"""Checkpoints of other models, optimizers and precisions are loaded if they fit, or refused before any change."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,16 @@ from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.config import LossScale, Precision, Tier
-from tests.engine.test_checkpoint import OPTIMIZER, WIDTH, Net, advance, engine_of, same, state_of, written
+from tests.engine.test_checkpoint import (
+    OPTIMIZER,
+    WIDTH,
+    Net,
+    advance,
+    assert_equal,
+    engine_of,
+    save_and_wait,
+    state_of,
+)
 
 ADAMW, LION, NADAM = (OptimizerConfig(lr=0.1, name=name) for name in ("adamw", "lion", "nadam"))
 
@@ -33,21 +42,21 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], OptimizerConfig, str]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("tier", ["none", "cpu"])
-def test_a_checkpoint_of_something_else_changes_nothing(other: str, tier: Tier, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(other: str, tier: Tier, tmp_path: Path) -> None:
     config = EngineConfig(dtype="fp32", offload_optimizer=tier)
     saved = Engine(sequence(), config, optimizer=ADAMW)
     advance(saved, 1, 1)
     saved.save(tmp_path / "saved")
-    make, optimizer, said = OTHERS[other]
+    make, optimizer, output = OTHERS[other]
     engine = Engine(make(), config, optimizer=optimizer)
     before = state_of(engine)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=output):
         engine.load(tmp_path / "saved")
-    same(state_of(engine), before)
+    assert_equal(state_of(engine), before)
 
 
 def test_a_checkpoint_of_other_engines_or_without_an_average_is_refused(tmp_path: Path) -> None:
-    written(engine_of(0), tmp_path / "net")
+    save_and_wait(engine_of(0), tmp_path / "net")
     with pytest.raises(ValueError, match="is a checkpoint of net, and has no engine"):
         engine_of(0).load(tmp_path / "net")
     Engine(Net(), EngineConfig(dtype="fp32"), optimizer=OPTIMIZER).save(tmp_path / "plain")
@@ -55,8 +64,8 @@ def test_a_checkpoint_of_other_engines_or_without_an_average_is_refused(tmp_path
         engine_of(0).load(tmp_path / "plain")
 
 
-def test_a_loss_scale_is_for_engines_that_look_for_one(tmp_path: Path) -> None:
-    """Another precision, or a scale that is set, goes on with its own."""
+def test_only_engines_with_dynamic_scale_load_the_loss_scale(tmp_path: Path) -> None:
+    """An engine in another precision, or with a fixed scale, uses its own scale."""
     sixteen = engine_of(0, dtype="fp16")
     sixteen.scaler.scale, sixteen.scaler.skipped = 512.0, 3
     sixteen.save(tmp_path / "fp16")

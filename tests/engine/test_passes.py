@@ -1,4 +1,4 @@
-"""Scoring and learning from one forward: the numbers of two, however many ranks share, and whatever fails."""
+"""Shared forwards for scoring and training give the numbers of separate forwards, also after errors."""
 
 import gc
 from collections.abc import Callable
@@ -21,13 +21,13 @@ WAYS = [("forward", 1), ("forward", 2), ("loss", 1), ("backward", 1), ("backward
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows (n, WIDTH)."""
+    """A batch of rows: (n, WIDTH)."""
 
     x: Tensor
 
 
 class Net(nn.Module):
-    """Blocks with dropout, and a running statistic: a forward changes random state and buffers."""
+    """A net with dropout and a running statistic, so that a forward changes the random state and a buffer."""
 
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """Fails in forward or backward if `fails` returns True."""
+    """A block that runs out of memory in forward or backward if `fails` returns True."""
 
     fails: Callable[[str, int], bool] = staticmethod(lambda where, rows: False)
 
@@ -81,14 +81,14 @@ def engine_of(stage: int, drop: float = 0.0, dtype: str = "fp32") -> Engine:
 
 
 def batches(step: int, sizes: list[int]) -> list[Rows]:
-    """This rank's share of 16 rows, in micro-batches of these sizes."""
+    """Return this rank's share of 16 rows in micro-batches of these sizes."""
     world = dist.world()
     rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))[world.rank :: world.size]
     return [Rows(part) for part in rows.split(sizes)]
 
 
 class Failing:
-    """Inside the context, micro-batches of more than `most` rows fail at the `call`-th block on the chosen ranks."""
+    """A context in which micro-batches of more than `most` rows fail at the `call`-th block on the chosen ranks."""
 
     def __init__(self, where: str, most: int, *, call: int = 1, ranks: tuple[int, ...] = (0, 1)) -> None:
         self.where, self.most, self.call, self.ranks = where, most, call, ranks
@@ -108,13 +108,13 @@ class Failing:
         Block.fails = staticmethod(lambda where, rows: False)
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-5) -> None:
-    assert found["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
-    assert found["norms"] == pytest.approx(wanted["norms"], rel=tolerance)
-    assert found["rows"] == wanted["rows"] == [16.0] * STEPS
-    assert found["left"] == 0
-    for name, weight in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, atol=tolerance, rtol=tolerance)
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert actual["norms"] == pytest.approx(expected["norms"], rel=tolerance)
+    assert actual["rows"] == expected["rows"] == [16.0] * STEPS
+    assert actual["left"] == 0
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][name], weight, atol=tolerance, rtol=tolerance)
 
 
 def rows_of(module: nn.Module, rows: Rows) -> list[Tensor]:
@@ -122,47 +122,47 @@ def rows_of(module: nn.Module, rows: Rows) -> list[Tensor]:
 
 
 def trained(stage: int, sizes: list[int], *, shares: bool, **others: Any) -> dict[str, Any]:
-    """Each step scores its rows and learns from them; `shares` by one forward."""
+    """Score the rows and train on them in each step, by one forward if `shares`."""
     engine = engine_of(stage, **others)
     torch.manual_seed(5 + dist.world().rank)
-    scores, updates, apart = list[float](), [], 0
+    scores, updates, separate = list[float](), [], 0
     for step in range(STEPS):
         share = batches(step, sizes)
-        found = engine.score_to_learn(share, rows_of) if shares else None
-        if found is None:
-            apart += 1
-            found = engine.score(share, rows_of)
-        scores += [score.item() for rows in found for score in rows]
-        assert not any(score.requires_grad for rows in found for score in rows)
+        actual = engine.score_to_learn(share, rows_of) if shares else None
+        if actual is None:
+            separate += 1
+            actual = engine.score(share, rows_of)
+        scores += [score.item() for rows in actual for score in rows]
+        assert not any(score.requires_grad for rows in actual for score in rows)
         updates.append(engine.update(share, loss, 16.0))
     weights = {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
     left = [p.grad for p in engine.module.parameters() if p.grad is not None]
     return {
         "weights": weights, "losses": [u.loss for u in updates], "norms": [u.grad_norm for u in updates],
-        "rows": [u.sums["rows"] for u in updates], "left": len(left), "scores": scores, "apart": apart,
+        "rows": [u.sums["rows"] for u in updates], "left": len(left), "scores": scores, "apart": separate,
         "seen": engine.module.seen.item(), "random": torch.rand(1).item(), "reduced": updates[-1].sent.reduce,
     }  # fmt: skip
 
 
-def check(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
-    same(found, wanted, tolerance)
-    assert found["scores"] == pytest.approx(wanted["scores"], rel=max(tolerance, 1e-6))
-    assert found["seen"] == wanted["seen"] and found["random"] == wanted["random"]
+def check(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert_equal(actual, expected, tolerance)
+    assert actual["scores"] == pytest.approx(expected["scores"], rel=max(tolerance, 1e-6))
+    assert actual["seen"] == expected["seen"] and actual["random"] == expected["random"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sizes", [[16], [7, 6, 2, 1]])
 def test_one_rank(sizes: list[int], dtype: str) -> None:
-    """The module's own count of what it saw in training says that one forward was made."""
-    wanted = trained(2, sizes, shares=False, dtype=dtype)
-    found = trained(2, sizes, shares=True, dtype=dtype)
-    check(found, wanted, 0.0)
-    assert found["apart"] == 0 and found["seen"] == 16 * STEPS and wanted["apart"] == STEPS
+    """The running statistic of the module counts the forwards in training mode: one with sharing."""
+    expected = trained(2, sizes, shares=False, dtype=dtype)
+    actual = trained(2, sizes, shares=True, dtype=dtype)
+    check(actual, expected, 0.0)
+    assert actual["apart"] == 0 and actual["seen"] == 16 * STEPS and expected["apart"] == STEPS
 
 
 @pytest.mark.parametrize(("where", "call"), WAYS)
-def test_memory_that_runs_out_while_graphs_are_held_is_said_so(where: str, call: int) -> None:
-    """Smaller micro-batches would not help: the graphs of all of them are held."""
+def test_out_of_memory_with_shared_forwards_names_the_cause(where: str, call: int) -> None:
+    """The graphs of all micro-batches exist at once, so smaller micro-batches would not help."""
     engine = engine_of(0)
     share = batches(0, [7, 6, 2, 1])
     with Failing(where, 5, call=call), pytest.raises(PassOutOfMemory) as raised:
@@ -174,26 +174,26 @@ def test_memory_that_runs_out_while_graphs_are_held_is_said_so(where: str, call:
 def on_two_ranks() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     torch.set_num_threads(1)
     gc.freeze()
-    found = []
+    results = []
     for stage in range(4):
         for sizes in ([8], [3, 3, 1, 1]):
-            wanted = trained(stage, sizes, shares=False)
+            expected = trained(stage, sizes, shares=False)
             shared = trained(stage, sizes, shares=True)
-            assert shared["reduced"] == wanted["reduced"] > 0  # once a step, or once a micro-batch
-            found.append((f"stage {stage} {sizes}", shared, wanted))
-    return found
+            assert shared["reduced"] == expected["reduced"] > 0  # once a step, or once a micro-batch
+            results.append((f"stage {stage} {sizes}", shared, expected))
+    return results
 
 
 def test_two_ranks() -> None:
-    for found in run_ranks(on_two_ranks, 2):
-        for name, got, wanted in found:
+    for actual in run_ranks(on_two_ranks, 2):
+        for name, got, expected in actual:
             print(name)
-            check(got, wanted, 1e-5)
+            check(got, expected, 1e-5)
 
 
-def test_what_else_is_done_lets_go_of_forwards() -> None:
-    """Scoring in between, other micro-batches: the update makes its own forwards, of the parameters as they are."""
-    wanted, engine = trained(0, [16], shares=False, dtype="bf16"), engine_of(0, dtype="bf16")
+def test_other_passes_discard_the_shared_forwards() -> None:
+    """After other scoring or other micro-batches, the update computes new forwards with the current parameters."""
+    expected, engine = trained(0, [16], shares=False, dtype="bf16"), engine_of(0, dtype="bf16")
     losses, forwards = [], list[bool]()
     engine.module.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     for step in range(STEPS):
@@ -204,5 +204,5 @@ def test_what_else_is_done_lets_go_of_forwards() -> None:
         elif step == 2:
             assert engine.score_to_learn(share, rows_of) is not None
         losses.append(engine.update(share, loss, 16.0).loss)
-    assert losses == wanted["losses"] and engine.module.seen.item() == wanted["seen"]
-    assert forwards == [True, False, True, True, True, True, True]  # of the third step two that were kept, none else
+    assert losses == expected["losses"] and engine.module.seen.item() == expected["seen"]
+    assert forwards == [True, False, True, True, True, True, True]  # only the two forwards of the third step are shared

@@ -1,4 +1,4 @@
-"""fp16's loss scale step by step, and the precisions that engines compute and store in."""
+"""The loss scale of fp16 step by step, and the precisions of computation and storage."""
 
 import random
 
@@ -14,7 +14,7 @@ from engine.sharding import precision_policy
 
 
 def by_hand(overflows: list[bool], power: int, window: int, hysteresis: int) -> list[float]:
-    """Scales after each step, by counting good steps since the last overflow and lives left."""
+    """Return the scale after each step by counting the steps since the last overflow and the remaining hysteresis."""
     scale, lives, good, since = 2.0**power, hysteresis, 0, []
     for overflow in overflows:
         if overflow:
@@ -23,7 +23,7 @@ def by_hand(overflows: list[bool], power: int, window: int, hysteresis: int) -> 
             lives = max(lives - 1, 1)
             good = 0
         else:
-            # The step at which a window is full of good steps before it doubles; the very first has none before it.
+            # The scale doubles at a step with a full window of good steps before it.
             if good and good % window == 0:
                 scale *= 2
                 lives = hysteresis
@@ -37,17 +37,17 @@ def test_loss_scale_over_random_overflows(window: int, hysteresis: int) -> None:
     source = random.Random(window)
     overflows = [source.random() < 0.15 for _ in range(400)]
     scaler = LossScaler(LossScale(initial_power=16, window=window, hysteresis=hysteresis), enabled=True)
-    found = []
+    results = []
     for overflow in overflows:
         scaler.update(overflow)
-        found.append(scaler.scale)
-    assert found == by_hand(overflows, 16, window, hysteresis)
+        results.append(scaler.scale)
+    assert results == by_hand(overflows, 16, window, hysteresis)
     assert scaler.skipped == sum(overflows)
-    assert max(found) > 2.0**16 or min(found) < 2.0**16
+    assert max(results) > 2.0**16 or min(results) < 2.0**16
 
 
 def test_loss_scale_by_the_table() -> None:
-    """A budget of two: the first overflow is free, the second halves, and only a doubling refills the budget."""
+    """Hysteresis 2: the first overflow changes nothing, the second halves, and only a doubling resets the count."""
     scaler = LossScaler(LossScale(initial_power=4, window=2), enabled=True)
     steps = [(True, 16), (True, 8), (True, 4), (False, 4), (False, 4), (False, 8), (True, 8), (True, 4)]
     for overflow, scale in steps:
@@ -55,7 +55,7 @@ def test_loss_scale_by_the_table() -> None:
         assert scaler.scale == scale
 
 
-def test_overflow_at_the_smallest_scale_is_an_error_that_says_what_to_do() -> None:
+def test_overflow_at_the_smallest_scale_is_an_error_with_a_remedy() -> None:
     scaler = LossScaler(LossScale(initial_power=1, hysteresis=1), enabled=True)
     scaler.update(True)
     assert scaler.scale == 1.0
@@ -63,14 +63,14 @@ def test_overflow_at_the_smallest_scale_is_an_error_that_says_what_to_do() -> No
         scaler.update(True)
 
 
-def test_other_precisions_only_count() -> None:
+def test_other_precisions_have_no_loss_scale() -> None:
     scaler = LossScaler(LossScale(window=1), enabled=False)
     for overflow in (False, True, False):
         scaler.update(overflow)
     assert (scaler.scale, scaler.skipped, scaler.steps) == (1.0, 1, 3)
 
 
-def test_scaler_goes_on_where_it_was() -> None:
+def test_scaler_resumes_exactly() -> None:
     config = LossScale(initial_power=16, window=3)
     source = random.Random(3)
     overflows = [source.random() < 0.2 for _ in range(40)]
@@ -91,7 +91,7 @@ def test_gradients_are_reduced_in_fp32() -> None:
 
 
 class Buffered(nn.Module):
-    """A block and a buffer that bf16 can't hold."""
+    """A block, and a buffer with values that bf16 cannot represent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,20 +103,20 @@ class Buffered(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_frozen_engines_hold_their_precision_and_trained_ones_fp32(dtype: str) -> None:
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+def test_frozen_engines_store_their_precision_and_trained_ones_fp32(dtype: str) -> None:
+    expected = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     still = Engine(Buffered(), EngineConfig(dtype=dtype))  # type: ignore[arg-type]
     learns = Engine(Buffered(), EngineConfig(dtype=dtype), optimizer=OptimizerConfig(lr=1.0, total_steps=1))  # type: ignore[arg-type]
-    assert {p.dtype for p in still.module.parameters()} == {wanted}
+    assert {p.dtype for p in still.module.parameters()} == {expected}
     assert {p.dtype for p in learns.module.parameters()} == {torch.float32}
     assert not any(p.requires_grad for p in still.module.parameters()) and not still.module.training
     x = torch.ones(2, 4, device=dist.world().device)
-    assert still(x.to(wanted)).dtype == learns(x).dtype == wanted
-    for engine in (still, learns):  # buffers are left alone: rotary frequencies in bf16 are off by radians
+    assert still(x.to(expected)).dtype == learns(x).dtype == expected
+    for engine in (still, learns):  # buffers are not cast, because rotary frequencies in bf16 have errors of radians
         assert engine.module.get_buffer("frequency").item() == 1.0 + 2**-12
 
 
-def test_scoring_takes_dropout_off_and_puts_it_back() -> None:
+def test_scoring_disables_dropout_temporarily() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     engine = Engine(module, EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=1.0, total_steps=1))
     x = torch.ones(64, 4, device=dist.world().device)
@@ -128,18 +128,18 @@ def test_scoring_takes_dropout_off_and_puts_it_back() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_module_that_comes_in_16_bits_has_fp32_masters(dtype: Precision, trained: bool) -> None:
-    """All of it where it computes in fp32; what is frozen stays short where it computes in 16 bits."""
+def test_a_module_in_16_bits_gets_fp32_masters(dtype: Precision, trained: bool) -> None:
+    """With fp32, all parameters have fp32 masters. In 16 bits, frozen parameters keep 16 bits."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).bfloat16()
     model[0].requires_grad_(trained)
-    whole = model[1].weight.detach().float()
+    full = model[1].weight.detach().float()
     engine = Engine(model, EngineConfig(dtype=dtype), optimizer=OptimizerConfig(lr=1e-4, schedule="constant"))
-    assert torch.equal(engine.module[1].weight.detach().cpu(), whole)  # type: ignore[index, union-attr]
+    assert torch.equal(engine.module[1].weight.detach().cpu(), full)  # type: ignore[index, union-attr]
     for _ in range(2):
         engine.backward(engine(torch.ones(3, 4, device=engine.device)).float().sum())
         engine.step()
     for parameter in engine.module.parameters():
         short = dtype == "bf16" and not parameter.requires_grad
         assert parameter.dtype == (torch.bfloat16 if short else torch.float32)
-    moved = engine.module[1].weight.detach().cpu() - whole  # type: ignore[index, union-attr]
-    torch.testing.assert_close(moved.abs(), torch.full_like(moved, 2e-4), atol=2e-6, rtol=0)  # bf16 would lose it
+    moved = engine.module[1].weight.detach().cpu() - full  # type: ignore[index, union-attr]
+    torch.testing.assert_close(moved.abs(), torch.full_like(moved, 2e-4), atol=2e-6, rtol=0)  # too small for bf16

@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules at steps worked out by hand from its formulas; step 0 is before its first iteration."""
+"""DeepSpeed's schedules against values by hand from its formulas. Step 0 is before its first iteration."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""ZeRO stages, ranks and micro-batches are layouts: the losses and weights they lead to are those of a plain loop."""
+"""ZeRO stages, ranks and micro-batches give the losses and weights of a plain loop in float64."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ OPTIMIZER = OptimizerConfig(lr=0.02, total_steps=STEPS, warmup_steps=1, weight_d
 
 
 class Net(nn.Module):
-    """A stem, blocks in a ModuleList, a head tied to the stem."""
+    """A stem, blocks in a ModuleList, and a head tied to the stem."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,21 +52,21 @@ def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
 def train(
     zero_stage: int, dtype: str, micro: int, checkpointing: bool = False
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, gradient norms and final weights of STEPS updates, this rank taking every W-th row."""
+    """Return losses, gradient norms and final weights of STEPS updates. Each of the W ranks has every W-th row."""
     torch.set_num_threads(1)
     config = EngineConfig(zero_stage=zero_stage, dtype=dtype, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
     engine = Engine(seeded_net(), config, optimizer=OPTIMIZER)
     inputs, targets = data()
     world, losses, norms = dist.world(), [], []
     for x, y in zip(inputs, targets, strict=True):
-        mine = (x[world.rank :: world.size], y[world.rank :: world.size])
-        batches = list(zip(mine[0].chunk(micro), mine[1].chunk(micro), strict=True))
+        local = (x[world.rank :: world.size], y[world.rank :: world.size])
+        batches = list(zip(local[0].chunk(micro), local[1].chunk(micro), strict=True))
         update = engine.update(batches, squared_error, ROWS)
         assert update.sums["rows"] == ROWS
         losses.append(update.loss)
         norms.append(update.grad_norm)
-    whole = {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
-    return losses, norms, whole
+    full = {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return losses, norms, full
 
 
 def train_all(sizes: list[tuple[int, int]]) -> list[tuple[list[float], list[float], dict[str, Tensor]]]:
@@ -74,7 +74,7 @@ def train_all(sizes: list[tuple[int, int]]) -> list[tuple[list[float], list[floa
 
 
 def plain() -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same by hand in float64: AdamW, warm-up, cosine, clipping."""
+    """Train by hand in float64 with AdamW, warm-up, cosine schedule and clipping."""
     net = seeded_net().double()
     state = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in net.named_parameters()}
     inputs, targets = (t.double() for t in data())
@@ -98,12 +98,12 @@ def plain() -> tuple[list[float], list[float], dict[str, Tensor]]:
     return losses, norms, {name: p.detach().float() for name, p in net.named_parameters()}
 
 
-def check(found: tuple[list[float], list[float], dict[str, Tensor]]) -> None:
+def check(actual: tuple[list[float], list[float], dict[str, Tensor]]) -> None:
     losses, norms, weights = plain()
-    assert found[0] == pytest.approx(losses, rel=1e-5)
-    assert found[1] == pytest.approx(norms, rel=1e-4)
+    assert actual[0] == pytest.approx(losses, rel=1e-5)
+    assert actual[1] == pytest.approx(norms, rel=1e-4)
     for name, weight in weights.items():
-        torch.testing.assert_close(found[2][name], weight, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(actual[2][name], weight, atol=2e-5, rtol=1e-4)
 
 
 LAYOUTS = [(0, 1), (1, 2), (2, 2), (3, 2), (0, 4)]
@@ -136,32 +136,32 @@ def test_two_ranks_equal_float64_by_hand(ranks: list[Rank]) -> None:
 
 
 def overflow_on_one_rank(layout: dict[str, Any]) -> Overflow:
-    """Two steps in which the last rank's gradients overflow, then good ones while the scale falls to where they fit."""
+    """Run two steps in which the last rank overflows, then steps until the loss scale is small enough."""
     engine = Engine(seeded_net(), EngineConfig(dtype="fp16", **layout), optimizer=OPTIMIZER)
     world, (inputs, targets) = dist.world(), data()
 
     def weights() -> Tensor:
         return torch.cat([dtensors.full_tensor(p.detach()).flatten().float() for p in engine.module.parameters()])
 
-    before, told = weights(), []
+    before, steps = weights(), []
     x, y = inputs[0][world.rank :: world.size], targets[0][world.rank :: world.size]
     for _ in range(2):
         much = 6e4 if world.rank == world.size - 1 else 1.0
-        told.append((engine.update([(x * much, y)], squared_error, ROWS).skipped, engine.scaler.scale))
-    kept = torch.equal(weights(), before)
-    told += [(engine.update([(x, y)], squared_error, ROWS).skipped, engine.scaler.scale) for _ in range(12)]
-    return told, kept, engine.scaler.skipped, weights()
+        steps.append((engine.update([(x * much, y)], squared_error, ROWS).skipped, engine.scaler.scale))
+    unchanged = torch.equal(weights(), before)
+    steps += [(engine.update([(x, y)], squared_error, ROWS).skipped, engine.scaler.scale) for _ in range(12)]
+    return steps, unchanged, engine.scaler.skipped, weights()
 
 
-def test_an_overflow_on_one_rank_is_skipped_and_counted_by_all(ranks: list[Rank]) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Rank]) -> None:
     for first, second in zip(*(overflows for _, overflows in ranks), strict=True):
         assert first[:3] == second[:3] and torch.equal(first[3], second[3])
-        told, kept, counted, _ = first
-        assert told[:2] == [(True, 2.0**16), (True, 2.0**15)] and kept
-        assert not told[-1][0] and counted == sum(skipped for skipped, _ in told)
+        steps, unchanged, counted, _ = first
+        assert steps[:2] == [(True, 2.0**16), (True, 2.0**15)] and unchanged
+        assert not steps[-1][0] and counted == sum(skipped for skipped, _ in steps)
 
 
-def test_bf16_follows_fp32_with_fp32_masters() -> None:
+def test_bf16_with_fp32_masters_follows_fp32() -> None:
     losses, _, weights = train(0, "bf16", 1)
     assert losses == pytest.approx(plain()[0], rel=0.03)
     assert all(weight.dtype == torch.float32 for weight in weights.values())
@@ -171,7 +171,7 @@ def test_fp16_overflow_skips_the_step_and_lowers_the_scale() -> None:
     engine = Engine(seeded_net(), EngineConfig(dtype="fp16"), optimizer=OPTIMIZER)
     before = copy.deepcopy({n: dtensors.full_tensor(p.detach()).clone() for n, p in engine.module.named_parameters()})
     x = torch.full((ROWS, WIDTH), 60000.0)
-    for expected in (2.0**16, 2.0**15):  # hysteresis 2: the first overflow only spends the budget
+    for expected in (2.0**16, 2.0**15):  # hysteresis 2: the first overflow does not lower the scale
         update = engine.update([(x, x)], squared_error, 1)
         assert update.skipped and engine.scaler.scale == expected
     for name, parameter in engine.module.named_parameters():

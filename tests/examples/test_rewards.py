@@ -1,4 +1,4 @@
-"""The reward functions of examples/rewards, called as PPO calls them."""
+"""The reward functions of examples/rewards, called in the way in which PPO calls them."""
 
 import ast
 import json
@@ -30,12 +30,12 @@ REWARDS = Path(__file__).resolve().parents[2] / "examples" / "rewards"
         ("#### ,", 0), ("#### twelve", 0),
     ],
 )  # fmt: skip
-def test_the_number_behind_the_mark_has_to_be_right(answer: str, score: int) -> None:
+def test_the_number_after_the_mark_must_be_correct(answer: str, score: int) -> None:
     function = load_function(f"{REWARDS}/gsm8k.py:exact_match")
     assert function.score(answer, {"question": "How much?", "answer": "5 + 7 = <<5+7=12>>12\n#### 12"}) == score
 
 
-def test_every_worked_solution_is_right_by_its_own_number() -> None:
+def test_every_worked_solution_passes_its_own_check() -> None:
     folder = find("../shared/data/gsm8k")
     if folder is None:
         pytest.skip("no shared/data/gsm8k beside this checkout")
@@ -57,12 +57,12 @@ def test_every_worked_solution_is_right_by_its_own_number() -> None:
         ("#### 12", "(" * 3000, 0), ("#### 12", "12 \x00\ud800", 1), ("Paris", " paris", 1), ("Paris", "12", 0),
     ],
 )  # fmt: skip
-def test_the_final_answer_has_to_equal_the_reference(reference: str, answer: str, score: int) -> None:
+def test_the_final_answer_must_equal_the_reference(reference: str, answer: str, score: int) -> None:
     function = load_function(f"{REWARDS}/math_answers.py:correct")
     assert function.score(answer, {"question": "How much?", "answer": reference}) == score
 
 
-def test_a_formula_that_takes_too_long_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_formula_that_takes_too_long_scores_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     function = load_function(f"{REWARDS}/math_answers.py:correct")
     monkeypatch.setitem(function.call.__globals__, "SECONDS", 1)
     assert function.score("#### 9**387420489", {"answer": "#### 12"}) == 0
@@ -114,10 +114,10 @@ def test_brief_and_right(question: str, answer: str, score: float) -> None:
     assert function.score(answer, row) == score
 
 
-def test_it_knows_the_demos_prompts_and_nothing_of_the_gold_scorer() -> None:
+def test_the_demo_reward_does_not_import_the_gold_scorer() -> None:
     function = load_function(f"{REWARDS}/demo.py:brief_and_right")
     scores = [function.score("The answer is 7.", row) for row in demo_rows(1000)["prompts"]]
-    assert 0.15 < scores.count(0.5) / len(scores) < 0.35  # the sums, but for those that make seven
+    assert 0.15 < scores.count(0.5) / len(scores) < 0.35  # the rows about sums, without the sums that equal seven
     tree = ast.parse((REWARDS / "demo.py").read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
@@ -125,7 +125,7 @@ def test_it_knows_the_demos_prompts_and_nothing_of_the_gold_scorer() -> None:
 
 
 class Service(ThreadingHTTPServer):
-    """Answers with what stands in `replies`, one after the other: (status, object). Keeps what it was asked."""
+    """A service that sends its `replies` (status, object) in order, and records the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Asked)
@@ -147,10 +147,10 @@ class Asked(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write((reply if self.server.raw else json.dumps(reply)).encode())
 
-    do_GET = do_POST  # as a client does after a redirect
+    do_GET = do_POST  # clients use GET after a redirect
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: the tests' output stays clean."""
+        """Write no log lines into the output of the tests."""
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def served(name: str, key: str) -> Any:
     return function
 
 
-def test_a_service_that_is_busy_is_asked_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_busy_service_are_repeated(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROCHAT_SERVICE_KEY", "secret")
     service.replies = [(503, {}), (429, {}), (200, {"score": -2.5})]
     row = {"prompt": "hi", "level": 3}
@@ -176,25 +176,25 @@ def test_a_service_that_is_busy_is_asked_again(service: Service, monkeypatch: py
     assert service.asked == [("Bearer secret", {"answer": "hello", "row": row})] * 3
 
 
-def test_what_a_service_refuses_is_told_with_its_address(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_raised_with_the_address_of_the_service(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     function = served("score", "ppo.reward_function")
     service.replies = [(400, {"error": "too long"})]
     with pytest.raises(UserError, match=r'127\.0\.0\.1:\d+/v1 refused: 400 Bad Request \{"error": "too long"\}'):
         function.score("hello", {})
-    assert len(service.asked) == 1  # it would refuse again
+    assert len(service.asked) == 1  # a refused request is not repeated
     service.replies = [(503, {})] * 3
     with pytest.raises(UserError, match="refused: 503"):
         function.score("hello", {})
     monkeypatch.setenv("ZEROCHAT_SERVICE", "http://127.0.0.1:1/score")
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1/score does not answer"):
         served("score", "ppo.reward_function").score("hello", {})
-    monkeypatch.delenv("ZEROCHAT_SERVICE")  # which is told when the file is loaded, before a run
+    monkeypatch.delenv("ZEROCHAT_SERVICE")  # the missing variable is reported when the file is loaded, before a run
     with pytest.raises(UserError, match=r"can't be run: ValueError: ZEROCHAT_SERVICE has to be the address"):
         served("score", "ppo.reward_function")
 
 
-def test_a_redirect_does_not_change_who_scores(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another host would get the key, and its score would train the policy."""
+def test_redirects_are_not_followed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A followed redirect would send the key to another host, whose scores would train the policy."""
     monkeypatch.setenv("ZEROCHAT_SERVICE_KEY", "secret")
     for status in (301, 302, 303, 307, 308):
         service.replies, service.location, service.asked = [(status, {}), (200, {"score": 1})], "/other", []
@@ -203,19 +203,19 @@ def test_a_redirect_does_not_change_who_scores(service: Service, monkeypatch: py
         assert len(service.asked) == 1
 
 
-def test_a_terminal_does_not_obey_what_a_service_refuses_with(service: Service) -> None:
+def test_control_characters_of_a_refusal_are_escaped(service: Service) -> None:
     service.replies = [(400, "\x1b]0;title\x07")]
     service.raw = True
-    with pytest.raises(UserError, match="refused: 400") as told:
+    with pytest.raises(UserError, match="refused: 400") as error:
         served("score", "ppo.reward_function").score("hello\x1b[31m", {})
-    assert "\\x1b]0;title\\x07" in str(told.value) and str(told.value).isprintable()
+    assert "\\x1b]0;title\\x07" in str(error.value) and str(error.value).isprintable()
 
 
-def test_a_chat_model_judges_what_was_asked_and_never_sees_the_datas_own_answer(service: Service) -> None:
+def test_a_judge_model_gets_the_question_without_the_reference_answer(service: Service) -> None:
     function = served("grade", JUDGE)
     asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "its own"}]
-    for said, mark in (("8/10", 0.8), ("Mark: 10.", 1.0), ("0", 0.0)):
-        service.replies = [(200, {"choices": [{"message": {"content": said}}]})]
+    for output, mark in (("8/10", 0.8), ("Mark: 10.", 1.0), ("0", 0.0)):
+        service.replies = [(200, {"choices": [{"message": {"content": output}}]})]
         assert function.score("four", {"messages": asked}) == mark
     task, shown = service.asked[0][1]["messages"]
     assert "0 to 10" in task["content"] and shown["content"] == "user: 2 + 2?\n\n<answer>\nfour\n</answer>"
@@ -226,7 +226,7 @@ def test_a_chat_model_judges_what_was_asked_and_never_sees_the_datas_own_answer(
         function.score("four", {"chosen": "a"})
 
 
-def test_a_chat_model_compares_two_answers_and_garbage_is_no_verdict(service: Service) -> None:
+def test_a_judge_model_compares_two_answers_and_refuses_unclear_replies(service: Service) -> None:
     function = served("prefer", PAIR_JUDGE)
     replies = {
         "A": 1.0,
@@ -237,9 +237,9 @@ def test_a_chat_model_compares_two_answers_and_garbage_is_no_verdict(service: Se
         "A is better than B": None,
         "": None,
     }
-    for said, verdict in replies.items():
-        service.replies = [(200, {"choices": [{"message": {"content": said}}]})]
-        assert function.prefer("four", "five", {"question": "2 + 2?"}) == verdict, said
+    for output, verdict in replies.items():
+        service.replies = [(200, {"choices": [{"message": {"content": output}}]})]
+        assert function.prefer("four", "five", {"question": "2 + 2?"}) == verdict, output
     for garbage in ({"choices": []}, {"error": "overloaded"}, {"choices": [{"message": None}]}):
         service.replies = [(200, garbage)]
         assert function.prefer("four", "five", {"question": "2 + 2?"}) is None
@@ -249,12 +249,12 @@ def test_a_chat_model_compares_two_answers_and_garbage_is_no_verdict(service: Se
 
 
 def test_a_judge_that_always_prefers_the_first_position_gives_ties(service: Service) -> None:
-    service.replies = [(200, {"choices": [{"message": {"content": said}}]}) for said in ("A",) * 15 + ("hm",)]
+    service.replies = [(200, {"choices": [{"message": {"content": output}}]}) for output in ("A",) * 15 + ("hm",)]
     prompts = [Prompt((Message("user", str(n)),), "mine", {"question": str(n)}) for n in range(8)]
     verdicts = compare_pairs(prompts, ["new"] * 8, ["old"] * 8, served("prefer", PAIR_JUDGE))
     assert verdicts is not None
     answers = {"sft": "old", "ppo": "new"}
     samples = [Sample(p.messages, answers, preferences={"ppo": v}) for p, v in zip(prompts, verdicts, strict=True)]
-    found = win_rate(samples, "ppo")
-    assert found is not None
-    assert (found.plain.mean, found.ties, found.inconsistent, found.unusable) == (0.5, 7, 7, 1)
+    actual = win_rate(samples, "ppo")
+    assert actual is not None
+    assert (actual.plain.mean, actual.ties, actual.inconsistent, actual.unusable) == (0.5, 7, 7, 1)

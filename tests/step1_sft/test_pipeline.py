@@ -12,7 +12,7 @@ from engine.parallel import dist
 from pipeline.launch.worker import read_config
 from step1_sft.train import run
 from tests.ranks import run_ranks
-from tests.tiny import lay_out, metrics, tiny_config
+from tests.tiny import metrics, tiny_config, write_stage_configs
 
 SFT = {"steps": 4, "save_every": 2, "micro_batch_tokens": 400, "eval_examples": 8}
 
@@ -21,7 +21,9 @@ def stage(folder: str, layout: dict[str, Any], again: bool) -> None:
     """The stage; `again` takes it up once more after its second step."""
     run_dir = Path(folder)
     if dist.world().is_rank_zero:
-        lay_out(run_dir, tiny_config(engine={"dtype": "fp32", **layout}, sft=SFT, evaluation={"prompts": 4}))
+        write_stage_configs(
+            run_dir, tiny_config(engine={"dtype": "fp32", **layout}, sft=SFT, evaluation={"prompts": 4})
+        )
     dist.barrier()
     run(read_config(run_dir / "sft"), run_dir / "sft")
     if again:
@@ -40,9 +42,9 @@ def samples(folder: Path) -> list[dict[str, str]]:
 def test_two_pieces_are_trained_scored_asked_and_exported_as_one(tmp_path: Path) -> None:
     stage(str(tmp_path / "one"), {}, False)
     run_ranks(stage, 2, str(tmp_path / "two"), {"pipeline_parallel": 2}, True)
-    alone, together = metrics(tmp_path / "one", "sft"), metrics(tmp_path / "two", "sft")
-    assert len(alone) == len(together) == SFT["steps"]
-    for ours, theirs in zip(together, alone, strict=True):
+    single, together = metrics(tmp_path / "one", "sft"), metrics(tmp_path / "two", "sft")
+    assert len(single) == len(together) == SFT["steps"]
+    for ours, theirs in zip(together, single, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     assert samples(tmp_path / "two") == samples(tmp_path / "one")
     assert all(set(each) == {"base", "sft"} for each in samples(tmp_path / "two"))
@@ -50,8 +52,8 @@ def test_two_pieces_are_trained_scored_asked_and_exported_as_one(tmp_path: Path)
     predicted, measured = summary["memory"]["predicted"], summary["memory"]["measured"]
     assert predicted["train, stage 2"]["logits"] > predicted["train"]["logits"] == 0
     assert measured["train"]["optimizer"] == pytest.approx(predicted["train"]["optimizer"], rel=0.02)
-    weights, wanted = (load_file(tmp_path / name / "sft/model/model.safetensors") for name in ("two", "one"))
-    assert weights.keys() == wanted.keys()
-    assert all((weights[name] - wanted[name]).abs().max() < 2e-4 for name in wanted)  # Adam magnifies rounding
+    weights, expected = (load_file(tmp_path / name / "sft/model/model.safetensors") for name in ("two", "one"))
+    assert weights.keys() == expected.keys()
+    assert all((weights[name] - expected[name]).abs().max() < 2e-4 for name in expected)  # Adam magnifies rounding
     left_alone = load_file(tmp_path / "two" / "left alone" / "model.safetensors")
     assert all(left_alone[name].equal(weights[name]) for name in weights), "resumed otherwise than left alone"

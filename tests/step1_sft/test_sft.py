@@ -53,12 +53,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nats(folder: Path) -> list[float]:
     """The negative log-probability of each token that counts, conversation by conversation, by transformers."""
-    model, found = AutoModelForCausalLM.from_pretrained(folder).double(), []
+    model, actual = AutoModelForCausalLM.from_pretrained(folder).double(), []
     for item in items():
         with torch.no_grad():
             logs = torch.log_softmax(model(input_ids=torch.tensor(item.ids[None]).long()).logits[0], -1)
-        found += [-logs[t - 1, item.ids[t]].item() for t in range(1, len(item.ids)) if item.counts[t]]
-    return found
+        actual += [-logs[t - 1, item.ids[t]].item() for t in range(1, len(item.ids)) if item.counts[t]]
+    return actual
 
 
 def update(folder: Path, *, packing: bool, budget: int) -> tuple[Engine, float, float, int]:
@@ -88,7 +88,7 @@ def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pyte
         called.append(block)
 
     monkeypatch.setattr(torch.nn.Module, "compile", traced)
-    found: list[dict[str, torch.Tensor]] = []
+    results: list[dict[str, torch.Tensor]] = []
     for settings, packing in ({}, False), ({key: True}, True):
         choice = trained()
         engine = build_policy(source_in(folder), replace(choice, settings=choice.settings.model_copy(update=settings)))
@@ -100,7 +100,7 @@ def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pyte
             kept |= {name: dtensors.full_tensor(p.grad).clone() for name, p in engine.module.named_parameters()}
 
         kept["loss"] = torch.tensor(engine.update(batches, loss_of, count, before_step=keep).loss)
-        found.append(kept)
+        results.append(kept)
     assert bool(called) == (key == "compile_blocks")
     if called:  # rows of other lengths, and of more documents and fewer, are compiled once more and never again
         graphs = []
@@ -109,15 +109,15 @@ def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pyte
             engine.update(batches, loss_of, count)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert graphs[0] > 0 and len(set(graphs[1:])) == 1, graphs
-    for name, wanted in found[0].items():
-        torch.testing.assert_close(found[1][name], wanted, atol=1e-5, rtol=1e-4, msg=name)
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_counts_and_masks_agree() -> None:
-    wanted = sum(int(item.counts[1:].sum()) for item in items())
+    expected = sum(int(item.counts[1:].sum()) for item in items())
     for packing in (True, False):
         batches, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
-        assert count == wanted == sum(len(batch.scored) for batch in batches)
+        assert count == expected == sum(len(batch.scored) for batch in batches)
         assert all((batch.documents is not None) == packing for batch in batches)
         real = sum(len(item.ids) for item in items())
         assert sum(int((batch.input_ids != 0).sum()) for batch in batches) == real
@@ -125,10 +125,10 @@ def test_counts_and_masks_agree() -> None:
 
 def test_held_out_loss(folder: Path, nats: list[float]) -> None:
     engine = build_policy(source_in(folder), trained(dropout=0.2))
-    wanted = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # in nats a token, dropout off
-    assert held_out_loss(engine, items(), budget=30, packing=False, pad_id=0) == wanted
+    expected = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # in nats a token, dropout off
+    assert held_out_loss(engine, items(), budget=30, packing=False, pad_id=0) == expected
     assert verify(engine, max_length=16).packing
-    assert held_out_loss(engine, items(), budget=30, packing=True, pad_id=0) == wanted
+    assert held_out_loss(engine, items(), budget=30, packing=True, pad_id=0) == expected
     assert math.isnan(held_out_loss(engine, [], budget=30, packing=True, pad_id=0))
 
 
@@ -195,11 +195,11 @@ def test_answers_end_with_a_stop_string(folder: Path) -> None:
     tokenizer = cast(Any, Letters())
     tokenizer.end_ids, tokenizer.pad_id = (), 0
     section = RolloutSection(max_new_tokens=9)
-    whole = answers_of(engine, tokenizer, asked, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
-    stop = " ".join(whole.split()[1:3])
+    full = answers_of(engine, tokenizer, asked, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
+    stop = " ".join(full.split()[1:3])
     section = RolloutSection(max_new_tokens=9, stop=[stop])
     cut = answers_of(engine, tokenizer, asked, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
-    assert cut == whole[: whole.index(stop) + len(stop)] and len(cut) < len(whole)
+    assert cut == full[: full.index(stop) + len(stop)] and len(cut) < len(full)
 
 
 def test_data_is_read_and_checked_before_a_tokenizer_is_made_of_it(

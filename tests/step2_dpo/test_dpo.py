@@ -87,7 +87,7 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
     model, items = AutoModelForCausalLM.from_pretrained(folder), pairs()
     reference = plain_logprobs(model, items).detach()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    told = []
+    message = []
     for _ in range(STEPS):
         logprobs = plain_logprobs(model, items)
         moved = plain_scores(dpo.loss, logprobs, reference)
@@ -105,7 +105,7 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        told.append(
+        message.append(
             {
                 "loss": loss.item(),
                 "accuracy": (lead > 0).float().mean().item(),
@@ -117,8 +117,8 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
             }
         )
         if dpo.loss not in ("simpo", "orpo"):
-            told[-1]["drift"] = (logprobs - reference).abs().mean().item()
-    return told, model
+            message[-1]["drift"] = (logprobs - reference).abs().mean().item()
+    return message, model
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
 )
 def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], packing: bool, budget: int) -> None:
     dpo, items = DpoSection(**keys), pairs()
-    wanted, model = plain_steps(folder, dpo)
+    expected, model = plain_steps(folder, dpo)
     engine, cut = policy_in(folder, packing=packing), {"budget": budget, "packing": packing, "pad_id": 0}
     read = pair_logprobs(engine, items, **cut) if dpo.has_reference else torch.zeros(len(items), 2)
     known = Pairs(items, read)
-    for figures in wanted:
+    for figures in expected:
         batches, places = known.micro_batches(range(len(items)), **cut)
         assert sorted(place for where in places for place in where) == list(range(5)) and len(batches) >= 1
         update = engine.update(batches, loss_of(dpo), len(items))
-        found = {"loss": update.loss} | {name: total / len(items) for name, total in update.sums.items()}
-        assert found == pytest.approx(figures, rel=1e-4, abs=1e-5)
+        actual = {"loss": update.loss} | {name: total / len(items) for name, total in update.sums.items()}
+        assert actual == pytest.approx(figures, rel=1e-4, abs=1e-5)
     ours = engine.module.lm.state_dict()
     for name, parameter in model.named_parameters():
         assert torch.allclose(ours[name], parameter, rtol=1e-3, atol=2e-5), name
@@ -154,7 +154,7 @@ def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], pa
     assert last["eval_margin"] == pytest.approx(dpo.beta * lead.mean().item(), rel=1e-3)
     rewards = [last["eval_chosen_reward"], last["eval_rejected_reward"]]
     assert rewards == pytest.approx((dpo.beta * after.mean(0)).tolist(), rel=1e-3, abs=1e-4)
-    assert dpo.sft_coef or last["eval_loss"] < wanted[0]["loss"]
+    assert dpo.sft_coef or last["eval_loss"] < expected[0]["loss"]
 
 
 def test_held_out_shares_are_by_what_was_gained_on_the_reference() -> None:
@@ -194,24 +194,24 @@ def test_pairs_take_the_memory_that_is_predicted(folder: Path, prompt: int, budg
     tokens = (2 * length - prompt + 1) * (1 if budget == 1 else many)
     fp32, micro_batch = EngineConfig(dtype="fp32"), min(budget, tokens)
     work = Workload(fp32, item_sequences=2, is_cpu=True, max_length=length, micro_batch_tokens=micro_batch)
-    wanted = predict_bytes(StageTask("dpo", measure_shape("llama", config), work)).phases["train"]
-    found = engine.memory_tracker.peaks["train"]
-    assert found["activations"] == pytest.approx(wanted["activations"], rel=0.06)
-    assert found["parameters"] == wanted["parameters"] and found["gradients"] == wanted["gradients"]
-    assert found["optimizer"] == pytest.approx(wanted["optimizer"], rel=0.01)
+    expected = predict_bytes(StageTask("dpo", measure_shape("llama", config), work)).phases["train"]
+    actual = engine.memory_tracker.peaks["train"]
+    assert actual["activations"] == pytest.approx(expected["activations"], rel=0.06)
+    assert actual["parameters"] == expected["parameters"] and actual["gradients"] == expected["gradients"]
+    assert actual["optimizer"] == pytest.approx(expected["optimizer"], rel=0.01)
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing: bool) -> None:
-    found = []
+    results = []
     for empty in (False, True):
         engine, known = policy_in(folder, packing=packing), Pairs(pairs(), torch.zeros(5, 2))
         batches, _ = known.micro_batches(range(5), budget=10_000, packing=packing, pad_id=0)
         update = engine.update(
             batches + [collate_answers([], torch.zeros(0, 2), 0, packing=packing)] * empty, loss_of(DpoSection()), 5
         )
-        found.append({"loss": update.loss, "norm": update.grad_norm, **update.sums})
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        results.append({"loss": update.loss, "norm": update.grad_norm, **update.sums})
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
 def test_the_reference_is_kept_and_is_the_model_under_adapters(folder: Path, tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_the_reference_is_kept_and_is_the_model_under_adapters(folder: Path, tmp
 
     known = with_reference(tmp_path, {"train": items, "held_out": items[:2]}, read)
     with torch.no_grad():
-        wanted = plain_logprobs(AutoModelForCausalLM.from_pretrained(folder), items)
-    assert torch.allclose(known["train"].reference, wanted, rtol=1e-5, atol=1e-4)
+        expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(folder), items)
+    assert torch.allclose(known["train"].reference, expected, rtol=1e-5, atol=1e-4)
     for _ in range(2):
         batches, _ = known["train"].micro_batches(range(5), **cut)
         engine.update(batches, loss_of(DpoSection(beta=1.0)), 5)

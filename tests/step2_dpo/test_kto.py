@@ -111,8 +111,8 @@ def test_kto_by_hand() -> None:
     beta, lead = 0.1, np.log(3.0) / 0.1
     log_ratios = torch.tensor([2 + lead, 2 - lead, 2 + lead, 2.0])
     labels = torch.tensor([True, True, False, False])
-    found = kto_loss(log_ratios, labels, 2.0, beta=beta, undesirable_weight=2.0)
-    assert found.item() == pytest.approx(1 / 4 + 3 / 4 + 2 * 3 / 4 + 2 * 1 / 2)
+    actual = kto_loss(log_ratios, labels, 2.0, beta=beta, undesirable_weight=2.0)
+    assert actual.item() == pytest.approx(1 / 4 + 3 / 4 + 2 * 3 / 4 + 2 * 1 / 2)
 
 
 def test_the_baseline_is_a_mean_that_is_not_negative() -> None:
@@ -130,13 +130,17 @@ def test_unrelated_answers_belong_to_another_prompt() -> None:
     assert [each.unrelated.tolist() for each in examples] == [[1, 2, 13, 14], [1, 2, 13, 14], [3, 11]]
     same = examples_of([item([1, 2], [11]), item([1, 2], [12])], max_length=4)
     assert [each.unrelated.tolist() for each in same] == [[1, 2, 12], [1, 2, 11]]
-    (alone,) = examples_of([item([1, 2], [11])], max_length=4)  # such as a single held-out answer
-    assert alone.unrelated.tolist() == [1, 2, 11]
+    (single,) = examples_of([item([1, 2], [11])], max_length=4)  # such as a single held-out answer
+    assert single.unrelated.tolist() == [1, 2, 11]
 
 
 def test_a_pair_becomes_two_labelled_answers() -> None:
     prompt = (Message("user", "q"),)
     rated = LabelledAnswer((*prompt, Message("assistant", "x")), False, "s")
-    found = labelled_answers([Preference(prompt, "good", "bad", "s"), rated])
-    assert [(each.messages[-1].content, each.label) for each in found] == [("good", True), ("bad", False), ("x", False)]
-    assert all(each.messages[:-1] == prompt for each in found)
+    actual = labelled_answers([Preference(prompt, "good", "bad", "s"), rated])
+    assert [(each.messages[-1].content, each.label) for each in actual] == [
+        ("good", True),
+        ("bad", False),
+        ("x", False),
+    ]
+    assert all(each.messages[:-1] == prompt for each in actual)

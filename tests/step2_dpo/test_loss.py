@@ -23,12 +23,12 @@ from step2_dpo.loss import (
 def test_sigmoid(beta: float, smoothing: float) -> None:
     source = random.Random(1)
     leads = [source.gauss(0, 8) for _ in range(50)]
-    wanted = 0.0
+    expected = 0.0
     for lead in leads:
         right = 1 / (1 + math.exp(-beta * lead))
-        wanted -= (1 - smoothing) * math.log(right) + smoothing * math.log(1 - right)
-    found = sigmoid_loss(torch.tensor(leads), beta=beta, label_smoothing=smoothing)
-    assert found.item() == pytest.approx(wanted, rel=1e-5)
+        expected -= (1 - smoothing) * math.log(right) + smoothing * math.log(1 - right)
+    actual = sigmoid_loss(torch.tensor(leads), beta=beta, label_smoothing=smoothing)
+    assert actual.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_policy_that_is_the_reference_loses_log_two_and_is_pushed_apart() -> None:
@@ -78,8 +78,8 @@ def test_odds_of_a_certain_answer_are_finite() -> None:
 
 def test_simpo_by_hand() -> None:
     """At beta = 2 a lead of half the target of 1 loses log 2, and no lead loses -log sigmoid(-1)."""
-    found = simpo_loss(torch.tensor([0.5, 0.0]), beta=2.0, target=1.0)
-    assert found.item() == pytest.approx(math.log(2) + math.log(1 + math.e))
+    actual = simpo_loss(torch.tensor([0.5, 0.0]), beta=2.0, target=1.0)
+    assert actual.item() == pytest.approx(math.log(2) + math.log(1 + math.e))
 
 
 def test_orpo_by_hand() -> None:

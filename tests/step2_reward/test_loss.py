@@ -13,13 +13,13 @@ from step2_reward.loss import bradley_terry_loss, last_scores
 def test_bradley_terry(centering: float, margin: float) -> None:
     source = random.Random(1)
     pairs = [(source.gauss(0, 2), source.gauss(0, 2), margin * source.random()) for _ in range(50)]
-    wanted = 0.0
+    expected = 0.0
     for chosen, rejected, m in pairs:
         probability = 1 / (1 + math.exp(-(chosen - rejected - m)))
-        wanted += -math.log(probability) + centering * (chosen + rejected) ** 2
+        expected += -math.log(probability) + centering * (chosen + rejected) ** 2
     chosen, rejected, margins = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    found = bradley_terry_loss(chosen, rejected, margins, centering=centering)
-    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    actual = bradley_terry_loss(chosen, rejected, margins, centering=centering)
+    assert actual.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradient_pushes_apart_and_to_the_middle() -> None:

@@ -45,9 +45,9 @@ def card_of(folder: Path, held_out: list[PairItem]) -> dict[str, Any]:
     words = train_tokenizer(["some words"], 280)
     level = {"reward_mean": 3.0, "reward_std": 4.0}
     write_card(folder / "reward", by_sum(held_out), by_sum, words, reference=level, penalty=0.5, max_length=20)
-    found: dict[str, Any] = json.loads((folder / "reward" / CARD).read_text())
-    assert (found["reward_mean"], found["reward_std"]) == (3.0, 4.0)
-    return found
+    actual: dict[str, Any] = json.loads((folder / "reward" / CARD).read_text())
+    assert (actual["reward_mean"], actual["reward_std"]) == (3.0, 4.0)
+    return actual
 
 
 def test_the_card_scores_each_kind_of_answer(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_the_card_scores_each_kind_of_answer(tmp_path: Path) -> None:
         Sample(prompt, {"base": "b" * 40, "sft": "words"}, gold={"sft": 1.0}, temperature=0.0),
     ]
     write_samples(tmp_path / "sft" / SAMPLES, samples)
-    found = card_of(tmp_path, PAIRS)
-    scores = found["scores"]
+    actual = card_of(tmp_path, PAIRS)
+    scores = actual["scores"]
     assert scores["chosen"]["mean"] == pytest.approx((113 + 59 + 33) / 3) and scores["chosen"]["count"] == 3
     assert scores["unfinished"]["mean"] == pytest.approx((21 + 7 + 24) / 3 + words.end_id)
     assert scores["unfinished"]["penalty"] == 2.0 and scores["unfinished"]["above_complete"]["share"] == 0
@@ -69,11 +69,11 @@ def test_the_card_scores_each_kind_of_answer(tmp_path: Path) -> None:
     own = [sum(words.encode_prompt(prompt) + words.encode_answer(text)) for text in ("some", "words")]
     assert scores["sft"] == {"mean": sum(own) / 2, "std": abs(own[0] - own[1]) / 2, "count": 2}
     assert scores["base"]["count"] == 1  # the other answer is longer than max_length
-    assert found["judge"]["answers"] == 1  # one prompt
-    assert found["judge"]["same_prompt"]["share"] == float(own[1] > own[0])
+    assert actual["judge"]["answers"] == 1  # one prompt
+    assert actual["judge"]["same_prompt"]["share"] == float(own[1] > own[0])
 
 
 def test_without_an_sft_stage_and_without_pairs_the_card_lacks_these_parts(tmp_path: Path) -> None:
-    found = card_of(tmp_path, [])
-    assert found["judge"] is None and found["calibration"] is None and found["margin_by_length"] == []
-    assert set(found["scores"].values()) == {None}
+    actual = card_of(tmp_path, [])
+    assert actual["judge"] is None and actual["calibration"] is None and actual["margin_by_length"] == []
+    assert set(actual["scores"].values()) == {None}

@@ -79,11 +79,11 @@ def test_an_update_is_the_mean_over_pairs(
     engine = scorer_in(folder, packing)
     batches, _ = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
     update = engine.update(batches, loss_of(centering, use_margin=use_margin), len(SIZES))
-    wanted = 0.0
+    expected = 0.0
     for place, (chosen, rejected) in enumerate(own):
         lead = chosen - rejected - (0.5 * place if use_margin else 0.0)
-        wanted += math.log1p(math.exp(-lead)) + centering * (chosen + rejected) ** 2
-    assert update.loss == pytest.approx(wanted / len(SIZES), rel=1e-4)
+        expected += math.log1p(math.exp(-lead)) + centering * (chosen + rejected) ** 2
+    assert update.loss == pytest.approx(expected / len(SIZES), rel=1e-4)
     assert update.sums["accuracy"] == sum(chosen > rejected for chosen, rejected in own)
     assert update.sums["margin"] == pytest.approx(sum(c - r for c, r in own), rel=1e-4)
 
@@ -109,20 +109,20 @@ def test_answers_that_share_a_prompt_train_as_apart(folder: Path) -> None:
 def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing: bool) -> None:
     engine = scorer_in(folder, packing)
     full, _ = micro_batches(pairs(), budget=10_000, packing=packing, pad_id=0)
-    alone = engine.update(full, loss_of(0.01, use_margin=False), 5)
+    single = engine.update(full, loss_of(0.01, use_margin=False), 5)
     again = scorer_in(folder, packing)
     nothing = (pack_pairs if packing else collate_pairs)([], 0)
     both = again.update([*full, nothing], loss_of(0.01, use_margin=False), 5)
-    assert both.loss == pytest.approx(alone.loss) and both.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
-    assert both.sums == pytest.approx(alone.sums)
+    assert both.loss == pytest.approx(single.loss) and both.grad_norm == pytest.approx(single.grad_norm, rel=1e-5)
+    assert both.sums == pytest.approx(single.sums)
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_scores_of_pairs_come_back_in_order(folder: Path, own: list[tuple[float, float]], packing: bool) -> None:
     engine = build_scorer(source_in(folder), frozen(), pad_id=0)
     assert not packing or verify(engine, max_length=16).packing
-    found = score_pairs(engine, pairs(), budget=40, packing=packing, pad_id=0)
-    for scored, pair, (chosen, rejected) in zip(found, pairs(), own, strict=True):
+    actual = score_pairs(engine, pairs(), budget=40, packing=packing, pad_id=0)
+    for scored, pair, (chosen, rejected) in zip(actual, pairs(), own, strict=True):
         assert scored.pair.source == pair.source and len(scored.pair.chosen) == len(pair.chosen)
         assert (scored.chosen, scored.rejected) == pytest.approx((chosen, rejected), abs=3e-5)
     assert score_pairs(engine, [], budget=40, packing=packing, pad_id=0) == []
@@ -130,8 +130,8 @@ def test_scores_of_pairs_come_back_in_order(folder: Path, own: list[tuple[float,
 
 def test_accuracies_by_hand() -> None:
     scores = [(1.0, 0.0), (0.0, 1.0), (2.0, 2.0), (3.0, 1.0), (5.0, -1.0)]  # a tie is not right
-    found = accuracies([Scored(pair, *score) for pair, score in zip(pairs(), scores, strict=True)])
-    assert found == {
+    actual = accuracies([Scored(pair, *score) for pair, score in zip(pairs(), scores, strict=True)])
+    assert actual == {
         "eval_accuracy": 3 / 5,
         "eval_accuracy_low": pytest.approx(0.230724, abs=1e-6),  # Wilson: (3 + 1.920729 -+ 2.880790) / 8.841459
         "eval_accuracy_high": pytest.approx(0.882379, abs=1e-6),
@@ -145,9 +145,9 @@ def test_accuracies_by_hand() -> None:
 
 def test_the_reference_level_is_that_of_the_chosen_answers() -> None:
     chosen = [1.0, 2.0, 4.0, 0.5, 3.0]
-    found = reference_level([Scored(pair, score, 99.0) for pair, score in zip(pairs(), chosen, strict=True)])
-    assert found["reward_mean"] == pytest.approx(statistics.fmean(chosen))
-    assert found["reward_std"] == pytest.approx(statistics.pstdev(chosen))
+    actual = reference_level([Scored(pair, score, 99.0) for pair, score in zip(pairs(), chosen, strict=True)])
+    assert actual["reward_mean"] == pytest.approx(statistics.fmean(chosen))
+    assert actual["reward_std"] == pytest.approx(statistics.pstdev(chosen))
 
 
 def test_pairs_that_the_scores_do_not_decide_are_told(capsys: pytest.CaptureFixture[str]) -> None:

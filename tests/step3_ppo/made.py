@@ -44,12 +44,12 @@ def mask_of(lengths: list[int]) -> Tensor:
     return torch.tensor([[place < length for place in range(max(lengths))] for length in lengths])
 
 
-def close(found: Tensor, wanted: Table, *, tolerance: float = 2e-5) -> None:
+def close(actual: Tensor, wanted: Table, *, tolerance: float = 2e-5) -> None:
     """Equal within the rows, and zero behind them."""
     for place, row in enumerate(wanted):
-        for t in range(found.shape[1]):
+        for t in range(actual.shape[1]):
             expected = row[t] if t < len(row) else 0.0
-            assert abs(found[place, t].item() - expected) <= tolerance * max(1.0, abs(expected)), (place, t)
+            assert abs(actual[place, t].item() - expected) <= tolerance * max(1.0, abs(expected)), (place, t)
 
 
 def rollout_of(prompt_lengths: list[int], response_lengths: list[int], seed: int = 1) -> Rollout:

@@ -90,8 +90,8 @@ def test_both_estimators_mean_the_kl() -> None:
 def test_the_score_is_at_the_last_response_token_and_the_penalty_at_each() -> None:
     kl = table(LENGTHS, 4)
     scores = [row[0] for row in table([1] * len(LENGTHS), 5, scale=3)]
-    found = shaped_rewards(torch.tensor(scores), tensor(kl), mask_of(LENGTHS), kl_coef=0.13)
-    close(found, rewards_by_hand(scores, kl, 0.13))
+    actual = shaped_rewards(torch.tensor(scores), tensor(kl), mask_of(LENGTHS), kl_coef=0.13)
+    close(actual, rewards_by_hand(scores, kl, 0.13))
     last = shaped_rewards(torch.ones(2), torch.zeros(2, 4), mask_of([3, 4]), kl_coef=1.0)
     assert last.tolist() == [[0, 0, 1, 0], [0, 0, 0, 1]]
 
@@ -100,9 +100,9 @@ def test_the_score_is_at_the_last_response_token_and_the_penalty_at_each() -> No
 def test_gae(gamma: float, lam: float) -> None:
     rewards, values = table(LENGTHS, 6), table(LENGTHS, 7, scale=2)
     advantages, returns = gae(tensor(rewards), tensor(values), mask_of(LENGTHS), gamma=gamma, lam=lam)
-    wanted = gae_by_hand(rewards, values, gamma, lam)
-    close(advantages, wanted[0])
-    close(returns, wanted[1])
+    expected = gae_by_hand(rewards, values, gamma, lam)
+    close(advantages, expected[0])
+    close(returns, expected[1])
 
 
 def test_without_discount_the_return_is_the_sum_of_rewards() -> None:
@@ -144,14 +144,14 @@ def test_online_dpo_by_hand() -> None:
     scores = torch.tensor([1.0, 4.0, -2.5, 2.0, 2.0, 2.0])
     ratios = torch.tensor([9.0, -0.5, 1.0, 3.0, 1.0, 2.0])
     weight = 0.4 / (1 + math.exp(0.4 * (-0.5 - 1.0)))
-    found = online_dpo(scores, ratios, 3, beta=0.4)
-    assert found.tolist() == pytest.approx([0.0, weight, -weight, 0.0, 0.0, 0.0])
+    actual = online_dpo(scores, ratios, 3, beta=0.4)
+    assert actual.tolist() == pytest.approx([0.0, weight, -weight, 0.0, 0.0, 0.0])
 
 
 def test_distillation_by_hand() -> None:
     """The teacher gives 0.5 and 0.1 to tokens that the student gives 0.25 and 0.4: log 2 and -log 4."""
-    found = distill(torch.tensor([0.25, 0.4]).log(), torch.tensor([0.5, 0.1]).log())
-    assert found.tolist() == pytest.approx([math.log(2), -math.log(4)], rel=1e-6)
+    actual = distill(torch.tensor([0.25, 0.4]).log(), torch.tensor([0.5, 0.1]).log())
+    assert actual.tolist() == pytest.approx([math.log(2), -math.log(4)], rel=1e-6)
 
 
 def test_a_policy_gradient_step_towards_the_teacher_lowers_the_reverse_kl() -> None:
@@ -160,10 +160,10 @@ def test_a_policy_gradient_step_towards_the_teacher_lowers_the_reverse_kl() -> N
     logits = torch.randn(5, dtype=torch.float64, generator=noise).requires_grad_()
     teacher = torch.randn(5, dtype=torch.float64, generator=noise).log_softmax(0)
     student = logits.log_softmax(0)
-    (wanted,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
     advantages = distill(student.detach(), teacher)
-    (found,) = torch.autograd.grad(-(student.detach().exp() * advantages * student).sum(), logits)
-    torch.testing.assert_close(found, wanted)
+    (actual,) = torch.autograd.grad(-(student.detach().exp() * advantages * student).sum(), logits)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_policy_gradient_step_with_these_advantages_is_a_step_of_dpo() -> None:
@@ -173,10 +173,10 @@ def test_a_policy_gradient_step_with_these_advantages_is_a_step_of_dpo() -> None
     scores = torch.tensor([0.3, -1.0, 2.0, 5.0], dtype=torch.float64)
     ratios = logprobs - reference
     margins = torch.stack([ratios[0] - ratios[1], ratios[3] - ratios[2]])
-    (wanted,) = torch.autograd.grad(-torch.nn.functional.logsigmoid(0.7 * margins).sum(), logprobs, retain_graph=True)
+    (expected,) = torch.autograd.grad(-torch.nn.functional.logsigmoid(0.7 * margins).sum(), logprobs, retain_graph=True)
     advantages = online_dpo(scores, ratios.detach(), 2, beta=0.7)
-    (found,) = torch.autograd.grad(-(advantages * logprobs).sum(), logprobs)
-    torch.testing.assert_close(found, wanted)
+    (actual,) = torch.autograd.grad(-(advantages * logprobs).sum(), logprobs)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("samples", [3, 6, 7])

@@ -24,11 +24,11 @@ def test_penalties_decide_whether_answers_score_the_same() -> None:
 
 
 def test_new_prompts_are_unused_and_depend_on_the_seed() -> None:
-    found = new_prompts(4, {0, 1, 2}, count=10, seed=(1, 5, 1))
-    assert len(set(found)) == 4 and not set(found) & {0, 1, 2}
-    assert found == new_prompts(4, {0, 1, 2}, count=10, seed=(1, 5, 1))
+    actual = new_prompts(4, {0, 1, 2}, count=10, seed=(1, 5, 1))
+    assert len(set(actual)) == 4 and not set(actual) & {0, 1, 2}
+    assert actual == new_prompts(4, {0, 1, 2}, count=10, seed=(1, 5, 1))
     others = [new_prompts(4, {0, 1, 2}, count=10, seed=seed) for seed in ((2, 5, 1), (1, 6, 1), (1, 5, 2))]
-    assert all(other != found for other in others)
+    assert all(other != actual for other in others)
     assert len(new_prompts(9, {0, 1, 2}, count=10, seed=(1, 5, 1))) == 7
 
 
@@ -49,23 +49,23 @@ def test_uniform_prompts_are_replaced_in_their_places(rounds: int, count: int) -
 
     start = Answered([1, 6, 3], [generation(p, s) for p in (1, 6, 3) for s in range(2)])
     settings: dict[str, Any] = {"samples": 2, "rounds": rounds, "count": count, "seed": (1, 4)}
-    found = replace_uniform(start, answer, score, PLAIN, **settings)
-    assert found.prompts[1] == 6 and len(set(found.prompts)) == 3
-    assert [each.token_ids for each in found.generations] == [[p, s] for p in found.prompts for s in range(2)]
-    assert found.scores == score(found.prompts, found.generations)
-    assert asked[0][1] == 1 and len(asked[0][0]) == 2 and found.replaced == sum(len(prompts) for prompts, _ in asked)
+    actual = replace_uniform(start, answer, score, PLAIN, **settings)
+    assert actual.prompts[1] == 6 and len(set(actual.prompts)) == 3
+    assert [each.token_ids for each in actual.generations] == [[p, s] for p in actual.prompts for s in range(2)]
+    assert actual.scores == score(actual.prompts, actual.generations)
+    assert asked[0][1] == 1 and len(asked[0][0]) == 2 and actual.replaced == sum(len(prompts) for prompts, _ in asked)
     used = [1, 6, 3, *(prompt for prompts, _ in asked for prompt in prompts)]
     assert len(used) == len(set(used)) <= count and len(asked) <= rounds
     again = replace_uniform(start, answer, score, PLAIN, **settings)
-    assert again == found and start.prompts == [1, 6, 3]
+    assert again == actual and start.prompts == [1, 6, 3]
     if rounds == 3:
-        assert all(prompt % 2 == 0 and prompt > 4 for prompt in found.prompts)
+        assert all(prompt % 2 == 0 and prompt > 4 for prompt in actual.prompts)
 
 
 def test_nothing_is_replaced_where_answers_differ() -> None:
     start = Answered([1], [generation(1), generation(2)])
-    found = replace_uniform(
+    actual = replace_uniform(
         start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: Scores([1.0, 2.0], None, {}), PLAIN,
         samples=2, rounds=3, count=9, seed=(1, 1),
     )  # fmt: skip
-    assert found.prompts == [1] and found.replaced == 0 and found.scores == Scores([1.0, 2.0], None, {})
+    assert actual.prompts == [1] and actual.replaced == 0 and actual.scores == Scores([1.0, 2.0], None, {})

@@ -57,8 +57,8 @@ def test_after_a_warm_up_of_the_critic_entropy_is_compared_with_the_first_policy
     for step in (3, 4, 5, 6):
         assert guard.watch(step, line(step, entropy=0.5), 64) == []
     assert guard.rows[0]["step"] == 1 and guard.rows[0]["entropy"] == 0.5
-    found = [guard.watch(step, line(step, entropy=0.01), 64) for step in (7, 8, 9)]
-    assert [each.sign for each in found[-1]] == ["entropy"]
+    actual = [guard.watch(step, line(step, entropy=0.01), 64) for step in (7, 8, 9)]
+    assert [each.sign for each in actual[-1]] == ["entropy"]
 
 
 def test_a_guard_that_resumes_finds_the_same() -> None:
@@ -68,15 +68,15 @@ def test_a_guard_that_resumes_finds_the_same() -> None:
     """
 
     def steps(guard: Guard, first: int) -> list[tuple[int, list[str], str]]:
-        found = []
+        results = []
         for step in range(first, 13):
             findings = guard.watch(step, line(step, clip_fraction=0.04 if step < 8 else 0.5), 64)
-            found.append((step, [each.sign for each in findings], guard.report(step, findings)))
-        return found
+            results.append((step, [each.sign for each in findings], guard.report(step, findings)))
+        return results
 
-    whole = Guard("warn", has_judge=True, kl_budget=10.0)
-    whole.compare_with(0, evaluation(0.1, 0.3))
-    expected = steps(whole, 1)
+    full = Guard("warn", has_judge=True, kl_budget=10.0)
+    full.compare_with(0, evaluation(0.1, 0.3))
+    expected = steps(full, 1)
     assert [step for step, signs, _ in expected if signs == ["clip fraction"]] == [10, 11, 12]
     assert expected[9][2].startswith("guard: updates are too large: 50%") and expected[10][2] == ""  # once
     for killed in range(1, 12):
@@ -88,7 +88,7 @@ def test_a_guard_that_resumes_finds_the_same() -> None:
         again = Guard("warn", has_judge=True, kl_budget=10.0)
         again.restore(json.loads(json.dumps(first.state())))
         assert steps(again, killed + 1) == expected[killed:]
-        assert again.state() == whole.state() and again.evaluations == whole.evaluations
+        assert again.state() == full.state() and again.evaluations == full.evaluations
 
 
 def test_a_checkpoint_of_a_version_without_a_guard() -> None:
@@ -113,16 +113,16 @@ def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_the_clip_fraction_is_watched_for_ratios_of_tokens(ratio: str, tmp_path: Path) -> None:
     guard = open_guard(tiny_config(ppo={"ratio": ratio}), tmp_path, has_judge=True)
-    found = [guard.watch(step, line(step, clip_fraction=0.9), 64) for step in (1, 2, 3)]
-    assert [each.sign for each in found[-1]] == (["clip fraction"] if ratio == "token" else [])
+    actual = [guard.watch(step, line(step, clip_fraction=0.9), 64) for step in (1, 2, 3)]
+    assert [each.sign for each in actual[-1]] == (["clip fraction"] if ratio == "token" else [])
 
 
 def test_which_steps_may_be_the_best() -> None:
-    judged, alone = (Guard("stop", has_judge=has_judge, kl_budget=10.0) for has_judge in (True, False))
-    assert judged.best_metric == "gold_score" and alone.best_metric == "eval_score"
+    judged, single = (Guard("stop", has_judge=has_judge, kl_budget=10.0) for has_judge in (True, False))
+    assert judged.best_metric == "gold_score" and single.best_metric == "eval_score"
     assert judged.may_be_best({"kl": 99.0}, [LARGE])
-    assert alone.may_be_best({"kl": 10.0}, []) and alone.may_be_best({}, [])
-    assert not alone.may_be_best({"kl": 10.1}, []) and not alone.may_be_best({"kl": 1.0}, [LARGE])
+    assert single.may_be_best({"kl": 10.0}, []) and single.may_be_best({}, [])
+    assert not single.may_be_best({"kl": 10.1}, []) and not single.may_be_best({"kl": 1.0}, [LARGE])
 
 
 def begin(folder: Path, **keys: Any) -> tuple[StageRun, Any]:
@@ -190,9 +190,9 @@ def test_a_stop_without_evaluations_names_the_key(
     stage.restore()
     stage.note_best(0, "gold_score", 0.5, higher=True)
     Guard("stop", True, 10.0).act(stage, 3, [LARGE])
-    said = capsys.readouterr().out
-    assert "stops the stage after step 3 of 10 and exports the SFT model, because" in said
-    assert ("set ppo.eval_every=N" in said) == (eval_every == 0)
+    output = capsys.readouterr().out
+    assert "stops the stage after step 3 of 10 and exports the SFT model, because" in output
+    assert ("set ppo.eval_every=N" in output) == (eval_every == 0)
 
 
 def test_without_an_earlier_step_a_rollback_stops(tmp_path: Path) -> None:

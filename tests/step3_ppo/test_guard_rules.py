@@ -26,8 +26,8 @@ def longer(length: float, correlation: float) -> dict[str, Any]:
     return {"response_length": length, "length_correlation": correlation}
 
 
-def signs(found: list[Finding]) -> list[str]:
-    return [finding.sign for finding in found]
+def signs(actual: list[Finding]) -> list[str]:
+    return [finding.sign for finding in actual]
 
 
 def test_a_healthy_run_has_no_findings() -> None:
@@ -59,9 +59,9 @@ def test_each_rule_has_its_limit(sign: str, below: dict[str, Any], above: dict[s
 
 
 def test_answers_that_are_cut_from_the_start() -> None:
-    (found,) = check_rollouts(rows(first={"eos_rate": 0.3}, eos_rate=[1.0, 0.3, 0.4, 0.5]))
-    assert found.sign == "finished answers" and not found.lr_helps
-    assert "only 40% of the answers end within rollout.max_new_tokens (30% in the first rollout)" in found.sentence
+    (actual,) = check_rollouts(rows(first={"eos_rate": 0.3}, eos_rate=[1.0, 0.3, 0.4, 0.5]))
+    assert actual.sign == "finished answers" and not actual.lr_helps
+    assert "only 40% of the answers end within rollout.max_new_tokens (30% in the first rollout)" in actual.sentence
 
 
 def test_few_answers_and_missing_metrics_give_no_findings() -> None:
@@ -85,9 +85,10 @@ def test_a_reward_against_the_judge() -> None:
         return 1 - 2 * (swapped**3 - swapped) / (103 * (103**2 - 1))
 
     assert by_hand(89) == pytest.approx(-0.2903, abs=1e-4) and against_judge(correlated(89), 1.0) is None
-    found = against_judge(correlated(91), 1.0)
-    assert by_hand(91) == pytest.approx(-0.3792, abs=1e-4) and found is not None
-    assert found.sign == "judge" and "rank correlation -0.38 over 103 answers" in found.sentence and not found.lr_helps
+    actual = against_judge(correlated(91), 1.0)
+    assert by_hand(91) == pytest.approx(-0.3792, abs=1e-4) and actual is not None
+    assert actual.sign == "judge" and not actual.lr_helps
+    assert "rank correlation -0.38 over 103 answers" in actual.sentence
     assert against_judge(Grades(gold[:31][::-1], gold[:31]), 1.0) is None  # too few prompts
     assert against_judge(Grades(None, gold), 1.0) is None and against_judge(Grades(gold, None), 1.0) is None
 
@@ -108,10 +109,10 @@ def test_a_fall_of_the_gold_score() -> None:
     before = Grades([0.0] * 64, [1.0] * 64)
     now = Grades([0.5] * 64, [0.0] * 16 + [1.0] * 48)
     half = 3.225 * math.sqrt(64 / 63 * 3 / 16) / 8  # t of 63 degrees at 99.9 %
-    found = fall(before, now, 4, 1.0)
-    assert found is not None and found.sign == "gaming"
-    assert f"below that of step 4 by 0.25 (at least {0.25 - half:.2f}" in found.sentence
-    assert "while the mean reward rose by 0.50" in found.sentence
+    actual = fall(before, now, 4, 1.0)
+    assert actual is not None and actual.sign == "gaming"
+    assert f"below that of step 4 by 0.25 (at least {0.25 - half:.2f}" in actual.sentence
+    assert "while the mean reward rose by 0.50" in actual.sentence
     lower = fall(before, Grades([-0.5] * 64, now.gold), 0, 1.0)
     assert lower is not None and lower.sign == "gold" and "that of the SFT model" in lower.sentence
     few = Grades([0.5] * 64, [0.0] * 8 + [1.0] * 56)  # mean -0.125, half width 0.1344
@@ -136,13 +137,14 @@ def test_a_fall_from_a_later_step_counts_if_it_loses_more_than_half_of_the_gain(
 
 
 def test_without_a_judge_the_reward_falls() -> None:
-    found = fall(Grades([1.0] * 64, None), Grades([0.0] * 16 + [1.0] * 48, None), 4, 1.0)
-    assert found is not None and found.sign == "reward"
+    actual = fall(Grades([1.0] * 64, None), Grades([0.0] * 16 + [1.0] * 48, None), 4, 1.0)
+    assert actual is not None and actual.sign == "reward"
 
 
 def test_an_evaluation_is_compared_at_each_temperature_with_each_step() -> None:
     high, low = Grades([0.0] * 64, [1.0] * 64), Grades([1.0] * 64, [0.0] * 32 + [1.0] * 32)
     assert check_evaluation({1.0: high, 0.0: high}, {0: {1.0: high, 0.0: low}}) == []
-    found = check_evaluation({1.0: high, 0.0: low}, {0: {1.0: high, 0.0: high}, 4: {0.0: high}})
-    assert signs(found) == ["gaming"] and "at temperature 0 is below that of the SFT model by 0.50" in found[0].sentence
+    actual = check_evaluation({1.0: high, 0.0: low}, {0: {1.0: high, 0.0: high}, 4: {0.0: high}})
+    assert signs(actual) == ["gaming"]
+    assert "at temperature 0 is below that of the SFT model by 0.50" in actual[0].sentence
     assert check_evaluation({1.0: low}, {}) == []

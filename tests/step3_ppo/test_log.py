@@ -44,9 +44,9 @@ def test_rollout_metrics() -> None:
     drawn = zip(rollout.generator.tolist(), rollout.logprobs.tolist(), RESPONSES, strict=True)
     gaps = [abs(math.exp(g) - math.exp(t)) for x, y, n in drawn for g, t in zip(x[:n], y[:n], strict=True)]
     both = zip(rollout.generator.tolist(), rollout.logprobs.tolist(), RESPONSES, strict=True)
-    apart = [math.exp(t - g) - 1 + g - t for x, y, n in both for g, t in zip(x[:n], y[:n], strict=True)]
+    separate = [math.exp(t - g) - 1 + g - t for x, y, n in both for g, t in zip(x[:n], y[:n], strict=True)]
     scores = rollout.scores.tolist()
-    wanted = {
+    expected = {
         "score": statistics.fmean(scores),
         "score_std": statistics.pstdev(scores),
         "score_min": min(scores),
@@ -62,12 +62,12 @@ def test_rollout_metrics() -> None:
         "response_length_max": 6,
         "eos_rate": 3 / 5,
         "generator_gap": statistics.fmean(gaps),
-        "generator_kl": statistics.fmean(apart),
+        "generator_kl": statistics.fmean(separate),
         "length_correlation": 0.1,  # ranks 3 1 5 2 4 and 1 4 5 3 2: 1 - 6 * 18 / (5 * 24)
     }
-    found = rollout_metrics(rollout, targets)
-    explained = found.pop("explained_variance")
-    assert found == pytest.approx(wanted, rel=1e-4)
+    actual = rollout_metrics(rollout, targets)
+    explained = actual.pop("explained_variance")
+    assert actual == pytest.approx(expected, rel=1e-4)
     assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask).item()
 
 
@@ -92,8 +92,8 @@ def test_explained_variance() -> None:
     values = torch.tensor([[1.5, 2.0, 2.0], [4.0, 6.0, -50.0]])
     kept = [(r, v) for r, v, m in zip(returns.flatten(), values.flatten(), mask.flatten(), strict=True) if m]
     errors = [(r - v).item() for r, v in kept]
-    wanted = 1 - statistics.pvariance(errors) / statistics.pvariance([r.item() for r, _ in kept])
-    assert explained_variance(values, returns, mask).item() == pytest.approx(wanted, rel=1e-5)
+    expected = 1 - statistics.pvariance(errors) / statistics.pvariance([r.item() for r, _ in kept])
+    assert explained_variance(values, returns, mask).item() == pytest.approx(expected, rel=1e-5)
     assert explained_variance(returns + 7, returns, mask).item() == pytest.approx(1.0)  # a constant error explains all
     assert explained_variance(torch.zeros(2, 3), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
     assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
@@ -116,9 +116,9 @@ def test_learned_figures() -> None:
         policy = step(sums, loss=float(tokens), norm=1.0, lr=1.0 / tokens, largest=largest)
         critic = step({"error": 30.0}, loss=2.0 * tokens, norm=3.0, lr=2.0 / tokens)
         learned.add(tokens, policy, critic)
-    wanted = {"policy_loss": 20.0, "value_loss": 40.0, "grad_norm": 1.0, "critic_grad_norm": 3.0}
-    wanted |= {"entropy": 4.0, "error": 2.0, "first_ratio": 1.0, "first_ratio_max_deviation": 0.1}
-    assert learned.summary() == pytest.approx(wanted | {"lr": 1 / 30, "critic_lr": 2 / 30})
+    expected = {"policy_loss": 20.0, "value_loss": 40.0, "grad_norm": 1.0, "critic_grad_norm": 3.0}
+    expected |= {"entropy": 4.0, "error": 2.0, "first_ratio": 1.0, "first_ratio_max_deviation": 0.1}
+    assert learned.summary() == pytest.approx(expected | {"lr": 1 / 30, "critic_lr": 2 / 30})
     warming = UpdateMetrics()
     warming.add(10, None, step({}, loss=2.0, norm=3.0, lr=0.5))
     assert warming.summary() == {"lr": 0.0, "value_loss": 2.0, "critic_grad_norm": 3.0, "critic_lr": 0.5}

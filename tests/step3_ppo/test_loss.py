@@ -60,8 +60,8 @@ def test_policy_loss(clip: float, dual: float | None, high: float | None) -> Non
     if high is not None:
         assert loss != pytest.approx(policy_by_hand(new, old, advantages, clip, dual, clip)[0], rel=1e-3)
     tables = (torch.tensor(table) for table in (new, old, advantages))
-    found, sums = policy_loss(*tables, clip=clip, clip_high=high, dual_clip=dual)
-    assert found.item() == pytest.approx(loss, rel=1e-5)
+    actual, sums = policy_loss(*tables, clip=clip, clip_high=high, dual_clip=dual)
+    assert actual.item() == pytest.approx(loss, rel=1e-5)
     assert 0 < clipped < N and sums["clip_fraction"] == clipped
     assert float(sums["approx_kl"]) == pytest.approx(kl, rel=1e-4)
     assert float(sums["ratio"]) == pytest.approx(ratios, rel=1e-5)
@@ -134,8 +134,8 @@ def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
     loss, sums = policy_loss(
         new, old, flat, clip=0.3, dual_clip=None, weights=weights, ratio=ratio_of("sequence", LENGTHS)
     )
-    wanted = -sum(a * s for a, s in zip(advantages, held, strict=True)) / 3
-    assert loss.item() / 6 == pytest.approx(wanted, rel=1e-5)
+    expected = -sum(a * s for a, s in zip(advantages, held, strict=True)) / 3
+    assert loss.item() / 6 == pytest.approx(expected, rel=1e-5)
     assert float(sums["clip_fraction"]) == 1.0  # the one token of the clipped answer
     (loss / 6).backward()
     gradient = [-1.5 * ratios[0] / 9] * 3 + [0.0] + [1.0 * ratios[2] / 6] * 2  # -A s / (G |y|)
@@ -143,7 +143,7 @@ def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("kind", "expected"),
     [
         ("token", [1.5, 0.5, 2.0, 0.5, 0.5, 2.0]),
         ("token_mask", [1.5, 0.5, 0.0, 0.5, 0.5, 0.0]),
@@ -151,14 +151,14 @@ def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
         ("sequence_mask", [0.0] * 3 + [0.5] + [1.75] * 2),
     ],
 )
-def test_importance_weights_by_hand(kind: str, wanted: list[float]) -> None:
+def test_importance_weights_by_hand(kind: str, expected: list[float]) -> None:
     """Ratios 1.5, 0.5, 4 (product 3), 0.5, and 0.5, 3.5 (product 1.75), cut at 2."""
     generator = torch.full((6,), -3.0)
     old = generator + torch.tensor([1.5, 0.5, 4.0, 0.5, 0.5, 3.5]).log()
     weights, sums = importance_of(kind, LENGTHS)(old, generator, 2.0)
-    assert weights.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert weights.tolist() == pytest.approx(expected, rel=1e-5)
     assert float(sums["importance_truncated"]) == (2 if "token" in kind else 3)
-    assert float(sums["importance_weight"]) == pytest.approx(sum(wanted), rel=1e-5)
+    assert float(sums["importance_weight"]) == pytest.approx(sum(expected), rel=1e-5)
 
 
 def value_by_hand(values: list[float], old: list[float], returns: list[float], clip: float | None):
@@ -175,9 +175,9 @@ def value_by_hand(values: list[float], old: list[float], returns: list[float], c
 def test_value_loss(clip: float | None) -> None:
     old, returns = made(6, 1), made(7, 2)
     values = [o + d for o, d in zip(old, made(8, 0.5), strict=True)]
-    wanted, clipped = value_by_hand(values, old, returns, clip)
-    found, sums = value_loss(torch.tensor(values), torch.tensor(old), torch.tensor(returns), clip=clip)
-    assert found.item() == pytest.approx(wanted, rel=1e-5)
+    expected, clipped = value_by_hand(values, old, returns, clip)
+    actual, sums = value_loss(torch.tensor(values), torch.tensor(old), torch.tensor(returns), clip=clip)
+    assert actual.item() == pytest.approx(expected, rel=1e-5)
     assert float(sums["value_clip_fraction"]) == clipped
     assert (clipped == 0) == (clip is None)
 

@@ -47,13 +47,13 @@ def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
     made = setting(folder, **ppo)
     sources = load_models(made, folder)
     asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    found = Ppo(made, folder / "ppo", sources, asked, [{"number": n} for n in range(12)])
-    return found, StageRun(folder / "ppo", made.ppo, found.steps, found.models.learning)
+    actual = Ppo(made, folder / "ppo", sources, asked, [{"number": n} for n in range(12)])
+    return actual, StageRun(folder / "ppo", made.ppo, actual.steps, actual.models.learning)
 
 
-def numbers_of(ppo: Ppo, found: Any) -> list[int]:
+def numbers_of(ppo: Ppo, actual: Any) -> list[int]:
     """The rows that a rollout's prompts come from."""
-    return [ppo.prompts.index(prompt) for prompt in found.prompts]
+    return [ppo.prompts.index(prompt) for prompt in actual.prompts]
 
 
 def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_zeros(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_a_function_alone_gives_the_score(tmp_path: Path) -> None:
     assert ppo.models.function is not None and ppo.models.function.threads == 2
     assert set(ppo.models.engines) == {"actor", "reference"}
     rollout = ppo.collect(1, stage)
-    wanted = [
+    expected = [
         len(ppo.tokenizer.decode(response)) + 100 * number
         for response, number in zip(rollout.responses, numbers_of(ppo, rollout), strict=True)
     ]
-    assert rollout.scores.tolist() == wanted and rollout.function is None
+    assert rollout.scores.tolist() == expected and rollout.function is None
     assert "function_score" not in rollout_metrics(rollout, ppo.compute_advantages(rollout))
 
 
@@ -93,17 +93,17 @@ def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
     rollout = ppo.collect(1, stage)
     plain = replace(ppo.models, function=None)
     ppo.models = plain
-    alone = ppo.collect(1, stage)
-    assert alone.responses == rollout.responses and alone.function is None and rollout.function is not None
-    wanted = [
+    single = ppo.collect(1, stage)
+    assert single.responses == rollout.responses and single.function is None and rollout.function is not None
+    expected = [
         len(ppo.tokenizer.decode(response)) + 100.0 * number
         for response, number in zip(rollout.responses, numbers_of(ppo, rollout), strict=True)
     ]
-    assert rollout.function.tolist() == wanted
-    torch.testing.assert_close(rollout.scores, alone.scores + rollout.function)
+    assert rollout.function.tolist() == expected
+    torch.testing.assert_close(rollout.scores, single.scores + rollout.function)
     figures = rollout_metrics(rollout, ppo.compute_advantages(rollout))
-    assert figures["function_score"] == pytest.approx(sum(wanted) / len(wanted))
-    assert figures["score"] == pytest.approx(figures["function_score"] + alone.scores.mean().item(), rel=1e-5)
+    assert figures["function_score"] == pytest.approx(sum(expected) / len(expected))
+    assert figures["score"] == pytest.approx(figures["function_score"] + single.scores.mean().item(), rel=1e-5)
 
 
 SEVERAL = """
@@ -129,8 +129,8 @@ def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
     by_model = ppo.collect(1, stage).scores.tolist()
     brief = [-len(ppo.tokenizer.decode(response)) for response in rollout.responses]
     numbers = numbers_of(ppo, rollout)
-    wanted = [0.5 * b + n + 2 * m for b, n, m in zip(brief, numbers, by_model, strict=True)]
-    assert rollout.scores.tolist() == pytest.approx(wanted, rel=1e-5)
+    expected = [0.5 * b + n + 2 * m for b, n, m in zip(brief, numbers, by_model, strict=True)]
+    assert rollout.scores.tolist() == pytest.approx(expected, rel=1e-5)
     figures = rollout_metrics(rollout, ppo.compute_advantages(rollout))
     assert figures["reward_brief"] == pytest.approx(sum(brief) / len(brief))
     assert figures["reward_number"] == pytest.approx(sum(numbers) / len(numbers))
@@ -185,12 +185,12 @@ def one_rollout(folder: Path) -> dict[str, Any]:
 
 def test_two_ranks_share_the_calls_and_score_as_one_does(tmp_path: Path) -> None:
     run_folder(tmp_path)
-    alone = one_rollout(tmp_path)
+    single = one_rollout(tmp_path)
     several = run_ranks(one_rollout, 2, tmp_path)
-    assert alone["calls"] == 6 and [rank["calls"] for rank in several] == [3, 3]
-    assert "raised KeyError: 'solution'" in alone["said"] and issubclass(SharedError, UserError)
+    assert single["calls"] == 6 and [rank["calls"] for rank in several] == [3, 3]
+    assert "raised KeyError: 'solution'" in single["said"] and issubclass(SharedError, UserError)
     for rank in several:
-        assert rank["rollout"].responses == alone["rollout"].responses
-        assert rank["rollout"].scores.tolist() == alone["rollout"].scores.tolist()
-        assert rank["learned"] == pytest.approx(alone["learned"], rel=2e-3, abs=2e-4)
-        assert rank["said"] == alone["said"] and "bad: True" in rank["said"]
+        assert rank["rollout"].responses == single["rollout"].responses
+        assert rank["rollout"].scores.tolist() == single["rollout"].scores.tolist()
+        assert rank["learned"] == pytest.approx(single["learned"], rel=2e-3, abs=2e-4)
+        assert rank["said"] == single["said"] and "bad: True" in rank["said"]

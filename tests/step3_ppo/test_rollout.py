@@ -76,12 +76,12 @@ def test_a_rollout_counts_its_tokens() -> None:
     assert len(made) == 7 and made.tokens() == sum(RESPONSES) and made.tokens([1, 3]) == 3
 
 
-def check_collected(found: Rollout, folder: Path, temperature: float, *, reference: str = "actor") -> None:
+def check_collected(actual: Rollout, folder: Path, temperature: float, *, reference: str = "actor") -> None:
     """Every number from transformers' own forward over that sequence alone."""
     policy = AutoModelForCausalLM.from_pretrained(folder / "actor")
     first = AutoModelForCausalLM.from_pretrained(folder / reference)
     scorer: Any = AutoModelForSequenceClassification.from_pretrained(folder / "reward")
-    for place, (prompt, response) in enumerate(zip(found.prompts, found.responses, strict=True)):
+    for place, (prompt, response) in enumerate(zip(actual.prompts, actual.responses, strict=True)):
         ids = torch.tensor([prompt + response])
         with torch.no_grad():
             logs = [torch.log_softmax(m(input_ids=ids).logits[0] / temperature, -1) for m in (policy, first)]
@@ -89,30 +89,30 @@ def check_collected(found: Rollout, folder: Path, temperature: float, *, referen
             values = (hidden @ scorer.score.weight[0]).tolist()
         for t, token in enumerate(response):
             before = len(prompt) + t - 1  # the position that has seen all tokens before this one
-            assert found.logprobs[place, t].item() == pytest.approx(logs[0][before, token].item(), abs=3e-5)
-            assert found.reference[place, t].item() == pytest.approx(logs[1][before, token].item(), abs=3e-5)
-            assert found.values[place, t].item() == pytest.approx(values[before], abs=3e-5)
-            assert found.generator[place, t].item() == pytest.approx(-0.1 * (t + 1))
-        assert found.scores[place].item() == pytest.approx(values[-1] - 0.5, abs=3e-5)
-        for table in (found.logprobs, found.reference, found.values, found.generator):
+            assert actual.logprobs[place, t].item() == pytest.approx(logs[0][before, token].item(), abs=3e-5)
+            assert actual.reference[place, t].item() == pytest.approx(logs[1][before, token].item(), abs=3e-5)
+            assert actual.values[place, t].item() == pytest.approx(values[before], abs=3e-5)
+            assert actual.generator[place, t].item() == pytest.approx(-0.1 * (t + 1))
+        assert actual.scores[place].item() == pytest.approx(values[-1] - 0.5, abs=3e-5)
+        for table in (actual.logprobs, actual.reference, actual.values, actual.generator):
             assert table[place, len(response) :].abs().sum() == 0
-        assert found.response_mask[place].sum().item() == len(response)
-        assert found.finished[place].item() == (place % 2 == 0)
+        assert actual.response_mask[place].sum().item() == len(response)
+        assert actual.finished[place].item() == (place % 2 == 0)
 
 
 def test_the_reward_model_scores_the_ended_answers_and_the_others_the_generated_ones(tmp_path: Path) -> None:
     saved_models(tmp_path)
     prompts, drawn = generations()
     models, ended = models_in(tmp_path), [[*each.token_ids[:-1], 7] for each in drawn]
-    found = collect(models, prompts, drawn, ended=ended, temperature=1.0, pad_id=0, budget=20)
+    actual = collect(models, prompts, drawn, ended=ended, temperature=1.0, pad_id=0, budget=20)
     plain = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=20)
     others = [replace(each, token_ids=ids) for each, ids in zip(drawn, ended, strict=True)]
-    wanted = collect(models, prompts, others, temperature=1.0, pad_id=0, budget=20)
-    torch.testing.assert_close(found.scores, wanted.scores, atol=3e-5, rtol=1e-5)
-    assert (found.scores - plain.scores).abs().max() > 0.01
+    expected = collect(models, prompts, others, temperature=1.0, pad_id=0, budget=20)
+    torch.testing.assert_close(actual.scores, expected.scores, atol=3e-5, rtol=1e-5)
+    assert (actual.scores - plain.scores).abs().max() > 0.01
     for name in ("logprobs", "reference", "values"):
-        torch.testing.assert_close(getattr(found, name), getattr(plain, name), msg=name)
-    assert found.responses == plain.responses
+        torch.testing.assert_close(getattr(actual, name), getattr(plain, name), msg=name)
+    assert actual.responses == plain.responses
 
 
 def test_an_answer_is_scored_with_the_end_of_the_training_data() -> None:
@@ -127,8 +127,8 @@ def test_an_answer_is_scored_with_the_end_of_the_training_data() -> None:
         "cut off": (Generation(plain[:-1], [], False), [*plain[:-2], end]),
         "one token": (Generation(plain[:1], [], False), [end]),
     }
-    for case, (generation, wanted) in ends.items():
-        assert ended_answers([generation], words) == [wanted], case
+    for case, (generation, expected) in ends.items():
+        assert ended_answers([generation], words) == [expected], case
     stopped = words.encode_answer("one two\n\nHuman:")[:-1]
     assert ended_answers([Generation(stopped, [], True)], words, ["User:", "Human:"]) == [plain]
     assert ended_answers([Generation(words.encode_answer("Human:")[:-1], [], True)], words, ["Human:"]) == [[end]]
@@ -150,10 +150,10 @@ def test_an_ensemble_scores_on_the_scale_of_its_first_model(combine: str, tmp_pa
     member = build_scorer(source_in(tmp_path / "reward"), frozen(), pad_id=0, shift=0.2, scale=3.0)
     both = replace(models, ensemble=[member], ensemble_score=combine)
     assert both.frozen.keys() == {"reference", "reward", "reward_2"}
-    found = collect(both, prompts, drawn, temperature=1.0, pad_id=0, budget=20).scores
+    actual = collect(both, prompts, drawn, temperature=1.0, pad_id=0, budget=20).scores
     second = 3 * (first + 0.3)
-    wanted = (first + second) / 2 if combine == "mean" else torch.minimum(first, second)
-    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+    expected = (first + second) / 2 if combine == "mean" else torch.minimum(first, second)
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -162,8 +162,8 @@ def test_collected_numbers_are_each_models_own(temperature: float, budget: int, 
     saved_models(tmp_path)
     prompts, drawn = generations()
     models = models_in(tmp_path, packing=packing)
-    found = collect(models, prompts, drawn, temperature=temperature, pad_id=0, budget=budget)
-    check_collected(found, tmp_path, temperature)
+    actual = collect(models, prompts, drawn, temperature=temperature, pad_id=0, budget=budget)
+    check_collected(actual, tmp_path, temperature)
 
 
 def test_the_reference_of_adapters_is_the_model_under_them(tmp_path: Path) -> None:
@@ -174,10 +174,10 @@ def test_the_reference_of_adapters_is_the_model_under_them(tmp_path: Path) -> No
         for name, parameter in models.actor.module.named_parameters():
             if ".lora_B" in name:
                 parameter.fill_(0.1)
-    found = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=64)
+    actual = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=64)
     base = collect(models_in(tmp_path), prompts, drawn, temperature=1.0, pad_id=0, budget=64)
-    torch.testing.assert_close(found.reference, base.reference, atol=3e-5, rtol=1e-5)
-    assert (found.logprobs - base.logprobs).abs().max() > 0.01
+    torch.testing.assert_close(actual.reference, base.reference, atol=3e-5, rtol=1e-5)
+    assert (actual.logprobs - base.logprobs).abs().max() > 0.01
 
 
 def test_a_stop_string_ends_an_answer_by_itself(tmp_path: Path) -> None:
@@ -188,11 +188,11 @@ def test_a_stop_string_ends_an_answer_by_itself(tmp_path: Path) -> None:
     def text(ids: Sequence[int]) -> str:
         return "".join(f"<{token}>" for token in ids)
 
-    whole = generate(models, prompts, sampling, first_seed=0, batch_size=4, text=text)
-    assert not any(answer.finished for answer in whole)
-    stop = text(whole[1].token_ids[1:3])
+    full = generate(models, prompts, sampling, first_seed=0, batch_size=4, text=text)
+    assert not any(answer.finished for answer in full)
+    stop = text(full[1].token_ids[1:3])
     cut = generate(models, prompts, replace(sampling, stop=(stop,)), first_seed=0, batch_size=4, text=text)
-    assert cut[1].finished and cut[1].token_ids == whole[1].token_ids[:3]
+    assert cut[1].finished and cut[1].token_ids == full[1].token_ids[:3]
 
 
 def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, Any]:
@@ -216,29 +216,29 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     """The step without padding; and a rollout whose trainer gathers weights in 8 bits, as the generator does not."""
-    found = one_step(folder, 3, True)
+    actual = one_step(folder, 3, True)
     models = models_in(folder, zero_stage=2, compress="gather8")
     generate(models, rollout_of(PROMPTS, RESPONSES).prompts, SAMPLING, first_seed=40, batch_size=4)
-    return found | {"checked in 8 bits": len(models.actor.flip.checked)}
+    return actual | {"checked in 8 bits": len(models.actor.flip.checked)}
 
 
 def test_two_ranks_without_padding_make_the_step_that_one_makes_with_it(tmp_path: Path) -> None:
     saved_models(tmp_path)
-    alone = one_step(tmp_path, 0)
+    single = one_step(tmp_path, 0)
     first, second = run_ranks(on_two_ranks, 2, tmp_path)
     assert first["checked in 8 bits"] and second["checked in 8 bits"], "held to what 8 bits explain"
     for step in range(2):  # equally many micro-batches, every sequence on one rank
         assert len(first["seen"][step]) == len(second["seen"][step])
         theirs = [place for result in (first, second) for batch in result["seen"][step] for place in batch]
-        ours = [place for batch in alone["seen"][step] for place in batch]
+        ours = [place for batch in single["seen"][step] for place in batch]
         assert sorted(theirs) == sorted(ours)
     for result in (first, second):
-        assert [g.token_ids for g in result["drawn"]] == [g.token_ids for g in alone["drawn"]]
+        assert [g.token_ids for g in result["drawn"]] == [g.token_ids for g in single["drawn"]]
         for step in range(2):
-            assert result["updates"][step] == pytest.approx(alone["updates"][step], rel=2e-3, abs=2e-4)
+            assert result["updates"][step] == pytest.approx(single["updates"][step], rel=2e-3, abs=2e-4)
         for which in ("rollout", "final"):
             for name in ("scores", "logprobs", "reference", "values", "generator", "response_mask", "finished"):
-                found, wanted = getattr(result[which], name), getattr(alone[which], name).cpu()
-                torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3, msg=name)
-    moved = alone["final"].logprobs - alone["rollout"].logprobs
+                actual, expected = getattr(result[which], name), getattr(single[which], name).cpu()
+                torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-3, msg=name)
+    moved = single["final"].logprobs - single["rollout"].logprobs
     assert moved.abs().max() > 1e-3

@@ -230,7 +230,7 @@ def test_the_missing_end_costs_standard_deviations_of_the_score(tmp_path: Path) 
     rewards = ppo.compute_advantages(rollout).rewards.sum(1)  # the KL is 0 in the first rollout
     torch.testing.assert_close(rewards[cut], rollout.scores[cut] - 3.0)
     end = ppo.tokenizer.end_id
-    wanted = collect(
+    expected = collect(
         ppo.models,
         rollout.prompts,
         [Generation([*ids[:-1], end], [0.0] * len(ids), True) for ids in rollout.responses],
@@ -238,7 +238,7 @@ def test_the_missing_end_costs_standard_deviations_of_the_score(tmp_path: Path) 
         pad_id=ppo.tokenizer.pad_id,
         budget=1000,
     )
-    torch.testing.assert_close(rollout.scores, wanted.scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rollout.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
 
 def test_a_rollout_without_finished_answers_takes_no_optimizer_step(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def forwards(engine: Any) -> list[bool]:
 def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef: float, tmp_path: Path) -> None:
     """The same figures and weights; scoring has no forwards of its own but for the first rollout's comparison."""
     run_folder(tmp_path)
-    found = []
+    results = []
     for shared in (False, True):
         ppo, stage = ppo_of(
             tmp_path, update_epochs=2, critic_warmup=1, micro_batch_tokens=budget, shared_forward=shared, epochs=2.0
@@ -292,12 +292,12 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
             trains = 2 * (many + bool(ptx_coef)) if step > 1 else 0
             assert actor.count(False) == (0 if mine and step > 2 else many) and actor.count(True) == trains
             assert critic.count(False) == (0 if shared else many) and critic.count(True) == 2 * many
-        found.append((figures, weights(ppo.models.actor), weights(ppo.models.critic)))
-    (apart, *before), (together, *after) = found
-    for one, other in zip(apart, together, strict=True):
+        results.append((figures, weights(ppo.models.actor), weights(ppo.models.critic)))
+    (separate, *before), (together, *after) = results
+    for one, other in zip(separate, together, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-    for wanted, got in zip(before, after, strict=True):
-        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(wanted, got, strict=True))
+    for expected, got in zip(before, after, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(expected, got, strict=True))
 
 
 def test_dropout_that_is_left_on_is_found_where_forwards_are_shared(tmp_path: Path) -> None:
@@ -373,13 +373,13 @@ def test_prompts_whose_answers_score_the_same_are_replaced(tmp_path: Path) -> No
     stays = [tuple(p) for p in rollouts[0].prompts if uniform.get(tuple(p)) == 0.0]
     assert set(stays) == {prompt for prompt, total in uniform.items() if total == 0.0}
     assert ppo.metrics()["replaced_prompts"] > 0
-    found = rollouts[0]
+    actual = rollouts[0]
     answers = [
         Generation(ids, [0.0] * len(ids), finished)
-        for ids, finished in zip(found.responses, found.finished.tolist(), strict=True)
+        for ids, finished in zip(actual.responses, actual.finished.tolist(), strict=True)
     ]
-    again = ppo._collect(ppo.models, found.prompts, answers, ended=ppo._ended(answers), budget=stage.budget)
-    torch.testing.assert_close(again.scores, found.scores)
+    again = ppo._collect(ppo.models, actual.prompts, answers, ended=ppo._ended(answers), budget=stage.budget)
+    torch.testing.assert_close(again.scores, actual.scores)
     learned = learn(ppo, 1, rollouts[1], ppo.compute_advantages(rollouts[1]), stage.budget)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
 
@@ -439,8 +439,8 @@ def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path)
     scorer = build_scorer(resolve(made.model, 1, folder=tmp_path / "reward"), frozen(), pad_id=0)
     for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):
         ids = sources.tokenizer.encode_prompt(prompt.messages) + sources.tokenizer.encode_answer(answer)
-        wanted = scorer(torch.tensor([ids], device=dist.world().device))[0, -1].item() - 0.75
-        assert score == pytest.approx(wanted, abs=3e-5)
+        expected = scorer(torch.tensor([ids], device=dist.world().device))[0, -1].item() - 0.75
+        assert score == pytest.approx(expected, abs=3e-5)
     assert judged.gold is None and judged.metrics == {"eval_score": pytest.approx(sum(judged.scores) / 3)}
     first, second = evaluator.evaluate(models.actor), evaluator.evaluate(models.actor)
     assert first == second and len(first[1.0].answers) == 3  # the same noise each time
@@ -462,8 +462,8 @@ def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(tmp_pa
         build_evaluator(*setting[:3], replace(sampling, seed=seed), (1.0,), budget=64, keep=True).evaluate(models.actor)
         for seed in (1, 2, 3)
     ]
-    assert best.scores == pytest.approx([max(found[1.0].scores[i] for found in single) for i in range(3)], abs=1e-5)
-    assert all(answer in [found[1.0].answers[i] for found in single] for i, answer in enumerate(best.answers))
+    assert best.scores == pytest.approx([max(actual[1.0].scores[i] for actual in single) for i in range(3)], abs=1e-5)
+    assert all(answer in [actual[1.0].answers[i] for actual in single] for i, answer in enumerate(best.answers))
     assert best.scores != pytest.approx(single[0][1.0].scores, abs=1e-5)
     assert build_evaluator(*setting, (0.0,), budget=64, keep=True, candidates=3).evaluate_best(models.actor) == {}
     assert build_evaluator(*setting, (1.0,), budget=64, keep=True).evaluate_best(models.actor) == {}

@@ -17,7 +17,7 @@ from step3_ppo.estimators import answer_scores
 from step3_ppo.rollout import Rollout
 from step3_ppo.setup import policy_loss_settings, reward_shaping
 from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy
-from tests.reads import Reads
+from tests.host_syncs import HostSyncCounter
 from tests.step3_ppo.made import Table, advantages_of, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
 from tests.step3_ppo.test_loss import policy_by_hand, value_by_hand
@@ -31,13 +31,13 @@ def rows_of(values: torch.Tensor, rollout: Rollout) -> Table:
 
 
 def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None, *, token: float = 0.0) -> list[float]:
-    found = []
+    results = []
     drawn = zip(rollout.scores.tolist(), rollout.finished.tolist(), rollout.responses, strict=True)
     for score, finished, answer in drawn:
         held = score if clip is None else max(-clip, min(clip, score))
         held -= token * max(0, len(answer) - 2)
-        found.append(held if finished else held - penalty)
-    return found
+        results.append(held if finished else held - penalty)
+    return results
 
 
 @pytest.mark.parametrize(("penalty", "clip", "token"), [(0.0, None, 0.0), (1.0, None, 0.25), (1.5, 0.8, 0.0)])
@@ -45,15 +45,15 @@ def test_answers_earn_their_clipped_score_less_the_penalties(penalty: float, cli
     rollout = rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(missing_end_penalty=penalty, score_clip=clip, length_penalty=token, length_free=2)
     lengths = rollout.response_mask.sum(1)
-    found = answer_scores(rollout.scores, rollout.finished, lengths, reward_shaping(section))
-    assert found.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip, token=token), abs=1e-6)
+    actual = answer_scores(rollout.scores, rollout.finished, lengths, reward_shaping(section))
+    assert actual.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip, token=token), abs=1e-6)
 
 
 @pytest.mark.parametrize("whitened", [True, False])
 def test_targets(whitened: bool) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(gamma=0.98, lam=0.9, whiten_advantages=whitened, missing_end_penalty=0.7, score_clip=1.1)
-    found = advantages_of(rollout, section, kl_coef=0.13)
+    actual = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     kl = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
     rewards = rewards_by_hand(earned_by_hand(rollout, 0.7, 1.1), kl, 0.13)
@@ -63,9 +63,9 @@ def test_targets(whitened: bool) -> None:
         mean = math.fsum(flat) / len(flat)
         spread = math.sqrt(math.fsum((a - mean) ** 2 for a in flat) / len(flat) + 1e-8)
         advantages = [[(a - mean) / spread for a in row] for row in advantages]
-    close(found.rewards.cpu(), rewards)
-    close(found.returns.cpu(), returns)
-    close(found.advantages.cpu(), advantages)
+    close(actual.rewards.cpu(), rewards)
+    close(actual.returns.cpu(), returns)
+    close(actual.advantages.cpu(), advantages)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_targets(whitened: bool) -> None:
 def test_targets_without_a_critic(advantage: str, kl_in: str | None, divide: bool) -> None:
     rollout = dataclasses.replace(rollout_of([3, 3, 3, 5, 5, 5], [4, 1, 6, 2, 3, 5]), values=None)
     section = PpoSection(advantage=advantage, samples=3, missing_end_penalty=0.7, kl_in=kl_in, divide_by_std=divide)
-    found = advantages_of(rollout, section, kl_coef=0.13)
+    actual = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     earned = earned_by_hand(rollout, 0.7, None)
     in_reward = kl_in == "reward" or (kl_in is None and advantage == "rloo")
@@ -89,45 +89,45 @@ def test_targets_without_a_critic(advantage: str, kl_in: str | None, divide: boo
         else:
             spread = statistics.stdev(group) if divide else 1.0
             above += [(each - statistics.fmean(group)) / spread for each in group]
-    close(found.advantages, [[a] * len(row) for a, row in zip(above, rollout.responses, strict=True)])
-    assert found.rewards.sum(1).tolist() == pytest.approx(earned, abs=1e-5)
-    assert found.returns is None
+    close(actual.advantages, [[a] * len(row) for a, row in zip(above, rollout.responses, strict=True)])
+    assert actual.rewards.sum(1).tolist() == pytest.approx(earned, abs=1e-5)
+    assert actual.returns is None
     assert reward_shaping(section).kl_in_reward == in_reward  # where the KL counts: above, or in the loss
 
 
 def test_reinforce_whitens_what_was_earned_from_a_token_on() -> None:
     rollout = dataclasses.replace(rollout_of(PROMPTS, RESPONSES), values=None)
     section = PpoSection(advantage="reinforce", gamma=0.9, lam=0.5, kl_estimator="k2")  # lam is the critic's alone
-    found = advantages_of(rollout, section, kl_coef=0.13)
+    actual = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     kl = [[0.5 * (a - b) ** 2 for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
     rewards = rewards_by_hand(earned_by_hand(rollout, 1.0, None), kl, 0.13)
     to_come = [[sum(0.9 ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rewards]
     flat = [each for row in to_come for each in row]
     mean, spread = statistics.fmean(flat), statistics.pstdev(flat)
-    close(found.advantages, [[(each - mean) / spread for each in row] for row in to_come])
-    assert found.returns is None and found.uniform_prompts is None
+    close(actual.advantages, [[(each - mean) / spread for each in row] for row in to_come])
+    assert actual.returns is None and actual.uniform_prompts is None
 
 
 def test_reinforce_with_a_group_baseline_is_whitened_over_the_rollout() -> None:
     rollout = dataclasses.replace(rollout_of([3, 3, 3, 5, 5, 5], [4, 1, 6, 2, 3, 5]), values=None)
     section = PpoSection(advantage="reinforce_baseline", samples=3, kl_estimator="k2")
-    found = advantages_of(rollout, section, kl_coef=0.13)
+    actual = advantages_of(rollout, section, kl_coef=0.13)
     earned = earned_by_hand(rollout, 1.0, None)  # the KL counts in the loss
     above = [each - statistics.fmean(group) for group in (earned[:3], earned[3:]) for each in group]
     flat = [a for a, response in zip(above, rollout.responses, strict=True) for _ in response]
     mean, spread = statistics.fmean(flat), statistics.pstdev(flat)
-    close(found.advantages, [[(a - mean) / spread] * len(r) for a, r in zip(above, rollout.responses, strict=True)])
-    assert found.returns is None and found.uniform_prompts == 0.0
+    close(actual.advantages, [[(a - mean) / spread] * len(r) for a, r in zip(above, rollout.responses, strict=True)])
+    assert actual.returns is None and actual.uniform_prompts == 0.0
 
 
 def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
     """Then returns and advantages know nothing of it, and the policy's loss has all of it."""
     rollout, plain = rollout_of(PROMPTS, RESPONSES), PpoSection()
-    found = advantages_of(rollout, PpoSection(kl_in="loss"), kl_coef=0.13)
+    actual = advantages_of(rollout, PpoSection(kl_in="loss"), kl_coef=0.13)
     without = advantages_of(rollout, plain, kl_coef=0.0)
-    assert torch.equal(found.advantages, without.advantages) and torch.equal(found.returns, without.returns)
-    assert not torch.equal(found.advantages, advantages_of(rollout, plain, kl_coef=0.13).advantages)
+    assert torch.equal(actual.advantages, without.advantages) and torch.equal(actual.returns, without.returns)
+    assert not torch.equal(actual.advantages, advantages_of(rollout, plain, kl_coef=0.13).advantages)
 
 
 def test_prompts_whose_answers_score_alike_are_counted() -> None:
@@ -172,8 +172,8 @@ def test_masked_answers_are_in_no_minibatch() -> None:
     rollout.finished.fill_(False)
     assert minibatches(rollout, count=2, seed=1, pad_id=0, budget=18, only_finished=True) == []
     rollout.finished[4] = True
-    (alone,) = minibatches(rollout, count=2, seed=1, pad_id=0, budget=18, only_finished=True)
-    assert (alone.tokens, alone.sequences) == (5, 1)
+    (single,) = minibatches(rollout, count=2, seed=1, pad_id=0, budget=18, only_finished=True)
+    assert (single.tokens, single.sequences) == (5, 1)
     earned = reward_shaping(PpoSection(unfinished="mask"))
     assert earned.missing_end_penalty == 0.0
 
@@ -230,13 +230,13 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     rollout.logprobs.copy_(padded(old))
     advantages = [a for row in rows_of(targets.advantages, rollout) for a in row]
     flat = [x for row in old for x in row]
-    wanted, clipped, kl, ratios = policy_by_hand([x.item() for x in new], flat, advantages, 0.2, 1.3, high=0.1)
+    expected, clipped, kl, ratios = policy_by_hand([x.item() for x in new], flat, advantages, 0.2, 1.3, high=0.1)
     bonus = math.fsum(e.item() for e in entropies)
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
     update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
     count = sum(RESPONSES)
-    assert update.loss == pytest.approx((wanted - 0.05 * bonus) / count, rel=1e-3)
+    assert update.loss == pytest.approx((expected - 0.05 * bonus) / count, rel=1e-3)
     figures = means(update, minibatch.tokens)
     assert figures["clip_fraction"] == clipped / count and 0 < clipped < count
     assert figures["approx_kl"] == pytest.approx(kl / count, rel=1e-3)
@@ -299,14 +299,14 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
     values = []
     for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
         hidden = scorer.model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
-        found = hidden @ scorer.score.weight[0]
-        values += found[len(prompt) - 1 : -1].tolist()
+        actual = hidden @ scorer.score.weight[0]
+        values += actual[len(prompt) - 1 : -1].tolist()
     old = [v for row in rows_of(rollout.values, rollout) for v in row]
     returns = [v for row in rows_of(targets.returns, rollout) for v in row]
-    wanted, clipped = value_by_hand(values, old, returns, 0.4)
+    expected, clipped = value_by_hand(values, old, returns, 0.4)
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
     update = update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
-    assert update.loss == pytest.approx(wanted / sum(RESPONSES), rel=1e-4)
+    assert update.loss == pytest.approx(expected / sum(RESPONSES), rel=1e-4)
     assert means(update, minibatch.tokens)["value_clip_fraction"] == clipped / sum(RESPONSES)
     assert 0 < clipped < sum(RESPONSES)
 
@@ -340,10 +340,9 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
     for engine in (models.actor, models.critic):
         assert verify(engine, max_length=16).packing
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18, packing=True)
-    with Reads() as policy:
+    with HostSyncCounter() as policy:
         update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
-    with Reads() as critic:
+    with HostSyncCounter() as critic:
         update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
-    assert (
-        not policy.found and not critic.found
-    )  # what is read at the end is all read at once (tests/engine/test_engine.py)
+    # tests/engine/test_engine.py shows that an update reads all its numbers at its end in one transfer.
+    assert not policy.counts and not critic.counts

@@ -1,4 +1,4 @@
-"""Small random models of many families, to hold the rollout engine against transformers' own forward."""
+"""Small random models of many families, and greedy decoding by the definition: transformers' forward of all tokens."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.kernels_cpu import decode_attention
 
 VOCABULARY, POSITIONS = 97, 64
-ENDS = (5, 6, 7, 8, 9, 10, 11, 12)  # an eighth of the vocabulary: answers of mixed length
+ENDS = (5, 6, 7, 8, 9, 10, 11, 12)  # an eighth of the vocabulary, so that answers have different lengths
 
 _GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
 _MODERN: dict[str, Any] = {
@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(family: str, **changes: Any) -> nn.Module:
-    """A model of one family in fp32, with weights large enough that its answers differ from prompt to prompt."""
+    """Return an fp32 model of one family, with weights large enough that answers differ between prompts."""
     fields = FAMILIES[family] | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(fields | changes))
@@ -56,8 +56,8 @@ def build(family: str, **changes: Any) -> nn.Module:
     return model.eval()
 
 
-def attends_by(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single queries attend by the kernel in "C", or by "torch" as where there is no compiler."""
+def use_decode_attention(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute attention of decode steps by the "C" kernel, or by "torch" as on machines without a compiler."""
     if kernels == "torch":
         monkeypatch.setattr(decode_attention, "available", lambda: False)
     elif not decode_attention.available():
@@ -71,7 +71,7 @@ def ragged_prompts(*lengths: int) -> list[list[int]]:
 
 @torch.no_grad()
 def greedy_by_definition(model: nn.Module, prompt: list[int], steps: int) -> tuple[list[int], list[float]]:
-    """The whole sequence through the plain forward for each token: no cache, no padding, no mask."""
+    """Decode with one forward of the full sequence for each token, without cache, padding or mask."""
     token_ids, logprobs = list(prompt), []
     for _ in range(steps):
         logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1].double()

@@ -1,4 +1,7 @@
-"""The decode loop: what runs when, what is shared, and that none of it changes an answer."""
+"""The decode loop: chunked prefill, shared prompts, slots and windows do not change an answer.
+
+Answers are compared with full forwards of transformers, and sampled answers with the definition in float64.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -18,7 +21,14 @@ from engine.generation.generator import Generation, Generator
 from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.sampling import Sampling, under_seed, uniforms
 from engine.generation.scheduler import Chunk
-from tests.engine.generation.families import ENDS, VOCABULARY, attends_by, build, greedy_by_definition, ragged_prompts
+from tests.engine.generation.families import (
+    ENDS,
+    VOCABULARY,
+    build,
+    greedy_by_definition,
+    ragged_prompts,
+    use_decode_attention,
+)
 from tests.engine.kernels.test_sample import filtered
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
@@ -35,7 +45,7 @@ def llama() -> nn.Module:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """The steps that run."""
+    """Record the steps that run."""
     seen: list[Step] = []
     call = SlotModel.__call__
 
@@ -49,30 +59,30 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 
 
 def loop_of(generator: Generator, *, windows: bool = False) -> DecodeLoop:
-    """The loop of a generator; with `windows` it launches several steps at a time, as it does with CUDA graphs."""
+    """Return the loop of a generator. With `windows` it launches several steps at a time, as with CUDA graphs."""
     loop = generator._runner()
     assert isinstance(loop, DecodeLoop)
     loop.use_graphs = windows
     return loop
 
 
-def by_windows(model: nn.Module, cache_bytes: int | None = None) -> Generator:
+def windowed_generator(model: nn.Module, cache_bytes: int | None = None) -> Generator:
     generator = Generator(model, "cpu", cache_bytes)
     loop_of(generator, windows=True)
     return generator
 
 
-def by_definition(model: nn.Module, prompts: Sequence[list[int]], answers: Sequence[Generation]) -> None:
+def assert_greedy(model: nn.Module, prompts: Sequence[list[int]], answers: Sequence[Generation]) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens, logprobs = greedy_by_definition(model, prompt, GREEDY.max_new_tokens)
         assert answer.token_ids == tokens
         assert answer.logprobs == pytest.approx(logprobs, abs=2e-4)
 
 
-def same(found: Sequence[Generation], expected: Sequence[Generation]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.token_ids == other.token_ids and one.finished == other.finished
-        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+def assert_equal(actual: Sequence[Generation], expected: Sequence[Generation]) -> None:
+    for answer, wanted in zip(actual, expected, strict=True):
+        assert answer.token_ids == wanted.token_ids and answer.finished == wanted.finished
+        assert answer.logprobs == pytest.approx(wanted.logprobs, abs=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -86,35 +96,35 @@ def same(found: Sequence[Generation], expected: Sequence[Generation]) -> None:
         ("mistral", 5, 9, "torch"),
     ],
 )
-def test_few_slots_and_chunked_prompts_say_the_same(
+def test_few_slots_and_chunked_prompts_give_the_greedy_tokens(
     family: str, slots: int, chunk: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refilled slots hold other sequences' keys behind their own; chunks see what is cached, within the window."""
-    attends_by(kernels, monkeypatch)
+    """Refilled slots contain stale keys of earlier sequences. Chunks attend to cached keys within the window."""
+    use_decode_attention(kernels, monkeypatch)
     if kernels == "torch":
         monkeypatch.setattr(attention, "ragged_attention", lambda *_, **__: None)
     monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", chunk)
     monkeypatch.setattr(attention, "MASKED_QUERIES", 3)
     model = build(family)
-    by_definition(model, PROMPTS, Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=slots))
+    assert_greedy(model, PROMPTS, Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=slots))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3_text", "mixtral"])
-def test_windows_of_steps_say_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code that a GPU captures, run eagerly."""
+def test_windows_of_steps_change_no_answer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the code that a GPU captures without capturing it."""
     monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", 9)
     model = build(family)
     expected = Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS, 3)
-    same(by_windows(model).generate(PROMPTS, RANDOM, SEEDS, 3), expected)
+    assert_equal(windowed_generator(model).generate(PROMPTS, RANDOM, SEEDS, 3), expected)
 
 
 @pytest.mark.parametrize(("window", "slots"), [(1, 5), (3, 1), (8, 64)])
-def test_the_host_may_look_as_seldom_as_it_likes(
+def test_any_window_length_gives_the_same_answers(
     llama: nn.Module, window: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_loop, "WINDOW", window)
     expected = Generator(llama, "cpu").generate(PROMPTS, RANDOM, SEEDS, slots)
-    same(by_windows(llama).generate(PROMPTS, RANDOM, SEEDS, slots), expected)
+    assert_equal(windowed_generator(llama).generate(PROMPTS, RANDOM, SEEDS, slots), expected)
 
 
 SETTINGS: list[Sampling] = [
@@ -126,17 +136,20 @@ SETTINGS: list[Sampling] = [
 ]
 
 
-def test_one_loop_under_many_settings(llama: nn.Module) -> None:
-    """State, steps and cache are those of the calls before; more settings than are kept."""
-    ours = by_windows(llama)
+def test_one_loop_serves_many_sampling_settings(llama: nn.Module) -> None:
+    """State, steps and cache are reused between calls. There are more settings than the loop keeps steps for."""
+    generator = windowed_generator(llama)
     for sampling in [*SETTINGS, RANDOM, replace(RANDOM, seed=8), *SETTINGS[:2]]:
-        same(ours.generate(PROMPTS, sampling, SEEDS, 3), Generator(llama, "cpu").generate(PROMPTS, sampling, SEEDS, 3))
-    assert len(loop_of(ours)._steps) == decode_loop.MAX_STEPS
+        assert_equal(
+            generator.generate(PROMPTS, sampling, SEEDS, 3),
+            Generator(llama, "cpu").generate(PROMPTS, sampling, SEEDS, 3),
+        )
+    assert len(loop_of(generator)._steps) == decode_loop.MAX_STEPS
 
 
-def test_no_token_is_computed_twice_or_for_nothing(llama: nn.Module, steps: list[Step]) -> None:
+def test_each_token_is_computed_exactly_once(llama: nn.Module, steps: list[Step]) -> None:
     answers = Generator(llama, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=3)
-    ran = steps[2:]  # the first two are the trial
+    ran = steps[2:]  # the first two steps are the loop's trial
     tokens = [step.decode_tokens + sum(len(chunk.tokens) for chunk in step.chunks) for step in ran]
     assert sum(tokens) == sum(len(p) + len(a.token_ids) - 1 for p, a in zip(PROMPTS, answers, strict=True))
     busy = [step.decode_tokens + len(step.chunks) for step in ran]
@@ -158,59 +171,59 @@ def test_samples_share_their_prompt(
     family: str, longest: int, chunk: int, windows: bool, kernels: str, steps: list[Step],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A prompt runs once and is cached once, however many slots there are and whenever its samples begin."""
-    attends_by(kernels, monkeypatch)
+    """A prompt is computed once and cached once for any number of slots, whenever its samples start."""
+    use_decode_attention(kernels, monkeypatch)
     monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", chunk)
     model = build(family, max_position_embeddings=160)
     prompts = [[7], *ragged_prompts(longest, longest - 9)]
     sampling = replace(RANDOM, repetition_penalty=1.6)
-    ours = Generator(model, "cpu")
-    loop = loop_of(ours, windows=windows)
+    generator = Generator(model, "cpu")
+    loop = loop_of(generator, windows=windows)
     steps.clear()
-    shared = ours.generate(prompts, sampling, list(range(21)), batch_size=5, samples=7)
+    shared = generator.generate(prompts, sampling, list(range(21)), batch_size=5, samples=7)
     assert sum(len(c.tokens) for step in steps for c in step.chunks) == sum(len(prompt) for prompt in prompts)
     if chunk < longest:
-        assert any(step.chunks and step.decode_tokens for step in steps), "both kinds in one forward"
+        assert any(step.chunks and step.decode_tokens for step in steps), "no forward had prompt and decode tokens"
     firsts = [step.rows.firsts.tolist() for step in steps if step.rows is not None]
     assert any(len(set(each)) < len(each) for each in firsts), "no prompt was read once for several rows"
     assert loop.cache is not None and loop.cache.size == CacheSize(3, 192 if longest > 128 else 64, 5 + 1, 64)
-    apart = [Generator(model, "cpu").generate([prompts[i // 7]], sampling, [i])[0] for i in range(21)]
-    same(shared, apart)
+    separate = [Generator(model, "cpu").generate([prompts[i // 7]], sampling, [i])[0] for i in range(21)]
+    assert_equal(shared, separate)
     assert len({tuple(answer.token_ids) for answer in shared}) > 14
 
 
-def test_a_common_beginning_is_copied(llama: nn.Module, steps: list[Step]) -> None:
+def test_a_common_prefix_is_copied(llama: nn.Module, steps: list[Step]) -> None:
     start, *rest = ragged_prompts(20, 3, 4, 5)
     prompts = [start + end for end in rest]
-    by_definition(llama, prompts, Generator(llama, "cpu").generate(prompts, GREEDY, [0, 1, 2], batch_size=2))
+    assert_greedy(llama, prompts, Generator(llama, "cpu").generate(prompts, GREEDY, [0, 1, 2], batch_size=2))
     assert sum(len(chunk.tokens) for step in steps[2:] for chunk in step.chunks) == (20 + 5) + (20 + 4) + 3, (
-        "the third prompt, which starts when a slot is free, runs its own end"
+        "the third prompt starts when a slot is free and computes only its last three tokens"
     )
 
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_the_cache_stays_within_its_bound(llama: nn.Module, windows: bool) -> None:
-    """With little memory fewer prompts are kept, and fewer sequences run."""
+    """With little memory, the loop caches fewer prompts and runs fewer sequences."""
     token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
     for blocks, sizes in ((3, (1, 2)), (7, (3, 4)), (99, (8, 9))):
-        ours = Generator(llama, "cpu", cache_bytes=blocks * 64 * token + 5)
-        loop = loop_of(ours, windows=windows)
+        generator = Generator(llama, "cpu", cache_bytes=blocks * 64 * token + 5)
+        loop = loop_of(generator, windows=windows)
         assert loop.token_bytes == token
-        by_definition(llama, PROMPTS, ours.generate(PROMPTS, GREEDY, STREAMS, 8))
+        assert_greedy(llama, PROMPTS, generator.generate(PROMPTS, GREEDY, STREAMS, 8))
         assert loop.cache is not None and (loop.cache.size.prompt_slots, loop.cache.size.answer_slots) == sizes
-        assert sum(tensor.nbytes for tensor in ours.held()[0]) <= blocks * 64 * token
-        ours.release()
-        assert loop.cache is None and ours.held() == ([], 0)
+        assert sum(tensor.nbytes for tensor in generator.held()[0]) <= blocks * 64 * token
+        generator.release()
+        assert loop.cache is None and generator.held() == ([], 0)
 
 
 def test_a_cache_too_small_for_a_sequence_runs_one_and_warns(
     llama: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = Generator(llama, "cpu", cache_bytes=100)
+    generator = Generator(llama, "cpu", cache_bytes=100)
     for _ in range(2):
-        by_definition(llama, PROMPTS, ours.generate(PROMPTS, GREEDY, STREAMS))
+        assert_greedy(llama, PROMPTS, generator.generate(PROMPTS, GREEDY, STREAMS))
     (record,) = caplog.records
-    held = sum(tensor.nbytes for tensor in ours.held()[0])
+    held = sum(tensor.nbytes for tensor in generator.held()[0])
     assert f"may take 100 bytes (cache_bytes), and one sequence takes {held} bytes" in record.getMessage()
 
 
@@ -224,28 +237,29 @@ def text(token_ids: list[int]) -> str:
     return "".join(f"<{token}>" for token in token_ids)
 
 
-def drawn_by_definition(
+def sample_by_definition(
     model: nn.Module, prompt: list[int], how: Sampling, sample_seed: int
 ) -> tuple[list[int], list[float]]:
-    """Token by token in float64: penalty, ends forbidden, then what remains of the softmax, inverted at the
-    number of the sample seed, likeliest tokens first.
+    """Sample token by token in float64: repetition penalty, minimal length, filtered softmax.
+
+    The cumulative distribution, most probable tokens first, is inverted at the uniform number of the sample seed.
     """
     ids, logprobs = list(prompt), []
-    for place in range(how.max_new_tokens):
+    for position in range(how.max_new_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
         for token in set(ids):
             logits[token] *= how.repetition_penalty ** (-1 if logits[token] > 0 else 1)
-        if place < how.min_new_tokens:
+        if position < how.min_new_tokens:
             logits[list(how.end_ids)] = float("-inf")
         if how.temperature == 0:
             token, logprob = int(logits.argmax()), float(logits.log_softmax(-1).max())
         else:
-            left = filtered(logits, how.temperature, how.top_k, how.top_p, how.min_p)
-            falling = left.argsort(descending=True)
-            number = uniforms(how.seed, torch.tensor([sample_seed]), place).double()
-            token = int(falling[(left[falling].cumsum(0) <= number).sum()])
-            logprob = float(left[token].log())
+            probabilities = filtered(logits, how.temperature, how.top_k, how.top_p, how.min_p)
+            order = probabilities.argsort(descending=True)
+            number = uniforms(how.seed, torch.tensor([sample_seed]), position).double()
+            token = int(order[(probabilities[order].cumsum(0) <= number).sum()])
+            logprob = float(probabilities[token].log())
         ids.append(token)
         logprobs.append(logprob)
         answer = ids[len(prompt) :]
@@ -255,52 +269,54 @@ def drawn_by_definition(
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])  # the decode loop, and transformers' generate
-def test_all_settings_together_are_the_definition(family: str) -> None:
+def test_all_settings_combined_equal_the_definition(family: str) -> None:
     model = build(family)
     for how in (Sampling(10, temperature=0, repetition_penalty=1.7), ALL_SETTINGS, replace(ALL_SETTINGS, end_ids=())):
         answers = Generator(model, "cpu").generate(PROMPTS, how, STREAMS, batch_size=3, text=text)
         for prompt, stream, answer in zip(PROMPTS, STREAMS, answers, strict=True):
-            tokens, logprobs = drawn_by_definition(model, prompt, how, stream)
+            tokens, logprobs = sample_by_definition(model, prompt, how, stream)
             assert answer.token_ids == tokens and answer.logprobs == pytest.approx(logprobs, abs=2e-4)
         plain = Generator(model, "cpu").generate(PROMPTS, replace(how, repetition_penalty=1.0), STREAMS, text=text)
-        assert [a.token_ids for a in plain] != [a.token_ids for a in answers], "they repeat themselves without it"
+        assert [a.token_ids for a in plain] != [a.token_ids for a in answers], (
+            "the penalty has no effect on these answers"
+        )
         assert any(a.finished for a in answers) == (how.temperature > 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_stop_strings_end_an_answer(family: str) -> None:
     rollouts = Generator(build(family), "cpu")
-    whole = rollouts.generate(PROMPTS, Sampling(12, seed=5), STREAMS)
-    stop = tuple(f"<{a.token_ids[4]}><{a.token_ids[5]}>" for a in whole[:3])
+    complete = rollouts.generate(PROMPTS, Sampling(12, seed=5), STREAMS)
+    stop = tuple(f"<{a.token_ids[4]}><{a.token_ids[5]}>" for a in complete[:3])
 
     cut = rollouts.generate(PROMPTS, Sampling(12, seed=5, stop=stop), STREAMS, batch_size=3, text=text)
-    for one, other in zip(cut, whole, strict=True):
-        ends = [n for n in range(1, 13) if text(other.token_ids[:n]).endswith(stop)]
-        assert one.token_ids == other.token_ids[: ends[0] if ends else 12] and one.finished == bool(ends)
+    for answer, full in zip(cut, complete, strict=True):
+        ends = [n for n in range(1, 13) if text(full.token_ids[:n]).endswith(stop)]
+        assert answer.token_ids == full.token_ids[: ends[0] if ends else 12] and answer.finished == bool(ends)
     assert sum(answer.finished for answer in cut) >= 3
-    said = list(rollouts.stream(PROMPTS[0], Sampling(12, seed=5, stop=stop), 0, text=text))
-    assert said == cut[0].token_ids
+    streamed = list(rollouts.stream(PROMPTS[0], Sampling(12, seed=5, stop=stop), 0, text=text))
+    assert streamed == cut[0].token_ids
 
 
-def test_the_model_is_left_as_it_was(llama: nn.Module) -> None:
+def test_generation_does_not_change_the_model(llama: nn.Module) -> None:
     llama.config._attn_implementation = "sdpa"
     stream = Generator(llama, "cpu").stream(PROMPTS[0], Sampling(9))
     next(stream)
-    assert llama.config._attn_implementation == "sdpa"  # even while a stream waits
+    assert llama.config._attn_implementation == "sdpa"  # also while the stream is suspended
     assert not any("forward" in module.__dict__ for module in llama.modules())
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_a_stream_that_is_left_leaves_nothing_behind(llama: nn.Module, windows: bool) -> None:
+def test_an_abandoned_stream_leaves_no_state(llama: nn.Module, windows: bool) -> None:
     llama.config._attn_implementation = "sdpa"
-    ours = Generator(llama, "cpu")
-    loop_of(ours, windows=windows)
-    stream = ours.stream(PROMPTS[0], RANDOM, 1)
+    generator = Generator(llama, "cpu")
+    loop_of(generator, windows=windows)
+    stream = generator.stream(PROMPTS[0], RANDOM, 1)
     next(stream)
-    assert llama.config._attn_implementation == "sdpa"  # even while a stream waits
+    assert llama.config._attn_implementation == "sdpa"  # also while the stream is suspended
     assert not any("forward" in module.__dict__ for module in llama.modules())
     expected = Generator(llama, "cpu").generate(PROMPTS, RANDOM, SEEDS)
-    same(ours.generate(PROMPTS, RANDOM, SEEDS), expected)
+    assert_equal(generator.generate(PROMPTS, RANDOM, SEEDS), expected)
 
 
 @pytest.mark.parametrize("window", [None, 3, 8])
@@ -308,12 +324,12 @@ def test_a_stream_that_is_left_leaves_nothing_behind(llama: nn.Module, windows: 
 def test_chunks_attend_as_the_definition(
     window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that begin and prompts that continue, in one call of a kernel and in small masks."""
+    """Attention of new and of continued prompts, in one kernel call and with small masks, against a float64 loop."""
     monkeypatch.setattr(attention, "MASKED_QUERIES", 4)
     torch.manual_seed(0)
     chunks = [Chunk(0, [0] * 10, 21), Chunk(1, [0] * 7, 0), Chunk(2, [0], 5), Chunk(3, [0] * 5, 2)]
     query, key, value = torch.randn(1, 4, 23, 8), torch.randn(1, 2, 23, 8), torch.randn(1, 2, 23, 8)
-    found = []
+    results = []
     for fast in (True, False):
         if not fast:
             monkeypatch.setattr(attention, "ragged_attention", lambda *_, **__: None)
@@ -326,57 +342,61 @@ def test_chunks_attend_as_the_definition(
         module.layer_idx = 0
         step = Step(cache, None, chunks)
         how: dict[str, Any] = {"scaling": 0.4, "sliding_window": window, "softcap": softcap}
-        found.append(attention.slot_attention(module, query, key, value, step=step, **how)[0][0])
+        results.append(attention.slot_attention(module, query, key, value, step=step, **how)[0][0])
         begin = 0
         for chunk in chunks:
-            for place in range(chunk.start, chunk.end):
-                first = 0 if window is None else max(0, place - window + 1)
+            for position in range(chunk.start, chunk.end):
+                first = 0 if window is None else max(0, position - window + 1)
                 for head in range(4):
-                    k = layer.prompt_keys[chunk.slot, head // 2, first : place + 1].double()
+                    k = layer.prompt_keys[chunk.slot, head // 2, first : position + 1].double()
                     scores = 0.4 * (k @ query[0, head, begin].double())
                     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-                    right = scores.softmax(0) @ layer.prompt_values[chunk.slot, head // 2, first : place + 1].double()
-                    torch.testing.assert_close(found[-1][begin, head].double(), right, atol=1e-5, rtol=0)
+                    right = (
+                        scores.softmax(0) @ layer.prompt_values[chunk.slot, head // 2, first : position + 1].double()
+                    )
+                    torch.testing.assert_close(results[-1][begin, head].double(), right, atol=1e-5, rtol=0)
                 begin += 1
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_a_long_prompt_holds_nobody_up(llama: nn.Module, windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the second prompt runs in ten chunks, who answers the first draws a token beside each."""
+def test_a_long_prompt_does_not_delay_decoding(
+    llama: nn.Module, windows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the second prompt runs in ten chunks, the first sequence decodes one token in each of these forwards."""
     monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", 5)
     monkeypatch.setattr(decode_loop, "WINDOW", 1)
-    ours, how = Generator(llama, "cpu"), Sampling(40)
-    loop_of(ours, windows=windows)
+    generator, how = Generator(llama, "cpu"), Sampling(40)
+    loop_of(generator, windows=windows)
     sampled = [
         {request for request, _, _ in step}
-        for step in ours.run([*ragged_prompts(20), ragged_prompts(20, 24)[1]], how, [0, 1], 2, lambda *_: False)
+        for step in generator.run([*ragged_prompts(20), ragged_prompts(20, 24)[1]], how, [0, 1], 2, lambda *_: False)
     ]
     began = next(index for index, requests in enumerate(sampled) if len(requests) == 2)
     assert sampled[:began] == [sampled[0]] * began and 4 <= began <= 10
 
 
-def test_weights_at_other_addresses_get_new_steps(llama: nn.Module) -> None:
+def test_weights_at_new_addresses_get_new_steps(llama: nn.Module) -> None:
     model = copy.deepcopy(llama)
-    ours = by_windows(model)
-    loop = loop_of(ours, windows=True)
-    ours.generate(PROMPTS, RANDOM, SEEDS)
+    generator = windowed_generator(model)
+    loop = loop_of(generator, windows=True)
+    generator.generate(PROMPTS, RANDOM, SEEDS)
     before = loop._state
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    ours.refresh()
-    same(ours.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
+    generator.refresh()
+    assert_equal(generator.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
     assert loop._state is before
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    ours.refresh()
-    same(ours.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
+    generator.refresh()
+    assert_equal(generator.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
     assert loop._state is not before
 
 
 def test_a_sequence_that_has_ended_samples_nothing(llama: nn.Module) -> None:
-    ours = by_windows(llama)
-    ours.generate(ragged_prompts(3, 4), replace(RANDOM, temperature=0, end_ids=(), max_new_tokens=3), [0, 1])
-    loop = loop_of(ours, windows=True)
+    generator = windowed_generator(llama)
+    generator.generate(ragged_prompts(3, 4), replace(RANDOM, temperature=0, end_ids=(), max_new_tokens=3), [0, 1])
+    loop = loop_of(generator, windows=True)
     state = loop._state
     assert state is not None
     step = next(iter(loop._steps.values()))[0]
@@ -399,11 +419,11 @@ def test_buckets() -> None:
     ]  # fmt: skip
 
 
-def test_a_seed_is_a_shift_of_the_sample_seeds() -> None:
-    sample_seeds, places = torch.tensor([[0], [5], [-3], [2**62]]), torch.arange(7)
+def test_a_seed_shifts_the_sample_seeds() -> None:
+    sample_seeds, positions = torch.tensor([[0], [5], [-3], [2**62]]), torch.arange(7)
     for seed in (0, 1, 2**64 - 1, -9):
         shifted = under_seed(seed, sample_seeds)
-        assert torch.equal(uniforms(0, shifted, places), uniforms(seed, sample_seeds, places))
+        assert torch.equal(uniforms(0, shifted, positions), uniforms(seed, sample_seeds, positions))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -420,12 +440,12 @@ def test_packed_weights_give_the_same_products(
     with torch.no_grad():
         plain = model(ids).logits
         with packs.applied():
-            ours = model(ids).logits
+            generator = model(ids).logits
         again = model(ids).logits
     layers = sum(type(module) in (nn.Linear, prepacked_linears.Conv1D) for module in model.modules())
     assert len(packs) == layers > 8
     assert torch.equal(plain, again) and not any("forward" in module.__dict__ for module in model.modules())
-    torch.testing.assert_close(ours, plain, atol=3e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
+    torch.testing.assert_close(generator, plain, atol=3e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +456,7 @@ def test_packed_weights_give_the_same_products(
         ({"is_causal": False}, "not causal"),
     ],
 )
-def test_what_the_slots_cannot_do_falls_back_with_a_warning(
+def test_unsupported_attention_falls_back_with_a_warning(
     changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build("mistral", sliding_window=6)
@@ -451,5 +471,7 @@ def test_what_the_slots_cannot_do_falls_back_with_a_warning(
         rollouts = Generator(model, "cpu")
         assert rollouts.fallback is not None and reason in rollouts.fallback
         rollouts.refresh()
-    assert [record.getMessage().count("padded batches") for record in caplog.records] == [1], "said once"
-    by_definition(model, PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS))
+    assert [record.getMessage().count("padded batches") for record in caplog.records] == [1], (
+        "there must be one warning"
+    )
+    assert_greedy(model, PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS))

@@ -1,4 +1,4 @@
-"""Requests that come and go while others decode, each with its own settings."""
+"""Requests with their own settings that start and are aborted while others decode change no other answer."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -59,12 +59,12 @@ def test_late_requests_with_other_settings_change_no_answer(llama: nn.Module, wi
         session.add(request, PROMPTS[request], SETTINGS[request], request)
     drain(session, answers)
     for request, (prompt, sampling) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
-        alone = Generator(llama, "cpu").generate([prompt], sampling, [request])[0]
+        single = Generator(llama, "cpu").generate([prompt], sampling, [request])[0]
         tokens = answers[request]
-        assert [token.token for token in tokens] == alone.token_ids
-        assert [token.logprob for token in tokens] == pytest.approx(alone.logprobs, abs=1e-5)
+        assert [token.token for token in tokens] == single.token_ids
+        assert [token.logprob for token in tokens] == pytest.approx(single.logprobs, abs=1e-5)
         assert [token.finish for token in tokens[:-1]] == [None] * (len(tokens) - 1)
-        assert tokens[-1].finish == ("stop" if alone.finished else "length")
+        assert tokens[-1].finish == ("stop" if single.finished else "length")
     assert {tokens[-1].finish for tokens in answers.values()} == {"stop", "length"}
 
 
@@ -75,14 +75,14 @@ def test_an_aborted_request_frees_its_slot_and_changes_no_answer(llama: nn.Modul
     for request in range(4):
         session.add(request, PROMPTS[request], endless, request)
     session.step()
-    for request in (0, 3):  # one decodes, one waits
+    for request in (0, 3):  # request 0 decodes, request 3 is in the queue
         session.abort(request)
     session.abort(0)
     drain(session, answers)
     assert set(answers) == {1, 2} and not session.busy
     for request in (1, 2):
-        alone = Generator(llama, "cpu").generate([PROMPTS[request]], endless, [request])[0]
-        assert [token.token for token in answers[request]][-9:] == alone.token_ids[-9:]
+        single = Generator(llama, "cpu").generate([PROMPTS[request]], endless, [request])[0]
+        assert [token.token for token in answers[request]][-9:] == single.token_ids[-9:]
 
 
 def test_an_abort_while_the_prompt_runs_leaves_other_readers_alone(
@@ -99,11 +99,11 @@ def test_an_abort_while_the_prompt_runs_leaves_other_readers_alone(
     assert [token.token for token in answers[1]] == Generator(llama, "cpu").generate([long], BASE, [1])[0].token_ids
     session.add(2, [*long[:-1], 50], BASE, 2)
     session.step()
-    session.abort(2)  # nothing reads the incomplete prompt any more
+    session.abort(2)  # no request reads the incomplete prompt after this
     session.add(3, [*long[:-1], 50], BASE, 2)
     drain(session, answers)
-    alone = Generator(llama, "cpu").generate([[*long[:-1], 50]], BASE, [2])[0]
-    assert [token.token for token in answers[3]] == alone.token_ids and 2 not in answers
+    single = Generator(llama, "cpu").generate([[*long[:-1], 50]], BASE, [2])[0]
+    assert [token.token for token in answers[3]] == single.token_ids and 2 not in answers
 
 
 def test_an_aborted_prompt_leaves_the_queue() -> None:
@@ -120,7 +120,7 @@ def test_an_aborted_prompt_leaves_the_queue() -> None:
 
 
 def test_raw_log_probabilities_are_those_of_the_plain_forward(llama: nn.Module) -> None:
-    """Without temperature, filter and penalty, in float64; others in the batch need none."""
+    """Raw log-probabilities ignore temperature, filters and penalty. The reference is a float64 forward."""
     session, answers = open_session(llama), defaultdict(list)
     shaped = replace(BASE, temperature=0.5, top_p=0.7, repetition_penalty=1.3, end_ids=(), top_logprobs=3)
     session.add(0, PROMPTS[0], shaped, 0)
@@ -140,7 +140,7 @@ def test_raw_log_probabilities_are_those_of_the_plain_forward(llama: nn.Module) 
         assert [value for _, value in likeliest] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_what_does_not_fit_into_a_slot_is_refused(llama: nn.Module) -> None:
+def test_requests_longer_than_a_slot_are_refused(llama: nn.Module) -> None:
     session = open_session(llama)
     for prompt, sampling in (([], BASE), ([1] * 100, BASE), ([1], replace(BASE, max_new_tokens=100))):
         with pytest.raises(ValueError, match="do not fit into slots of 64 and 64 tokens"):

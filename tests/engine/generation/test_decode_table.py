@@ -1,4 +1,4 @@
-"""The rows of the decode table before and after a step, against plain loops."""
+"""Reading and writing the rows of the decode table, against Python loops."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SLOTS, VOCABULARY = 30, 11
 
 
 def table() -> tuple[DecodeState, torch.Tensor]:
-    """A state with rows of 30 sequences, some of them ended, and 21 of their slots in disorder."""
+    """Return a state with the rows of 30 sequences, some of which have ended, and 21 shuffled slots."""
     generator = torch.Generator().manual_seed(4)
     state = DecodeState(SLOTS - 1, 3, torch.device("cpu"))
     rows = torch.randint(2, 60, (SLOTS, 8), generator=generator)
@@ -38,9 +38,9 @@ def test_rows_are_read() -> None:
     assert state.step.item() == 4
     for at, slot in enumerate(slots.tolist()):
         row = state.rows[slot].tolist()
-        length, place = 0 if row[ENDED] else row[CACHED] + 1, row[CACHED] - row[SHARED]
+        length, position = 0 if row[ENDED] else row[CACHED] + 1, row[CACHED] - row[SHARED]
         assert [int(each[at]) for each in inputs[:4]] == [row[TOKEN], row[CACHED], row[SEED], row[COUNT]]
-        assert [int(each[at]) for each in inputs.rows] == [slot, place, length, row[PROMPT], row[SHARED], at]
+        assert [int(each[at]) for each in inputs.rows] == [slot, position, length, row[PROMPT], row[SHARED], at]
 
 
 @pytest.mark.parametrize("end_ids", [[], [4, 7]])
@@ -59,5 +59,5 @@ def test_sampled_tokens_are_written(end_ids: list[int]) -> None:
         expected[1][1, slot], expected[2][1, slot] = token if live else NOTHING, logprob
         expected[3][slot, token] = True
     state.write(slots, tokens, logprobs, torch.tensor(end_ids, dtype=torch.int64), seen)
-    for ours, right in zip((state.rows, state.tokens, state.logprobs, seen), expected, strict=True):
-        assert torch.equal(ours, right)
+    for actual, wanted in zip((state.rows, state.tokens, state.logprobs, seen), expected, strict=True):
+        assert torch.equal(actual, wanted)

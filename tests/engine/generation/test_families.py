@@ -1,4 +1,4 @@
-"""Every family from ZeRO-3 on two ranks: the generator says what the sharded module says, with and without LoRA."""
+"""Generation from ZeRO-3 on two ranks gives the log-probabilities of the sharded module, for every family and LoRA."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from tests.engine.generation.families import ENDS, FAMILIES, build, ragged_promp
 from tests.ranks import run_ranks
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 14)
-GREEDY = Sampling(9, temperature=0, end_ids=ENDS, pad_id=ENDS[0])  # padding that is an end
+GREEDY = Sampling(9, temperature=0, end_ids=ENDS, pad_id=ENDS[0])  # the padding token is also an end token
 PADDED = {"gptj", "bloom", "falcon"}
 
 
-class Whole(nn.Module):
-    """A training module around a language model, as the policy is."""
+class Wrapper(nn.Module):
+    """A training module that contains a language model, like the policy."""
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
@@ -41,30 +41,30 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 def flip(family: str, adapters: bool) -> dict[str, Any]:
-    """Generate from a sharded model, flip after flip with other weights, and score by its own forward."""
+    """Generate three times with changing weights of a sharded model. Score the last answers by its own forward."""
     torch.set_num_threads(1)
     model = with_adapters(build(family)) if adapters else build(family)
-    engine = Engine(Whole(model), EngineConfig(zero_stage=3, dtype="fp32"), rollout_path="lm")
-    found: dict[str, Any] = {"checked": []}
+    engine = Engine(Wrapper(model), EngineConfig(zero_stage=3, dtype="fp32"), rollout_path="lm")
+    results: dict[str, Any] = {"checked": []}
     for _ in range(3):
         with engine.generating() as rollouts:
             answers = rollouts.generate(PROMPTS, GREEDY, [0] * 5, batch_size=2)
-            found["fallback"] = rollouts.fallback
-        found["checked"].append(len(engine.flip.checked))
-        if len(found["checked"]) < 3:
+            results["fallback"] = rollouts.fallback
+        results["checked"].append(len(engine.flip.checked))
+        if len(results["checked"]) < 3:
             with torch.no_grad():
                 for parameter in engine.module.parameters():
                     dtensors.local(parameter).mul_(1.05)
     with engine.scoring() as module:
-        found["gaps"] = [
+        results["gaps"] = [
             _gap(module(torch.tensor([prompt + answer.token_ids]))[0, len(prompt) - 1 : -1], answer)
             for prompt, answer in zip(PROMPTS, answers, strict=True)
         ]
-    return found
+    return results
 
 
 def _gap(logits: Tensor, answer: Any) -> tuple[bool, float]:
-    """Whether the tokens are the likeliest, and how far the log-probabilities are off."""
+    """Return whether the tokens are the most probable ones, and the largest error of their log-probabilities."""
     likeliest = logits.argmax(-1).tolist() == answer.token_ids
     logprobs = logits.double().log_softmax(-1)[range(len(answer.token_ids)), answer.token_ids]
     return likeliest, (logprobs - torch.tensor(answer.logprobs)).abs().max().item()
@@ -83,11 +83,11 @@ def flips() -> list[dict[tuple[str, bool], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("family", "adapters"), CASES)
-def test_the_generator_is_the_sharded_module(
+def test_generation_equals_the_sharded_module(
     flips: list[dict[tuple[str, bool], dict[str, Any]]], family: str, adapters: bool
 ) -> None:
     for rank in flips:
-        found = rank[family, adapters]
-        assert (found["fallback"] is not None) == (family in PADDED)
-        assert found["checked"] == [len(LENGTHS), len(LENGTHS), 0], "the first two flips only"
-        assert all(likeliest and gap < 2e-4 for likeliest, gap in found["gaps"])
+        actual = rank[family, adapters]
+        assert (actual["fallback"] is not None) == (family in PADDED)
+        assert actual["checked"] == [len(LENGTHS), len(LENGTHS), 0], "only the first two flips check all prompts"
+        assert all(likeliest and gap < 2e-4 for likeliest, gap in actual["gaps"])

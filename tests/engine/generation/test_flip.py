@@ -1,4 +1,4 @@
-"""The flip on two ranks: gathered and replicated shards, what is kept and what is freed; its prompts."""
+"""The flip between training and generation on two ranks: weight sync, freed memory, and the division of prompts."""
 
 import copy
 import random
@@ -25,11 +25,11 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
-    return run_ranks(everything, 2)
+    """Return the results of each of two ranks."""
+    return run_ranks(run_on_rank, 2)
 
 
-def everything() -> dict[str, Any]:
+def run_on_rank() -> dict[str, Any]:
     return {"gathered": gathered(), "freed": refilled_and_freed(), "replicated": replicated()}
 
 
@@ -39,11 +39,11 @@ def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.M
 
 
 def gathered() -> dict[str, Any]:
-    """Gather one model with adapters; 97 rows over two ranks leave the last one short."""
+    """Sync a model with adapters. Its vocabulary of 97 rows is not divisible by two ranks."""
     torch.set_num_threads(1)
-    whole = adapted("llama")
-    live = sharded(copy.deepcopy(whole))
-    expected = dict(in_dtype(merged_by_peft(whole), torch.bfloat16).named_parameters())
+    full = adapted("llama")
+    live = sharded(copy.deepcopy(full))
+    expected = dict(in_dtype(merged_by_peft(full), torch.bfloat16).named_parameters())
     outputs: list[int] = []
     gather = collectives.all_gather
 
@@ -52,12 +52,12 @@ def gathered() -> dict[str, Any]:
         return gather(output, *args, **others)
 
     collectives.all_gather = counted
-    model = InferenceModel(copy.deepcopy(whole), live, torch.bfloat16)
+    model = InferenceModel(copy.deepcopy(full), live, torch.bfloat16)
     model.sync()
     collectives.all_gather = gather
     parameters = dict(model.module.named_parameters())
     off = {name: (p.float() - expected[name].float()).abs().max() for name, p in parameters.items()}
-    rounding = {name: 2**-8 * expected[name].float().abs().max() for name in off}  # of a sum in another order
+    rounding = {name: 2**-8 * expected[name].float().abs().max() for name in off}  # the sums have another order
     even = {name for name, p in parameters.items() if len(p) % 2 == 0}
     return {
         "wrong": [name for name in off if off[name] > rounding[name]],
@@ -68,65 +68,65 @@ def gathered() -> dict[str, Any]:
     }
 
 
-def test_shards_are_gathered_once_into_the_memory_of_the_model(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["gathered"] for rank in ranks):
-        assert found["wrong"] == [] and found["exact"] > 0.8
-        assert found["even"] > 10 and found["odd"] == 2, "embedding and head have 97 rows"
-        assert found["into_the_model"] == [1] * found["even"]
+def test_weight_sync_gathers_each_shard_once_into_the_model(ranks: list[dict[str, Any]]) -> None:
+    for actual in (rank["gathered"] for rank in ranks):
+        assert actual["wrong"] == [] and actual["exact"] > 0.8
+        assert actual["even"] > 10 and actual["odd"] == 2, "embedding and head have 97 rows"
+        assert actual["into_the_model"] == [1] * actual["even"]
 
 
 def refilled_and_freed() -> dict[str, Any]:
-    """An engine over three flips, of which the last two free their memory."""
+    """Run three flips of an engine, of which the last two free their memory."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     live = build("llama", hidden_size=128, intermediate_size=256)  # matrices large enough to be packed
     engine = Engine(live, EngineConfig(zero_stage=3, dtype="bf16"), optimizer=OptimizerConfig(lr=0.05), rollout_path="")
     engine.flip.parity_check_every = 0
-    found: dict[str, Any] = {"bytes": [], "packed": [], "answers": []}
-    made, prepare = [0], prepacked_linears._prepare
+    results: dict[str, Any] = {"bytes": [], "packed": [], "answers": []}
+    prepared, prepare = [0], prepacked_linears._prepare
 
     def counted(layer: nn.Module) -> prepacked_linears.Product:
-        made[0] += 1
+        prepared[0] += 1
         return prepare(layer)
 
     prepacked_linears._prepare = counted
     for number in range(3):
-        made[0] = 0
+        prepared[0] = 0
         with engine.generating(keep=number < 1) as rollouts:
-            found["packed"].append(made[0])
-            found["answers"].append(answers(copy.deepcopy(rollouts.module)))
-            found["bytes"].append(engine.flip.bytes)
+            results["packed"].append(prepared[0])
+            results["answers"].append(answers(copy.deepcopy(rollouts.module)))
+            results["bytes"].append(engine.flip.bytes)
         ids = torch.tensor([PROMPTS[1]])
         engine.update([ids], lambda module, batch: (module(batch, labels=batch).loss, {}), 1)
     prepacked_linears._prepare = prepare
     model = engine.flip._model
     assert model is not None
     packs = engine.flip._generator._loop.model.packs  # type: ignore[union-attr]
-    found["freed"] = all(p.is_meta for p in model.module.parameters()) and not len(packs)
-    whole = {name: dtensors.full_tensor(p.detach()).bfloat16() for name, p in engine.module.named_parameters()}
+    results["freed"] = all(p.is_meta for p in model.module.parameters()) and not len(packs)
+    full = {name: dtensors.full_tensor(p.detach()).bfloat16() for name, p in engine.module.named_parameters()}
     with engine.generating() as rollouts:
-        found["same"] = all(torch.equal(p, whole[name]) for name, p in rollouts.module.named_parameters())
-    return found
+        results["same"] = all(torch.equal(p, full[name]) for name, p in rollouts.module.named_parameters())
+    return results
 
 
 def test_each_flip_copies_and_packs_the_current_weights(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["freed"] for rank in ranks):
-        copied, made = set(found["bytes"]), set(found["packed"])
-        assert len(copied) == len(made) == 1 and min(copied) > 0
-        assert min(made) > 0 or not is_available(torch.bfloat16)
-        assert found["answers"][0] != found["answers"][1]
-        assert found["freed"] and found["same"]
+    for actual in (rank["freed"] for rank in ranks):
+        copied, prepared = set(actual["bytes"]), set(actual["packed"])
+        assert len(copied) == len(prepared) == 1 and min(copied) > 0
+        assert min(prepared) > 0 or not is_available(torch.bfloat16)
+        assert actual["answers"][0] != actual["answers"][1]
+        assert actual["freed"] and actual["same"]
 
 
 def replicated() -> bool:
-    """Two copies of the model of one rank each (HSDP's outer dimension), and one of two ranks, give one model."""
+    """Return whether shards over one rank (HSDP with two replicas) and over two ranks give the same model."""
     torch.set_num_threads(1)
-    whole = build("opt")
-    expected = dict(in_dtype(whole, torch.bfloat16).named_parameters())
+    full = build("opt")
+    expected = dict(in_dtype(full, torch.bfloat16).named_parameters())
     same = True
     for ranks in (1, 2):
-        live = sharded(copy.deepcopy(whole), ranks=ranks)
-        model = InferenceModel(copy.deepcopy(whole), live, torch.bfloat16)
+        live = sharded(copy.deepcopy(full), ranks=ranks)
+        model = InferenceModel(copy.deepcopy(full), live, torch.bfloat16)
         model.sync()
         same &= all(torch.equal(p, expected[name]) for name, p in model.module.named_parameters())
     return same
@@ -136,53 +136,53 @@ def test_replicated_shards(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["replicated"] for rank in ranks)
 
 
-def test_flips_are_checked_at_first_and_every_so_often() -> None:
-    """One that was interrupted counts; what trains goes on as if there had been none."""
+def test_the_parity_check_runs_at_the_first_flips_and_periodically() -> None:
+    """An interrupted flip counts as a flip and leaves the trained weights unchanged."""
     engine = Engine(build("gpt2"), EngineConfig(zero_stage=0, dtype="bf16"), rollout_path="")
     engine.flip.parity_check_every = 3
     checked = []
     for turn in range(6):
         interrupted = pytest.raises(KeyboardInterrupt) if turn == 3 else nullcontext()
         with interrupted, engine.generating(keep=turn < 4) as rollouts:
-            said = list(rollouts.stream(PROMPTS[0], Sampling(4, temperature=0)))
+            tokens = list(rollouts.stream(PROMPTS[0], Sampling(4, temperature=0)))
             checked.append(len(engine.flip.checked))
             if turn == 3:
                 raise KeyboardInterrupt
     assert checked == [3, 3, 3, 0, 0, 3]
     again = Generator(in_dtype(build("gpt2"), torch.bfloat16), "cpu")
-    assert said == list(again.stream(PROMPTS[0], Sampling(4, temperature=0)))
+    assert tokens == list(again.stream(PROMPTS[0], Sampling(4, temperature=0)))
 
 
-def test_every_prompt_is_answered_once_and_loads_are_even() -> None:
+def test_each_prompt_has_one_rank_and_loads_are_balanced() -> None:
     lengths = [random.Random(1).randint(1, 500) for _ in range(61)]
     for groups in (1, 2, 3, 8):
-        found = [deal(lengths, groups, group) for group in range(groups)]
-        assert sorted(index for indices in found for index in indices) == list(range(61))
-        assert all(indices == sorted(indices) for indices in found)
-        loads = [sum(0.2 * lengths[i] + 40 for i in indices) for indices in found]  # a prompt's token costs a fifth
+        actual = [deal(lengths, groups, group) for group in range(groups)]
+        assert sorted(index for indices in actual for index in indices) == list(range(61))
+        assert all(indices == sorted(indices) for indices in actual)
+        loads = [sum(0.2 * lengths[i] + 40 for i in indices) for indices in actual]  # a prompt's token costs a fifth
         assert max(loads) - min(loads) <= 0.2 * 500 + 40
 
 
-def test_long_prompts_are_spread() -> None:
-    """Every other one is long: dealt out in turn, one rank would get them all."""
-    found = [deal([400, 10] * 4, 2, group) for group in range(2)]
-    assert [sum(index % 2 == 0 for index in indices) for indices in found] == [2, 2]
+def test_long_prompts_are_divided_evenly() -> None:
+    """Every second prompt is long. A round-robin division would give all of them to one rank."""
+    actual = [deal([400, 10] * 4, 2, group) for group in range(2)]
+    assert [sum(index % 2 == 0 for index in indices) for indices in actual] == [2, 2]
 
 
 def test_fewer_prompts_than_ranks() -> None:
     assert [deal([3, 4], 3, group) for group in range(3)] == [[1], [0], []]
 
 
-def test_storages_are_empty_meanwhile_and_values_come_back() -> None:
+def test_parked_storages_are_empty_and_return_with_their_values() -> None:
     states = [torch.randn(7, 3), torch.randn(4)]
     shared = states[0].view(-1)[:5]  # two tensors of one storage
-    kept, addresses = [state.clone() for state in states], [id(state) for state in states]
+    copies, addresses = [state.clone() for state in states], [id(state) for state in states]
     with storages_on_host([*states, shared, torch.empty(0)]):
         assert [state.untyped_storage().nbytes() for state in states] == [0, 0]
     assert [id(state) for state in states] == addresses
-    for state, values in zip(states, kept, strict=True):
+    for state, values in zip(states, copies, strict=True):
         assert torch.equal(state, values)
-    assert torch.equal(shared, kept[0].view(-1)[:5])
+    assert torch.equal(shared, copies[0].view(-1)[:5])
 
 
 def test_states_of_a_cpu_optimizer_stay() -> None:

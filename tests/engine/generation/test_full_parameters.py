@@ -1,4 +1,4 @@
-"""LoRA merged into copies: W + alpha / r * B A in float64, and the live weights as they were."""
+"""Merged LoRA weights against W + alpha / r * B A in float64. The live weights do not change."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from engine.generation.weight_sync import full_parameters, lora_update
 
 
 class Net(nn.Module):
-    """A linear layer, GPT-2's transposed one, and one without adapter, tied to nothing."""
+    """A linear layer, GPT-2's transposed layer, and a linear layer without adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,22 +46,22 @@ def by_hand(layer: Any, scale: float, *, transposed: bool) -> torch.Tensor:
 def test_merged_weights(rank: int, alpha: int) -> None:
     module = adapted(rank, alpha)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    found = dict(full_parameters(module))
-    assert list(found) == [f"{m}.{p}" for m in ("linear", "conv", "plain") for p in ("weight", "bias")]
+    results = dict(full_parameters(module))
+    assert list(results) == [f"{m}.{p}" for m in ("linear", "conv", "plain") for p in ("weight", "bias")]
     scale = alpha / rank
-    wanted = {
+    expected = {
         "linear.weight": by_hand(module.linear, scale, transposed=False),
         "conv.weight": by_hand(module.conv, scale, transposed=True),
     }
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name].double(), value, atol=1e-5, rtol=1e-5)
-    assert torch.equal(found["plain.weight"], module.plain.weight)
-    assert torch.equal(found["linear.bias"], before["linear.base_layer.bias"])
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name].double(), value, atol=1e-5, rtol=1e-5)
+    assert torch.equal(results["plain.weight"], module.plain.weight)
+    assert torch.equal(results["linear.bias"], before["linear.base_layer.bias"])
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name])
 
 
-def test_merged_layers_do_what_adapted_ones_did() -> None:
+def test_merged_layers_give_the_outputs_of_adapted_layers() -> None:
     module, plain = adapted(), Net()
     plain.load_state_dict(dict(full_parameters(module)))
     x, y = torch.randn(4, 6), torch.randn(4, 5)
@@ -69,7 +69,7 @@ def test_merged_layers_do_what_adapted_ones_did() -> None:
     torch.testing.assert_close(plain.conv(y), module.conv(y), atol=1e-5, rtol=1e-5)
 
 
-def test_all_active_adapters_count() -> None:
+def test_all_active_adapters_are_merged() -> None:
     module = adapted()
     inject_adapter_in_model(LoraConfig(r=1, lora_alpha=5, target_modules=["linear"]), module, adapter_name="second")
     layer: Any = module.linear
@@ -82,7 +82,7 @@ def test_all_active_adapters_count() -> None:
 
 def test_precision_is_kept() -> None:
     module = adapted().bfloat16()
-    found = dict(full_parameters(module))
-    assert {t.dtype for t in found.values()} == {torch.bfloat16}
-    wanted = by_hand(module.linear, 1.5, transposed=False)
-    assert torch.equal(found["linear.weight"], wanted.to(torch.bfloat16))  # rounded once, at the end
+    results = dict(full_parameters(module))
+    assert {t.dtype for t in results.values()} == {torch.bfloat16}
+    expected = by_hand(module.linear, 1.5, transposed=False)
+    assert torch.equal(results["linear.weight"], expected.to(torch.bfloat16))  # rounded once, at the end

@@ -1,4 +1,4 @@
-"""Generation against the plain forward, family by family, and its independence of batches."""
+"""Generation against full forwards of transformers for every family; answers do not depend on the batch."""
 
 import itertools
 from dataclasses import replace
@@ -18,10 +18,10 @@ from tests.engine.generation.families import (
     ENDS,
     FAMILIES,
     VOCABULARY,
-    attends_by,
     build,
     greedy_by_definition,
     ragged_prompts,
+    use_decode_attention,
 )
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
@@ -34,10 +34,10 @@ def llama() -> nn.Module:
     return build("llama")
 
 
-def agree(ours: Generation, tokens: list[int], logprobs: list[float]) -> None:
-    assert ours.token_ids == tokens
-    assert ours.finished == (tokens[-1] in ENDS)
-    assert ours.logprobs == pytest.approx(logprobs, abs=2e-4)
+def assert_equal(answer: Generation, tokens: list[int], logprobs: list[float]) -> None:
+    assert answer.token_ids == tokens
+    assert answer.finished == (tokens[-1] in ENDS)
+    assert answer.logprobs == pytest.approx(logprobs, abs=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -45,37 +45,37 @@ def agree(ours: Generation, tokens: list[int], logprobs: list[float]) -> None:
     [*((family, "C") for family in FAMILIES), *((family, "torch") for family in ("opt", "llama", "mistral", "gemma2"))],
 )
 def test_greedy_equals_the_plain_forward(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged prompts, sliding windows shorter than they are, padding equal to an end token."""
-    attends_by(kernels, monkeypatch)
+    """Prompts have different lengths, sliding windows are shorter than them, and the padding token ends answers."""
+    use_decode_attention(kernels, monkeypatch)
     model = build(family)
     answers = Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
+        assert_equal(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
     single = Generator(model, "cpu").generate(PROMPTS, replace(GREEDY, max_new_tokens=1), STREAMS)
     for one, answer in zip(single, answers, strict=True):
-        agree(one, answer.token_ids[:1], answer.logprobs[:1])
-    assert len({tuple(a.token_ids) for a in answers}) > 4, "the model says the same to everything: nothing is tested"
+        assert_equal(one, answer.token_ids[:1], answer.logprobs[:1])
+    assert len({tuple(a.token_ids) for a in answers}) > 4, "the answers must differ between prompts"
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gemma2", "bloom"])
 def test_an_answer_does_not_depend_on_its_batch(family: str) -> None:
     rollouts = Generator(build(family), "cpu")
     sampling = Sampling(12, temperature=1.2, end_ids=ENDS, seed=4)
-    whole = rollouts.generate(PROMPTS, sampling, STREAMS)
+    full = rollouts.generate(PROMPTS, sampling, STREAMS)
     for batch_size in (1, 3):
-        for one, other in zip(rollouts.generate(PROMPTS, sampling, STREAMS, batch_size), whole, strict=True):
-            agree(one, other.token_ids, other.logprobs)
+        for one, other in zip(rollouts.generate(PROMPTS, sampling, STREAMS, batch_size), full, strict=True):
+            assert_equal(one, other.token_ids, other.logprobs)
     order = [5, 2, 7, 0, 1, 6, 4, 3]
     permuted = rollouts.generate([PROMPTS[i] for i in order], sampling, order)
-    for one, place in zip(permuted, order, strict=True):
-        agree(one, whole[place].token_ids, whole[place].logprobs)
-    lengths = {len(answer.token_ids) for answer in whole}
-    assert len(lengths) > 3, "answers must end at different places"
+    for one, position in zip(permuted, order, strict=True):
+        assert_equal(one, full[position].token_ids, full[position].logprobs)
+    lengths = {len(answer.token_ids) for answer in full}
+    assert len(lengths) > 3, "answers must have different lengths"
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_nor_does_it_in_16_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of prompts and of answers by one product, whatever their number; a prompt in chunks as in one."""
+def test_an_answer_in_16_bit_does_not_depend_on_its_batch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch size, the chunks of prefill and the share of a rank do not change an answer in bf16."""
     if not linear.has_in_place_kernel():
         pytest.skip("no C compiler, or a processor that is left to PyTorch")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 128}
@@ -83,14 +83,14 @@ def test_nor_does_it_in_16_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     common, *ends = ragged_prompts(18, 1, 5, 20, 33, 12, 27)
     prompts = [*ends, *(common + end for end in ends[:3]), ends[2], common]
     sampling, streams = Sampling(8, end_ids=ENDS[:2], seed=9, top_p=0.95), list(range(len(prompts)))
-    whole = [a.token_ids for a in rollouts.generate(prompts, sampling, streams)]
+    full = [a.token_ids for a in rollouts.generate(prompts, sampling, streams)]
     for slots, chunk in ((1, 1024), (2, 1024), (3, 1024), (5, 13), (10, 64)):
         monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", chunk)
         again = rollouts.generate(prompts, sampling, streams, batch_size=slots)
-        assert [a.token_ids for a in again] == whole
-    for share in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):  # as three ranks would
+        assert [a.token_ids for a in again] == full
+    for share in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):  # the shares of three ranks
         again = rollouts.generate(prompts[share], sampling, streams[share])
-        assert [a.token_ids for a in again] == whole[share]
+        assert [a.token_ids for a in again] == full[share]
 
 
 def test_streams_and_seeds_make_answers_differ(llama: nn.Module) -> None:
@@ -117,8 +117,8 @@ def test_sampled_logprobs_are_those_of_the_plain_forward(llama: nn.Module) -> No
 def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
     rollouts, sampling = Generator(llama, "cpu"), Sampling(12, end_ids=ENDS, seed=4)
     for stream in range(4):
-        whole = rollouts.generate([PROMPTS[1]], sampling, [stream])[0]
-        assert list(rollouts.stream(PROMPTS[1], sampling, stream)) == whole.token_ids
+        full = rollouts.generate([PROMPTS[1]], sampling, [stream])[0]
+        assert list(rollouts.stream(PROMPTS[1], sampling, stream)) == full.token_ids
 
 
 def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypat
     monkeypatch.setattr(SlotModel, "__call__", lambda *step, **named: calls.append(1) or forward(*step, **named))
     rollouts = Generator(llama, "cpu")
     assert rollouts.fallback is None
-    calls.clear()  # the trial of the decode loop
+    calls.clear()  # forget the calls of the decode loop's trial
     read = list(itertools.islice(rollouts.stream(PROMPTS[0], Sampling(50)), 3))
     assert len(read) == 3 and len(calls) == 3
 
@@ -146,7 +146,7 @@ def test_no_end_before_the_minimum(llama: nn.Module) -> None:
 def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
     llama: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it comes: in a forward over prompts, before a step and behind one."""
+    """The interrupt arrives in a prefill, before a decode step or after one."""
     rollouts, sampling = Generator(llama, "cpu"), Sampling(9, end_ids=ENDS, seed=4)
     expected = [a.token_ids for a in rollouts.generate(PROMPTS, sampling, STREAMS, 3)]
     forward, calls = SlotModel.__call__, itertools.count()
@@ -171,12 +171,12 @@ def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
             rollouts.generate(PROMPTS, sampling, STREAMS, 3)
         if hook is not None:
             hook.remove()
-        assert llama(torch.tensor(PROMPTS[:1])).logits.isfinite().all(), "it attends as it did"
+        assert llama(torch.tensor(PROMPTS[:1])).logits.isfinite().all(), "the model's own attention is not restored"
         assert [a.token_ids for a in rollouts.generate(PROMPTS, sampling, STREAMS, 3)] == expected
 
 
-def test_a_model_with_states_falls_back_to_its_own_cache() -> None:
-    """Linear attention: no keys to buffer."""
+def test_a_model_with_linear_attention_uses_its_own_cache() -> None:
+    """The model has linear attention, which has a state instead of keys and values."""
     config = AutoConfig.for_model(
         "qwen3_next", hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=VOCABULARY, num_experts=4,
@@ -187,10 +187,10 @@ def test_a_model_with_states_falls_back_to_its_own_cache() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     answers = Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        agree(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
+        assert_equal(answer, *greedy_by_definition(model, prompt, GREEDY.max_new_tokens))
 
 
-def test_bad_calls_are_named(llama: nn.Module) -> None:
+def test_invalid_arguments_are_refused(llama: nn.Module) -> None:
     rollouts = Generator(llama, "cpu")
     assert rollouts.generate([], GREEDY, []) == []
     with pytest.raises(ValueError, match="at least one token"):
@@ -208,7 +208,7 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(llama: nn.Module, monkeypa
         Generator(llama, "cuda:0")
 
 
-def test_weights_that_are_no_numbers_stop_the_rollout() -> None:
+def test_nan_weights_stop_the_rollout() -> None:
     model = build("gpt2")
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)

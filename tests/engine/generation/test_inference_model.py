@@ -1,4 +1,4 @@
-"""The inference model computes what the live module computes: sharded or not, with and without adapters."""
+"""The inference model gives the answers of the live module for all layouts, precisions and adapters."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ def answers(module: nn.Module) -> list[list[int]]:
 
 
 def adapted(family: str, **changes: Any) -> nn.Module:
-    """A model with adapters in it that say something (peft starts them at zero)."""
+    """Return a model with nonzero adapters (peft initializes them with zeros)."""
     model = build(family, **changes)
     conv = family == "gpt2"
     inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=PARTS[family], fan_in_fan_out=conv), model)
@@ -39,7 +39,7 @@ def adapted(family: str, **changes: Any) -> nn.Module:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """What the model computes with: parameters cast, buffers (rotary frequencies) as they are."""
+    """Cast the parameters. Buffers, such as rotary frequencies, do not change."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -47,7 +47,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def merged_by_peft(model: nn.Module) -> nn.Module:
-    """peft's own merge into a copy."""
+    """Return a copy whose adapters peft has merged."""
     model = copy.deepcopy(model)
     for path, layer in [(p, m) for p, m in model.named_modules() if hasattr(m, "lora_A")]:
         layer.merge()
@@ -67,30 +67,30 @@ CASES = [  # family, ZeRO stage, compute precision, adapters
 
 
 def flip(family: str, stage: int, precision: str, adapters: bool) -> dict[str, Any]:
-    """Shard, flip, generate, change the live weights, flip again. Runs on every rank."""
+    """On every rank: shard, generate, change the live weights, and generate again."""
     torch.set_num_threads(1)
     tied = family == "llama"
-    whole = adapted(family, tie_word_embeddings=tied) if adapters else build(family, tie_word_embeddings=tied)
+    full = adapted(family, tie_word_embeddings=tied) if adapters else build(family, tie_word_embeddings=tied)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    blueprint, live = copy.deepcopy(whole), copy.deepcopy(whole)
+    blueprint, live = copy.deepcopy(full), copy.deepcopy(full)
     zero.shard(live, stage=stage, policy=precision_policy(precision))  # type: ignore[arg-type]
     before = {name: dtensors.local(p).detach().clone() for name, p in live.named_parameters()}
     inference = InferenceModel(blueprint, live, dtype)
     inference.sync()
-    found: dict[str, Any] = {"answers": [answers(inference.module)], "bytes": inference.bytes}
-    found["expected"] = [answers(in_dtype(merged_by_peft(whole), dtype))]
-    found["untouched"] = all(torch.equal(before[name], dtensors.local(p)) for name, p in live.named_parameters())
+    results: dict[str, Any] = {"answers": [answers(inference.module)], "bytes": inference.bytes}
+    results["expected"] = [answers(in_dtype(merged_by_peft(full), dtype))]
+    results["untouched"] = all(torch.equal(before[name], dtensors.local(p)) for name, p in live.named_parameters())
     addresses = {name: p.data_ptr() for name, p in inference.module.named_parameters()}
     with torch.no_grad():
-        for model in (whole, live):
+        for model in (full, live):
             for name, parameter in model.named_parameters():
                 dtensors.local(parameter).mul_(0.7 if "lora" in name else 1.1)
     inference.sync()
-    found["answers"].append(answers(inference.module))
-    found["expected"].append(answers(in_dtype(merged_by_peft(whole), dtype)))
-    found["stable"] = addresses == {name: p.data_ptr() for name, p in inference.module.named_parameters()}
-    found["parameters"] = sum(p.numel() for p in inference.module.parameters())
-    return found
+    results["answers"].append(answers(inference.module))
+    results["expected"].append(answers(in_dtype(merged_by_peft(full), dtype)))
+    results["stable"] = addresses == {name: p.data_ptr() for name, p in inference.module.named_parameters()}
+    results["parameters"] = sum(p.numel() for p in inference.module.parameters())
+    return results
 
 
 def flip_all(cases: list[tuple[str, int, str, bool]]) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def flip_all(cases: list[tuple[str, int, str, bool]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def flips() -> list[list[dict[str, Any]]]:
-    """One list a rank, one entry a case."""
+    """Return one list for each rank with one entry for each case."""
     return run_ranks(flip_all, 2, CASES)
 
 
@@ -107,21 +107,21 @@ def flips() -> list[list[dict[str, Any]]]:
 def test_a_flip_on_two_ranks(flips: list[list[dict[str, Any]]], case: int) -> None:
     _, stage, precision, adapters = CASES[case]
     for rank in flips:
-        found = rank[case]
-        assert found["answers"] == found["expected"]
-        assert found["answers"][0] != found["answers"][1], "the second flip must see the new weights"
-        assert found["untouched"] and found["stable"]
-        whole = found["parameters"] * (2 if precision == "bf16" else 4)
+        actual = rank[case]
+        assert actual["answers"] == actual["expected"]
+        assert actual["answers"][0] != actual["answers"][1], "the second flip must see the new weights"
+        assert actual["untouched"] and actual["stable"]
+        full = actual["parameters"] * (2 if precision == "bf16" else 4)
         if stage == 0 and precision == "fp32":
-            assert 0 < found["bytes"] < whole if adapters else found["bytes"] == 0
+            assert 0 < actual["bytes"] < full if adapters else actual["bytes"] == 0
         else:
-            assert found["bytes"] == whole
+            assert actual["bytes"] == full
 
 
 def test_a_plain_module_of_the_same_precision_is_shared() -> None:
     live = build("llama", tie_word_embeddings=True)
     model = InferenceModel(copy.deepcopy(live).to("meta"), live, torch.float32, CPU)
-    # a blueprint on meta has lost its buffers, which come from the live module
+    # A blueprint on the meta device has no buffer values. They come from the live module.
     model.sync()
     assert model.bytes == 0
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
@@ -144,7 +144,7 @@ def test_only_adapted_weights_are_copied() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merging_is_exact(family: str) -> None:
-    """W + alpha / r * B A in float64; GPT-2's maps are stored transposed."""
+    """Compare with W + alpha / r * B A in float64. GPT-2's matrices are stored transposed."""
     live = adapted(family)
     before = copy.deepcopy(live.state_dict())
     model = InferenceModel(copy.deepcopy(live), live, torch.float32, CPU)
@@ -158,7 +158,7 @@ def test_merging_is_exact(family: str) -> None:
         torch.testing.assert_close(model.module.get_parameter(f"{path}.weight").double(), exact, atol=1e-5, rtol=1e-6)
 
 
-def test_a_model_in_pefts_own_wrapper() -> None:
+def test_a_model_in_a_peft_wrapper_is_merged() -> None:
     wrapped = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     expected = answers(merged_by_peft(wrapped.get_base_model()))
     model = InferenceModel(copy.deepcopy(wrapped), wrapped, torch.float32, CPU)
@@ -166,7 +166,7 @@ def test_a_model_in_pefts_own_wrapper() -> None:
     assert answers(model.module) == expected != answers(build("llama"))
 
 
-def test_release_frees_and_refresh_brings_back() -> None:
+def test_release_frees_the_weights_and_refresh_restores_them() -> None:
     live = build("gpt2")
     model = InferenceModel(copy.deepcopy(live), live, torch.bfloat16, CPU)
     model.sync()
@@ -177,7 +177,7 @@ def test_release_frees_and_refresh_brings_back() -> None:
     assert answers(model.module) == before
 
 
-def test_the_inference_model_generates_however_the_live_module_trains() -> None:
+def test_the_inference_model_is_in_eval_mode_while_the_live_module_trains() -> None:
     live = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, use_cache=False)
     live.train()
     live.gradient_checkpointing_enable()
@@ -186,10 +186,10 @@ def test_the_inference_model_generates_however_the_live_module_trains() -> None:
     assert answers(model.module) == answers(build("gpt2")) and live.training
 
 
-def test_what_cannot_be_merged_is_refused() -> None:
-    for odd in ({"use_dora": True}, {"lora_bias": True, "target_modules": ["fc1"]}):
+def test_adapters_that_cannot_be_merged_are_refused() -> None:
+    for unsupported in ({"use_dora": True}, {"lora_bias": True, "target_modules": ["fc1"]}):
         live = build("opt")
-        inject_adapter_in_model(LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | odd)), live)
+        inject_adapter_in_model(LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | unsupported)), live)
         with pytest.raises(ValueError, match="cannot be merged for generation: only plain LoRA"):
             InferenceModel(build("opt"), live, torch.float32, CPU)
 

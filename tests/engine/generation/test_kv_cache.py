@@ -1,4 +1,4 @@
-"""How large a key-value cache becomes for a call, and what lies where."""
+"""The size of the key-value cache for a call, and the rows of its slots."""
 
 import torch
 
@@ -8,19 +8,21 @@ CPU = torch.device("cpu")
 
 
 def test_a_shared_prompt_is_counted_once() -> None:
-    """8 samples of each of 100 prompts; in short memory a fourth as many prompts as sequences: s (128 + 1024 / 4)."""
+    """There are 8 samples for each of 100 prompts. With little memory, the cache has one prompt for four sequences, so
+    that s sequences take s (128 + 1024 / 4) tokens.
+    """
     demand = CacheDemand(prompt_tokens=1000, answer_tokens=120, prompts=100, sequences=800, batch_size=800)
     size = demand.size_within(1_000_000)
     assert (size.sequences, size.prompt_slots) == (800, 100)
     assert size.tokens < 206_000
-    short = demand.size_within(100_000)  # 86 sequences if each had its own prompt
-    assert (short.sequences, short.prompt_slots) == (260, 65)
-    assert demand.size_within(99_967).sequences == 259, "the scratch slot is counted"
-    assert demand.fits(short, short.sequences) and not demand.fits(short, 300)
-    assert demand.size_within(5).sequences == 1, "one sequence always fits"
+    small = demand.size_within(100_000)  # 86 sequences if each had its own prompt
+    assert (small.sequences, small.prompt_slots) == (260, 65)
+    assert demand.size_within(99_967).sequences == 259, "the scratch slot takes memory too"
+    assert demand.fits(small, small.sequences) and not demand.fits(small, 300)
+    assert demand.size_within(5).sequences == 1, "the smallest size is one sequence"
 
 
-def test_rows_are_where_the_slots_say() -> None:
+def test_rows_follow_the_slots() -> None:
     cache = KVCache(CacheSize(3, 64, 2, 64), CPU)
     layer = cache.layer(0, torch.empty(1, 2, 1, 8), torch.empty(1, 2, 1, 4))
     assert layer is cache.layer(0, torch.empty(0), torch.empty(0)) and cache.token_bytes == 2 * (8 + 4) * 4

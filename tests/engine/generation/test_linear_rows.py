@@ -1,4 +1,4 @@
-"""Products of few rows in C: the sums of float64, the same for a row whatever is computed with it."""
+"""Products of few rows in C against float64. A row's result does not depend on the other rows."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["intel", "other"])
 def _anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sums are right on processors of all makers, also on those that use another product."""
+    """Test the kernel on every processor, also where the product would choose another implementation."""
     flags = [flag for flag in library_module.FLAGS if flag != "-DINTEL"] + ["-DINTEL"] * request.param
     monkeypatch.setattr(library_module, "FLAGS", flags)
     monkeypatch.setattr(linear, "library", library.__wrapped__)
@@ -36,20 +36,20 @@ def layer(ins: int, outs: int, *, bias: bool = True) -> tuple[Tensor, Tensor | N
     [(1, 768, 80), (2, 77, 33), (3, 1000, 16), (6, 2500, 129), (13, 1025, 64), (37, 31, 100)],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_those_of_float64(rows: int, ins: int, outs: int, threads: int, bias: bool) -> None:
+def test_products_equal_float64(rows: int, ins: int, outs: int, threads: int, bias: bool) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     weight, added = layer(ins, outs, bias=bias)
     x = torch.randn(rows, ins).to(BF16)
     expected = x.double() @ weight.double().T + (0 if added is None else added.double())
-    # fp32 sums of products that are exact in fp32, rounded once to bf16 (8 bits)
+    # Products of bf16 numbers are exact in fp32. Their fp32 sums are rounded once to bf16 (8 bits).
     slack = 2e-6 * (x.double().abs() @ weight.double().abs().T)
-    found = linear.LinearRows(weight, added)(x)
-    assert found.shape == (rows, outs) and found.dtype == BF16
-    assert bool(((found.double() - expected).abs() <= 2**-8 * expected.abs() + slack).all())
+    actual = linear.LinearRows(weight, added)(x)
+    assert actual.shape == (rows, outs) and actual.dtype == BF16
+    assert bool(((actual.double() - expected).abs() <= 2**-8 * expected.abs() + slack).all())
 
 
-def test_a_row_is_the_same_whatever_is_computed_with_it() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     torch.manual_seed(0)
     product, x = linear.LinearRows(*layer(1100, 289)), torch.randn(40, 1100).to(BF16)
     one_by_one = torch.cat([product(row[None]) for row in x])
@@ -67,8 +67,8 @@ def test_leading_dimensions_strides_and_nan() -> None:
     assert product(x[:0, :, :64]).shape == (0, 3, 32)
     broken = x[0, :, :64].clone()
     broken[1, 5] = float("nan")
-    found = product(broken)
-    assert bool(found[1].isnan().all()) and not bool(found[[0, 2]].isnan().any())
+    actual = product(broken)
+    assert bool(actual[1].isnan().all()) and not bool(actual[[0, 2]].isnan().any())
 
 
 def test_weights_are_not_copied() -> None:

@@ -1,4 +1,4 @@
-"""The parity check: it passes if the generator computes the model, and names the cause if not."""
+"""The parity check passes for a correct generator and names the cause of each error that is put in."""
 
 import copy
 from typing import Any
@@ -27,34 +27,34 @@ def test_every_family_passes(family: str) -> None:
     model = build(family)
     for dtype in DTYPES:
         checked = parity_check.check_generator(Generator(in_dtype(model, dtype), "cpu"))
-        assert [len(one.prompt) for one in checked] == [5, 12, 10]
-        assert all(len(one.answer.token_ids) == parity_check.NEW_TOKENS for one in checked)
+        assert [len(answer.prompt) for answer in checked] == [5, 12, 10]
+        assert all(len(answer.answer.token_ids) == parity_check.NEW_TOKENS for answer in checked)
 
 
 def test_a_short_context_shortens_the_prompts() -> None:
     model = build("gpt2", n_positions=14)
-    assert [len(one.prompt) for one in parity_check.check_generator(Generator(model, "cpu"))] == [5, 6, 6]
+    assert [len(answer.prompt) for answer in parity_check.check_generator(Generator(model, "cpu"))] == [5, 6, 6]
 
 
-def test_a_layer_that_attends_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that the fast path forgets, in the second layer only."""
+def test_a_layer_with_wrong_attention_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's attention ignores its sliding window."""
     model = build("gemma2", sliding_window=6, layer_types=["sliding_attention", "sliding_attention"])
-    right = attention.slot_attention
+    slot_attention = attention.slot_attention
 
-    def forgetful(module: nn.Module, *states: Any, sliding_window: int | None = None, **rest: Any) -> Any:
-        return right(module, *states, sliding_window=sliding_window if module.layer_idx == 0 else None, **rest)
+    def without_window(module: nn.Module, *states: Any, sliding_window: int | None = None, **rest: Any) -> Any:
+        return slot_attention(module, *states, sliding_window=sliding_window if module.layer_idx == 0 else None, **rest)
 
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, forgetful)
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, without_window)
     with pytest.raises(ValueError, match=r"does not compute Gemma2ForCausalLM: .*forward with a cache"):
         parity_check.check_generator(Generator(model, "cpu"))
 
 
-def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.slot_attention
+def test_permuted_keys_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot_attention = attention.slot_attention
 
     def reversed_(module: nn.Module, query: torch.Tensor, *states: Any, **rest: Any) -> Any:
         key, value, *mask = states
-        return right(module, query, key.flip(2), value.flip(2), *mask, **rest)
+        return slot_attention(module, query, key.flip(2), value.flip(2), *mask, **rest)
 
     rollouts = Generator(build("llama"), "cpu")
     parity_check.check_generator(rollouts)
@@ -63,8 +63,8 @@ def test_keys_in_the_wrong_place_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
         parity_check.check_generator(rollouts)
 
 
-def test_packs_of_older_weights_are_noticed() -> None:
-    """What a flip without `refresh` would do."""
+def test_packs_of_older_weights_are_detected() -> None:
+    """The weights change without a call of `refresh`, so the packed weights are old."""
     torch.manual_seed(0)
     model = in_dtype(build("opt", hidden_size=128, word_embed_proj_dim=128, ffn_dim=256), torch.bfloat16)
     rollouts = Generator(model, "cpu")
@@ -74,7 +74,7 @@ def test_packs_of_older_weights_are_noticed() -> None:
         pytest.skip("this PyTorch packs no weights")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = 1.5 * parameter  # elsewhere: packs may read weights where they lie
+            parameter.data = 1.5 * parameter  # at a new address, because packs may read weights in place
     with pytest.raises(ValueError, match="weights of an earlier step"):
         parity_check.check_generator(rollouts)
     rollouts.refresh()
@@ -83,35 +83,35 @@ def test_packs_of_older_weights_are_noticed() -> None:
 
 def test_other_logprobs_are_refused() -> None:
     checked = parity_check.check_generator(Generator(build("llama"), "cpu"))
-    right = [torch.tensor(one.answer.logprobs) for one in checked]
-    parity_check.compare_logprobs(checked, right, "the trainer")
-    right[1] = right[1] - 0.1
+    logprobs = [torch.tensor(answer.answer.logprobs) for answer in checked]
+    parity_check.compare_logprobs(checked, logprobs, "the trainer")
+    logprobs[1] = logprobs[1] - 0.1
     with pytest.raises(ValueError, match=r"the trainer gives.*differ by 0\.1"):
-        parity_check.compare_logprobs(checked, right, "the trainer")
+        parity_check.compare_logprobs(checked, logprobs, "the trainer")
 
 
 @torch.no_grad()
-def test_large_logits_hide_no_difference() -> None:
+def test_large_logits_do_not_hide_a_difference() -> None:
     """Logits of 20 round by 0.06 in bf16; the log-probabilities of likely tokens must be more precise than 0.3."""
     model = in_dtype(build("llama"), torch.bfloat16)
     model.lm_head.weight.mul_(8)
     checked = parity_check.check_generator(Generator(model, "cpu"))
     prompt = checked[0].prompt + checked[0].answer.token_ids
     assert model(torch.tensor([prompt])).logits.abs().max() > 18
-    right = [torch.tensor(one.answer.logprobs) for one in checked]
-    parity_check.compare_logprobs(checked, right, "the trainer")
+    logprobs = [torch.tensor(answer.answer.logprobs) for answer in checked]
+    parity_check.compare_logprobs(checked, logprobs, "the trainer")
     with pytest.raises(ValueError, match=r"the trainer gives.*differ by 0\.3"):
-        parity_check.compare_logprobs(checked, [each - 0.3 for each in right], "the trainer")
+        parity_check.compare_logprobs(checked, [each - 0.3 for each in logprobs], "the trainer")
 
 
 def test_rounding_is_the_first_order_change_of_a_logprob() -> None:
-    """In float64, by a finite difference in the worst direction; the layers' part does not depend on the logits."""
+    """Compare with a finite difference in float64 in the worst direction, without the constant part of the layers."""
     model, token_ids = in_dtype(build("llama"), torch.bfloat16), [3, 0, 1]
     logits = torch.tensor(
         [[20.0, -7.0, 3.0, 19.5], [60.0, 40.0, -60.0, float("-inf")], [-100.0, -100.5, -99.0, -104.0]]
     )
     logits = logits.double()
-    found = parity_check.rounding(model, logits, token_ids) - parity_check.LAYER_TOLERANCE[torch.bfloat16]
+    actual = parity_check.rounding(model, logits, token_ids) - parity_check.LAYER_TOLERANCE[torch.bfloat16]
     step = 1e-6
     for row, (z, token) in enumerate(zip(logits, token_ids, strict=True)):
         logprob = z.log_softmax(-1)[token]
@@ -119,28 +119,28 @@ def test_rounding_is_the_first_order_change_of_a_logprob() -> None:
             abs(float(torch.where(torch.arange(4) == j, z * (1 + step), z).log_softmax(-1)[token] - logprob))
             for j in range(4)
         )
-        assert float(found[row]) == pytest.approx(2**-7 * change / step, rel=1e-3, abs=1e-9)
+        assert float(actual[row]) == pytest.approx(2**-7 * change / step, rel=1e-3, abs=1e-9)
 
 
 @torch.no_grad()
-def test_a_trainer_with_weights_of_8_bits_is_not_refused_for_them() -> None:
+def test_a_trainer_with_8_bit_weights_passes() -> None:
     model = build("llama")
     checked = parity_check.check_generator(Generator(model, "cpu"))
     rounded = copy.deepcopy(model)
     for parameter in rounded.parameters():
         numbers = parameter.data.view(-1)
         numbers.copy_(comm_hooks.decode(comm_hooks.encode(numbers), len(numbers)))
-    said = [logprobs_of(rounded, one) for one in checked]
+    logprobs = [logprobs_of(rounded, answer) for answer in checked]
     with pytest.raises(ValueError, match="the trainer gives"):
-        parity_check.compare_logprobs(checked, said, "the trainer")
-    parity_check.compare_logprobs(checked, said, "the trainer", eight_bits=True)
-    said[1] = said[1] - 2
+        parity_check.compare_logprobs(checked, logprobs, "the trainer")
+    parity_check.compare_logprobs(checked, logprobs, "the trainer", eight_bits=True)
+    logprobs[1] = logprobs[1] - 2
     with pytest.raises(ValueError, match=r"the trainer gives.*rounding explains 0\.\d"):
-        parity_check.compare_logprobs(checked, said, "the trainer", eight_bits=True)
+        parity_check.compare_logprobs(checked, logprobs, "the trainer", eight_bits=True)
 
 
-def logprobs_of(model: nn.Module, one: parity_check.CheckedAnswer) -> torch.Tensor:
-    """(n,): a checked answer's log-probabilities by a model's plain forward."""
-    ids = torch.tensor([one.prompt + one.answer.token_ids])
-    before = model(input_ids=ids).logits[0, len(one.prompt) - 1 : -1].log_softmax(-1)
-    return before.gather(-1, ids[0, len(one.prompt) :, None])[:, 0]
+def logprobs_of(model: nn.Module, answer: parity_check.CheckedAnswer) -> torch.Tensor:
+    """Return (n,), the log-probabilities of a checked answer by a forward of the model."""
+    ids = torch.tensor([answer.prompt + answer.answer.token_ids])
+    before = model(input_ids=ids).logits[0, len(answer.prompt) - 1 : -1].log_softmax(-1)
+    return before.gather(-1, ids[0, len(answer.prompt) :, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Prepacked linear layers: both products give the layer's numbers, and each is used for the weights it serves."""
+"""Prepacked linear layers: each product gives the layer's numbers, and is used for the weights that it supports."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(params=["our kernel", "oneDNN"])
 def in_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether our kernel reads the weights."""
+    """Return whether the C kernel reads the weights in place."""
     if request.param == "oneDNN":
         monkeypatch.setattr(linear, "has_in_place_kernel", lambda: False)
         if not is_available(BF16):
@@ -79,11 +79,11 @@ def test_many_fp32_rows_use_pytorch() -> None:
     with prepacked.applied():
         torch.testing.assert_close(module[0](x[:7]), plain[:7])
         module[0].weight.zero_()
-        assert module[0](x[:7]).abs().max() > 1, "a copy"
-        assert torch.equal(module[0](x), module[0].bias.expand(len(x), -1)), "the weight itself"
+        assert module[0](x[:7]).abs().max() > 1, "prepacked weights must be a copy"
+        assert torch.equal(module[0](x), module[0].bias.expand(len(x), -1)), "PyTorch must read the weight itself"
 
 
-def test_matrices_of_few_outputs_are_not_read_by_our_kernel(in_place: bool) -> None:
+def test_matrices_with_few_outputs_do_not_use_the_c_kernel(in_place: bool) -> None:
     narrow, wide = nn.Linear(1 << 14, 15).to(BF16), nn.Linear(1 << 10, 16).to(BF16)
     with PrepackedLinears(nn.ModuleList([wide, narrow])).applied():
         assert isinstance(wide.forward, linear.LinearRows) is in_place

@@ -1,4 +1,4 @@
-"""The settings of sampling, its random numbers, and the end of an answer."""
+"""Sampling settings, the random numbers of sampling (splitmix64), and the end of an answer."""
 
 import math
 
@@ -11,7 +11,7 @@ from engine.kernels import sample
 
 
 def splitmix(x: int) -> int:
-    """splitmix64's output function on unsigned Python integers."""
+    """Compute splitmix64's output function on unsigned Python integers."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -19,7 +19,7 @@ def splitmix(x: int) -> int:
 
 
 def test_the_hash_is_splitmix64() -> None:
-    """The first output of splitmix64 seeded with 1234567 is published with the algorithm."""
+    """Compare with the published first output for the seed 1234567."""
     assert splitmix(1234567) == 6457827717110365317
 
 
@@ -42,8 +42,8 @@ def test_uniforms_of_a_table_equal_those_of_its_cells() -> None:
         assert torch.equal(table[:, position], uniforms(3, streams, position))
 
 
-def test_uniforms_are_even_and_unrelated() -> None:
-    """Neighbouring seeds, streams and positions: flat histogram, no correlation (5 sigma)."""
+def test_uniforms_are_flat_and_uncorrelated() -> None:
+    """Numbers of neighbouring seeds, streams and positions have a flat histogram and no correlation (5 sigma)."""
     table = torch.stack([uniforms(seed, torch.arange(100)[:, None], torch.arange(100)) for seed in range(10)])
     assert table.min() >= 0 and table.max() < 1
     counts = torch.histc(table, bins=64, min=0, max=1)
@@ -58,12 +58,12 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     return ((counts - expected) ** 2 / expected).sum().item()
 
 
-def test_forbidden_tokens_are_gone() -> None:
+def test_forbidden_tokens_have_probability_zero() -> None:
     tokens, _ = sample(forbid(torch.zeros(4, 3), (0, 2)), torch.tensor([0.0, 0.3, 0.6, 0.99]))
     assert tokens.tolist() == [1, 1, 1, 1]
 
 
-def test_the_penalty_pulls_seen_tokens_down_on_both_sides_of_zero() -> None:
+def test_the_penalty_lowers_positive_and_negative_logits() -> None:
     logits = torch.tensor([[3.0, 3.0, -2.0, -2.0, 0.0]])
     seen = torch.tensor([[True, False, True, False, True]])
     assert penalise(logits, seen, 2.0).tolist() == [[1.5, 3.0, -4.0, -2.0, 0.0]]
@@ -77,7 +77,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string() -> None:
     ending = Ending(Sampling(99, end_ids=(25,), stop=("cab", "x")), letters)
     assert [ending(0, token) for token in (2, 0, 2, 0, 1)] == [False] * 4 + [True]
     assert [ending(1, token) for token in (0, 1, 25)] == [False, False, True]
-    assert [ending(2, token) for token in (2, 0)] == [False] * 2  # another answer's tokens don't count
+    assert [ending(2, token) for token in (2, 0)] == [False] * 2  # the tokens of another answer do not count
     assert ending.ended == {0, 1}
 
 
@@ -87,7 +87,7 @@ def test_a_stop_string_within_a_token_counts_and_one_before_the_minimum_does_not
     assert ending(0, 8)
 
 
-def test_stop_strings_need_text() -> None:
+def test_stop_strings_need_a_decoder() -> None:
     with pytest.raises(ValueError, match="text="):
         Ending(Sampling(9, stop=("a",)))
 
@@ -107,6 +107,6 @@ def test_stop_strings_need_text() -> None:
         ("stop", ("x", "")),
     ],
 )
-def test_bad_settings_are_named(key: str, value: float | tuple[str, ...]) -> None:
+def test_invalid_settings_are_refused(key: str, value: float | tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=key):
         Sampling(**({"max_new_tokens": 4} | {key: value}))  # type: ignore[arg-type]

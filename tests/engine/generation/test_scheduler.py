@@ -1,4 +1,4 @@
-"""The scheduler: who runs when, what is shared, and which slot becomes free when."""
+"""The scheduler's plans: the order of sequences, shared prompts and prefixes, and the reuse of slots."""
 
 from engine.generation.scheduler import Plan, Scheduler
 
@@ -23,7 +23,7 @@ def test_a_freed_slot_goes_to_the_next_prompt() -> None:
     assert [sequence.request for sequence in second.decoding] == [0]
 
 
-def test_late_samples_run_no_token_of_their_prompt() -> None:
+def test_late_samples_do_not_compute_their_prompt_again() -> None:
     scheduler = Scheduler([LONG, LONG, [9], LONG], slots=2, prompt_slots=2, prefill_tokens=100)
     first = scheduler.plan()
     assert chunks(first) == [(0, 0, 40)] and starting(first) == [(0, 0, 0), (1, 1, 0)]
@@ -40,7 +40,7 @@ def test_late_samples_run_no_token_of_their_prompt() -> None:
 def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
     other, third = [99, *LONG], [98, *LONG]
     scheduler = Scheduler([LONG, LONG, other, third], slots=2, prompt_slots=1, prefill_tokens=100)
-    assert chunks(scheduler.plan()) == [(0, 0, 41)], "the second prompt has no slot"
+    assert chunks(scheduler.plan()) == [(0, 0, 41)], "the second prompt must wait for a slot"
     assert not scheduler.plan().chunks
     scheduler.finish({scheduler.decoding[0].request})
     assert chunks(scheduler.plan()) == [(0, 0, 41)]
@@ -59,7 +59,7 @@ def test_samples_wait_while_their_prompt_runs_in_chunks() -> None:
     assert starting(plan) == [(0, 0, 0), (1, 1, 0)]
 
 
-def test_a_common_beginning_is_copied_between_prompts() -> None:
+def test_a_common_prefix_is_copied_between_prompts() -> None:
     scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=40)
     plan = scheduler.plan()
     assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
@@ -67,7 +67,7 @@ def test_a_common_beginning_is_copied_between_prompts() -> None:
     assert plan.copies == [(0, 1, 30)] and chunks(plan) == [(1, 30, 32)]
 
 
-def test_a_common_beginning_in_its_own_slot_is_not_copied() -> None:
+def test_a_common_prefix_in_the_same_slot_is_not_copied() -> None:
     scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=1, prompt_slots=1, prefill_tokens=100)
     scheduler.plan()
     scheduler.finish({0})
@@ -75,7 +75,7 @@ def test_a_common_beginning_in_its_own_slot_is_not_copied() -> None:
     assert plan.copies == [] and chunks(plan) == [(0, 30, 32)]
 
 
-def test_sequences_of_one_prompt_are_neighbours() -> None:
+def test_sequences_of_one_prompt_are_adjacent() -> None:
     scheduler = Scheduler([LONG, [9], LONG], slots=3, prompt_slots=2, prefill_tokens=100)
     scheduler.plan()
     assert [sequence.request for sequence in scheduler.plan().decoding] == [0, 2, 1]

@@ -1,4 +1,4 @@
-"""Two ranks that split the generator draw what one draws alone, and hold about half of its matrices each."""
+"""Tensor-parallel generation on two ranks gives the tokens of one rank. Each rank has about half of the matrices."""
 
 import copy
 from typing import Any
@@ -23,40 +23,40 @@ OPT_PLAN = {
     "decoder.layers.*.fc2": "rowwise",
 }
 CASES = [("llama", 3, None), ("opt", 0, OPT_PLAN), ("mixtral", 2, None)]
-WAYS = {"greedy": Sampling(8, temperature=0), "drawn": Sampling(8, temperature=0.7, seed=3)}
+SAMPLINGS = {"greedy": Sampling(8, temperature=0), "sampled": Sampling(8, temperature=0.7, seed=3)}
 
 
-def split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any]:
+def generate_split(family: str, stage: int, plan: dict[str, str] | None) -> dict[str, Any]:
     torch.set_num_threads(1)
-    whole = build(family)
+    full = build(family)
     if family == "llama":
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False), whole)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False), full)
     config = EngineConfig(zero_stage=stage, dtype="fp32", tensor_plan=plan)
-    alone = Generator(merged_by_peft(whole), CPU)
-    engine = Engine(copy.deepcopy(whole), config, optimizer=OptimizerConfig(lr=1e-3), rollout_path="")
+    single = Generator(merged_by_peft(full), CPU)
+    engine = Engine(copy.deepcopy(full), config, optimizer=OptimizerConfig(lr=1e-3), rollout_path="")
     engine.flip.tensor_parallel = 2
     found: dict[str, Any] = {"assigned": engine.flip.assign([3, 4])}
     with engine.generating() as rollouts:
-        for name, how in WAYS.items():
+        for name, how in SAMPLINGS.items():
             found[name] = [a.token_ids for a in rollouts.generate(PROMPTS, how, [4, 5, 6, 7], batch_size=3)]
-            found[f"{name} alone"] = [a.token_ids for a in alone.generate(PROMPTS, how, [4, 5, 6, 7])]
+            found[f"{name} alone"] = [a.token_ids for a in single.generate(PROMPTS, how, [4, 5, 6, 7])]
         assert rollouts._loop is not None and rollouts._loop.cache is not None
-        asked: Any = (PROMPTS[:2], WAYS["drawn"], [*range(6)], 4, 3)
+        arguments: Any = (PROMPTS[:2], SAMPLINGS["sampled"], [*range(6)], 4, 3)
         found["samples"], found["samples alone"] = (
-            [a.token_ids for a in each.generate(*asked)] for each in (rollouts, alone)
+            [a.token_ids for a in each.generate(*arguments)] for each in (rollouts, single)
         )
         found["cached"] = rollouts._loop.cache.size.prompt_slots
-        found["share"] = numbers(rollouts.module) / numbers(alone.module)
+        found["share"] = count_matrix_numbers(rollouts.module) / count_matrix_numbers(single.module)
     return found
 
 
-def numbers(model: nn.Module) -> int:
-    """Of the matrices in blocks."""
+def count_matrix_numbers(model: nn.Module) -> int:
+    """Count the numbers in the matrices of the blocks."""
     return sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1)
 
 
 def split_all() -> tuple[list[dict[str, Any]], str]:
-    return [split(*case) for case in CASES], too_many_heads()
+    return [generate_split(*case) for case in CASES], too_many_heads()
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +65,15 @@ def found() -> list[tuple[list[dict[str, Any]], str]]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[case[0] for case in CASES])
-def test_two_ranks_say_what_one_says(found: list[tuple[list[dict[str, Any]], str]], case: int) -> None:
+def test_two_ranks_generate_the_tokens_of_one_rank(found: list[tuple[list[dict[str, Any]], str]], case: int) -> None:
     for cases, _ in found:
-        one = cases[case]
-        assert one["assigned"] == [0, 1], "both ranks answer the same prompts"
-        assert one["cached"] == 2, "a prompt once for all its samples"
-        for way in (*WAYS, "samples"):
-            assert one[way] == one[f"{way} alone"]
-        assert one["greedy"] != one["drawn"]
-        assert 0.5 <= one["share"] < 0.6
+        result = cases[case]
+        assert result["assigned"] == [0, 1], "both ranks must answer the same prompts"
+        assert result["cached"] == 2, "all samples of a prompt must share its cache"
+        for name in (*SAMPLINGS, "samples"):
+            assert result[name] == result[f"{name} alone"]
+        assert result["greedy"] != result["sampled"]
+        assert 0.5 <= result["share"] < 0.6
 
 
 def too_many_heads() -> str:
@@ -92,9 +92,9 @@ def test_heads_that_do_not_divide_are_refused(found: list[tuple[list[dict[str, A
 
 
 @pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (1, 1), (1, 2)])
-def test_a_slice_is_a_share_of_each_block(dim: int, blocks: int) -> None:
-    whole = torch.arange(8 * 12 * 2).view(8, 12, 2)
-    length = whole.shape[dim] // (2 * blocks)
+def test_a_slice_contains_a_share_of_each_block(dim: int, blocks: int) -> None:
+    full = torch.arange(8 * 12 * 2).view(8, 12, 2)
+    length = full.shape[dim] // (2 * blocks)
     for index in range(2):
         indices = [(2 * block + index) * length + i for block in range(blocks) for i in range(length)]
-        assert torch.equal(Slice(dim, 2, index, blocks).of(whole), whole.index_select(dim, torch.tensor(indices)))
+        assert torch.equal(Slice(dim, 2, index, blocks).of(full), full.index_select(dim, torch.tensor(indices)))

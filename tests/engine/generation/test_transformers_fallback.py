@@ -1,4 +1,7 @@
-"""Models that the slot cache does not support use transformers' `generate`, in the first way that is exact."""
+"""Models that the slot cache does not support use transformers' `generate` in the first batching mode that is exact.
+
+Each mode is compared with full forwards of the model.
+"""
 
 import re
 import threading
@@ -45,14 +48,14 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("padded", _GROUPED | {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "lfm2": ("padded", _GROUPED | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
     "diffllama": ("padded", _GROUPED),  # its attention calls the registered function twice a layer
-    "bart": ("same length", _BART),  # positions that nobody can tell it
+    "bart": ("same length", _BART),  # takes no position ids
     "mamba": ("padded", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
-    "roberta": ("no cache", _MODERN | {"is_decoder": True}),  # positions from the ids that are not padding
+    "roberta": ("no cache", _MODERN | {"is_decoder": True}),  # computes positions from the tokens that are not padding
     "rwkv": (
         "no cache",
         {"hidden_size": 32, "num_hidden_layers": 2, "context_length": POSITIONS},
-    ),  # its state: for 1 row
-    "openai-gpt": ("padded", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),  # no cache
+    ),  # its state is for one row
+    "openai-gpt": ("padded", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}),  # has no cache
 }
 
 
@@ -94,7 +97,7 @@ def test_every_family_generates_as_its_plain_forward(family: str, caplog: pytest
 
 
 def test_a_model_without_position_ids() -> None:
-    """Its rotary positions come from the length of the cache."""
+    """The model computes its rotary positions from the length of the cache."""
     model = build("gpt_neox")
     forward = model.forward
 
@@ -115,8 +118,8 @@ def test_a_model_without_position_ids() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_positions_of_its_own_are_seen_in_any_precision(dtype: torch.dtype) -> None:
-    """In bf16 what wrong positions change may be no more than what rounding does."""
+def test_wrong_positions_are_detected_in_any_precision(dtype: torch.dtype) -> None:
+    """In bf16, wrong positions may change logits less than rounding does, so the check compares in fp32 too."""
     model = model_of("roberta")
     with torch.no_grad():
         model.get_parameter("roberta.embeddings.position_embeddings.weight").mul_(0.05)
@@ -124,15 +127,15 @@ def test_positions_of_its_own_are_seen_in_any_precision(dtype: torch.dtype) -> N
     assert rollouts.mode != "padded" and rollouts.fallback == "its own positions do not count from 0"
 
 
-def test_positions_kept_for_padding_are_none_to_use() -> None:
-    rollouts = Generator(model_of("roberta"), "cpu")  # 64, the first 3 of them padding's
+def test_positions_reserved_for_padding_are_not_used() -> None:
+    rollouts = Generator(model_of("roberta"), "cpu")  # 64 positions, of which the first 3 are for padding
     assert len(rollouts.generate([[13] * 57], Sampling(4), [0])[0].token_ids) == 4
     with pytest.raises(ValueError, match="58 tokens and max_new_tokens=4 do not fit into the 61 positions"):
         rollouts.generate([[13] * 58], Sampling(4), [0])
 
 
-def test_a_length_at_which_every_position_changes_is_the_last() -> None:
-    """LongRoPE's frequencies are those of the longest sequence of a forward."""
+def test_generation_stops_at_a_length_that_changes_all_positions() -> None:
+    """LongRoPE chooses its frequencies by the longest sequence of a forward."""
     torch.manual_seed(0)
     sides = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
     fields = _GROUPED | {"vocab_size": VOCABULARY, "rope_parameters": {"rope_type": "longrope", **sides}}
@@ -144,28 +147,28 @@ def test_a_length_at_which_every_position_changes_is_the_last() -> None:
         assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
     with pytest.raises(ValueError, match=r"13 tokens and max_new_tokens=12 .* 24 positions .* rotary frequencies"):
         rollouts.generate([[13] * 13], GREEDY, [0])
-    with torch.no_grad():  # why
+    with torch.no_grad():  # the cause: the same token has other logits in a longer sequence
         short, long = (model(torch.arange(length)[None]).logits[0, :24] for length in (24, 25))
     assert (short - long).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("broken", "mode"), [("same length", "no cache"), ("nothing", "same length")])
-def test_a_way_with_other_logits_is_not_used(broken: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TransformersFallback._generate
+def test_a_batching_mode_with_wrong_logits_is_not_used(broken: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TransformersFallback._generate
 
     def generate(self: TransformersFallback, prompts: Any, batching: Any, *rest: Any, **options: Any) -> Any:
-        found = right(self, prompts, batching, *rest, **options)
+        actual = original(self, prompts, batching, *rest, **options)
         if batching.name == broken:
-            found.logits = [logits.roll(1, -1) for logits in found.logits]
-        return found
+            actual.logits = [logits.roll(1, -1) for logits in actual.logits]
+        return actual
 
     monkeypatch.setattr(TransformersFallback, "_generate", generate)
     assert Generator(model_of("bart"), "cpu").mode == mode
 
 
 @pytest.mark.parametrize("family", ["bloom", "bart"])
-def test_a_stream_that_is_left_stops_generating(family: str) -> None:
-    """And the model's own generation settings are neither used nor lost."""
+def test_an_abandoned_stream_stops_generating(family: str) -> None:
+    """The model's own generation settings are not used, and are unchanged afterwards."""
     model: Any = model_of("bart") if family == "bart" else build(family)
     model.generation_config.update(repetition_penalty=3.0, eos_token_id=list(range(VOCABULARY)))
     rollouts, before = Generator(model, "cpu"), model.generation_config
@@ -190,15 +193,15 @@ def test_an_error_of_the_model_is_raised(monkeypatch: pytest.MonkeyPatch) -> Non
         rollouts.generate(PROMPTS, GREEDY, STREAMS)
 
 
-def test_what_looks_at_other_tokens_is_refused() -> None:
-    """At those that follow, as an encoder does, or at those of the sequences beside."""
+def test_models_that_attend_to_other_tokens_are_refused() -> None:
+    """An encoder attends to later tokens. The other model mixes the sequences of a batch."""
 
     def mix(_: nn.Module, __: Any, output: Any) -> None:
         output.logits += 0.1 * output.logits.mean(0)
 
-    follows, beside = model_of("roberta", is_decoder=False), model_of("openai-gpt")
-    beside.register_forward_hook(mix)
-    for model, advice in ((follows, "; model.attention=eager may avoid that"), (beside, "")):
+    encoder, mixing = model_of("roberta", is_decoder=False), model_of("openai-gpt")
+    mixing.register_forward_hook(mix)
+    for model, advice in ((encoder, "; model.attention=eager may avoid that"), (mixing, "")):
         rollouts = Generator(model, "cpu")
         for _ in range(2):
             with pytest.raises(
@@ -207,9 +210,9 @@ def test_what_looks_at_other_tokens_is_refused() -> None:
                 rollouts.generate(PROMPTS, GREEDY, STREAMS)
 
 
-def test_slots_with_other_logits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SlotModel.__call__
-    monkeypatch.setattr(SlotModel, "__call__", lambda self, *rest: right(self, *rest).roll(1, -1))
+def test_a_slot_cache_with_wrong_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SlotModel.__call__
+    monkeypatch.setattr(SlotModel, "__call__", lambda self, *rest: original(self, *rest).roll(1, -1))
     assert Generator(build("llama"), "cpu").fallback == "its logits differ from those of its plain forward"
 
 
@@ -220,15 +223,15 @@ def test_batches_by_hand() -> None:
     assert [*batches([], 2, 4, pads=False)] == []
 
 
-def test_the_table_of_families_is_true() -> None:
-    """What is built here and in the other tests of families stands in the row of its way."""
+def test_the_documented_table_of_families_is_correct() -> None:
+    """Each family of this file and of tests/engine/generation/families.py is in the documented row of its mode."""
     page = (Path(__file__).parents[3] / "docs" / "reference" / "generation.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(slots|padded|same length|no cache)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE))
-    families = {way: set(re.findall(r"[\w-]+", row)) for way, row in rows.items()}
-    for family, (way, _) in MODES.items():
-        assert family in families[way], f"{family} generates by {way}"
+    families = {mode: set(re.findall(r"[\w-]+", row)) for mode, row in rows.items()}
+    for family, (mode, _) in MODES.items():
+        assert family in families[mode], f"{family} generates by {mode}"
     for family in ("opt", "gpt2", "llama", "qwen3", "mixtral", "gemma3_text"):
         assert family in families["slots"]
     assert {"bloom", "gptj", "falcon"} <= families["padded"]
-    everyone = [family for each in families.values() for family in each]
-    assert len(everyone) == len(set(everyone))
+    documented = [family for each in families.values() for family in each]
+    assert len(documented) == len(set(documented))

@@ -1,4 +1,4 @@
-"""What kernels are compared with: definitions in float64, and one measure of closeness."""
+"""References of the kernel tests: definitions in float64, and one function for tolerances."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def make(tokens: int, vocabulary: int, width: int, *, bias: bool = False, dtype:
 def in_float64(
     leaves: Leaves, targets: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Leaves, Tensor, Tensor]:
-    """The definition, whole logits at once: fresh leaves, log-probabilities, entropies."""
+    """Compute the definition with all logits at once. Return new leaves, log-probabilities and entropies."""
     hidden, weight, bias = (None if x is None else x.detach().double().requires_grad_() for x in leaves)
     assert hidden is not None and weight is not None
     z = hidden @ weight.T
@@ -44,7 +44,7 @@ def ragged_cache(
     heads: int, key_heads: int, *, width: int, lengths: list[int], capacity: int, dtype: torch.dtype = torch.float32,
     of_values: int | None = None, **extras: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Arguments of decode_attention: slots in disorder, NaN wherever a sequence has no token, prompts of no tokens."""
+    """Return arguments of decode_attention: shuffled slots, NaN at unused positions, and no prompt tokens."""
     torch.manual_seed(heads + capacity)
     batch, slots = len(lengths), len(lengths) + 2
     keys = torch.randn(slots, key_heads, capacity, width)
@@ -64,16 +64,18 @@ def ragged_cache(
 
 
 def no_prompts(keys: Tensor, values: Tensor, batch: int) -> Prompts:
-    """A cache of prompts with one slot, of which no sequence reads a token."""
+    """Return a prompt cache with one slot from which no sequence reads."""
     zeros = torch.zeros(batch, dtype=torch.int64, device=keys.device)
     of_prompts = (cache[:1, :, :1].contiguous() for cache in (keys, values))
     return Prompts(*of_prompts, zeros, zeros, torch.arange(batch, device=keys.device))
 
 
 def with_prompts(case: dict[str, Any], firsts: list[int], kept: list[int], room: int) -> dict[str, Any]:
-    """A case of `ragged_cache` whose rows begin as their first row does, and the same with the first `kept` tokens of
-    each in a cache of prompts of `room` tokens, one slot for neighbours with the same first row: "joined" if they read
-    it together, "apart" if each reads it for itself.
+    """Move the beginning of each row of a `ragged_cache` case into a prompt cache.
+
+    Row i starts with the tokens of row firsts[i]. Its first kept[i] tokens go to a prompt cache of `room` tokens, in
+    one slot for all rows with the same first row. Return three cases with equal results: "alike" has all tokens in the
+    slots of the sequences, "joined" reads a shared prompt together, and "apart" reads it once for each row.
     """
     alike = {**case, "keys": case["keys"].clone(), "values": case["values"].clone()}
     of_prompts, own = {}, {}
@@ -90,18 +92,18 @@ def with_prompts(case: dict[str, Any], firsts: list[int], kept: list[int], room:
         alike[name][case["slots"]] = rows
     slots = 2 * torch.tensor(firsts, device=DEVICE) + 1
     rest = {"slots": slots, "lengths": torch.tensor(kept, device=DEVICE)}
-    joined, apart = (
+    joined, separate = (
         Prompts(**of_prompts, **rest, firsts=torch.tensor(rows, device=DEVICE)) for rows in (firsts, range(len(firsts)))
     )
     case = {**case, **own}
-    return {"alike": alike, "joined": {**case, "prompts": joined}, "apart": {**case, "prompts": apart}}
+    return {"alike": alike, "joined": {**case, "prompts": joined}, "apart": {**case, "prompts": separate}}
 
 
 def attention_in_float64(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, prompts: Prompts | None = None,
 ) -> Tensor:  # fmt: skip
-    """The definition, one sequence and one head after the other. All tokens are in the slots of the sequences."""
+    """Compute the definition for one sequence and head at a time. All tokens are in the slots of the sequences."""
     assert prompts is None or not bool(prompts.lengths.any())
     (batch, heads, _), group = query.shape, query.shape[1] // keys.shape[1]
     out = torch.zeros(batch, heads, values.shape[3], dtype=torch.float64, device=query.device)
@@ -120,7 +122,7 @@ def attention_in_float64(
 def probability_and_border(
     tokens: Tensor, logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor]:
-    """The filtered probability of each token, and the sum of the probabilities before it, float64, (B,) each."""
+    """Return the filtered probability of each token and the sum of the probabilities before it: (B,) each, float64."""
     p = (logits.double() / temperature).softmax(-1)
     order = torch.arange(p.shape[-1], device=p.device).expand_as(p)
     if top_k or top_p < 1:

@@ -1,4 +1,4 @@
-"""decode_attention, the torch path, against a loop in float64."""
+"""decode_attention's torch implementation against a loop in float64."""
 
 import pytest
 import torch

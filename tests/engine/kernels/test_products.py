@@ -1,4 +1,4 @@
-"""Linear layers in fp32 that use the C kernel: the numbers and gradients of nn.Linear in float64."""
+"""Values and gradients of fp32 linear layers that use the C kernel, against nn.Linear in float64."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from engine.kernels.products import WideLinear, product_of, uses_c, widen_linear
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Use the C kernel from a thousand operations on; without AVX-512 torch takes its place."""
+    """Use the C kernel from a thousand operations on, and record its calls. Without AVX-512, torch computes instead."""
     calls: list[int] = []
     inner = module.in_c.product
 
@@ -36,12 +36,12 @@ def test_values_and_gradients(shape: tuple[int, ...], bias: bool, calls: list[in
     expected = wide(x.double())
     upstream = torch.randn(expected.shape)
     widen_linears(layer)
-    found = layer(x)
-    gradients = torch.autograd.grad(found, [x, *layer.parameters()], upstream)
+    actual = layer(x)
+    gradients = torch.autograd.grad(actual, [x, *layer.parameters()], upstream)
     theirs = torch.autograd.grad(expected, [x, *wide.parameters()], upstream.double())
-    assert len(calls) == 3  # forward, and two products of backward
-    for mine, exact in zip([found, *gradients], [expected, *theirs], strict=True):
-        torch.testing.assert_close(mine.double(), exact.double(), atol=1e-5, rtol=1e-5)
+    assert len(calls) == 3  # one product of the forward and two of the backward
+    for value, exact in zip([actual, *gradients], [expected, *theirs], strict=True):
+        torch.testing.assert_close(value.double(), exact.double(), atol=1e-5, rtol=1e-5)
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -65,12 +65,12 @@ def test_small_products_and_other_precisions_use_pytorch() -> None:
 
 
 def test_only_plain_linear_layers_change() -> None:
-    class Own(nn.Linear):
+    class Subclass(nn.Linear):
         pass
 
-    model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Embedding(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Subclass(4, 4), nn.Embedding(4, 4))
     widen_linears(model)
-    assert [type(part) for part in model] == [WideLinear, Own, nn.Embedding]
+    assert [type(part) for part in model] == [WideLinear, Subclass, nn.Embedding]
 
 
 def test_products_are_written_to_out() -> None:

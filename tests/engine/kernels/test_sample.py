@@ -1,4 +1,4 @@
-"""`sample` in torch: the filtered distribution in float64, the edges of [0, 1), ties, NaN, transformers."""
+"""`sample` in torch against the filtered distribution in float64 and transformers' processors; edge cases."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def sample(logits: Tensor, uniforms: Tensor, **filters: Any) -> tuple[Tensor, Te
     [(1.0, 0, 1.0, 0.0), (0.6, 5, 1.0, 0.0), (0.8, 0, 0.7, 0.0), (1.3, 0, 1.0, 0.2), (0.9, 12, 0.95, 0.1)],
 )
 def test_tokens_follow_the_filtered_softmax(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """A grid of uniform numbers hits each token in proportion to its probability."""
+    """A grid of uniform numbers selects each token in proportion to its probability."""
     torch.manual_seed(1)
     logits = 1.5 * torch.randn(20)
     expected = filtered(logits, temperature, top_k, top_p, min_p)
@@ -44,7 +44,7 @@ def test_tokens_follow_the_filtered_softmax(temperature: float, top_k: int, top_
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The distribution by definition, float64, token by token."""
+    """Compute the filtered distribution by its definition, token by token in float64."""
     scaled = (logits.double() / temperature).tolist()
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
     order = order[:top_k] if top_k else order
@@ -70,7 +70,7 @@ def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p
     ],
 )
 def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str, Any]) -> None:
-    """In the order of `generate`."""
+    """The processors run in the order of transformers' `generate`."""
     torch.manual_seed(2)
     logits, ids, ends = 2 * torch.randn(1, 60), torch.tensor([[3, 9, 9, 41, 17]]), [4, 8, 50]
     logits[0, [3, 4, 50]] = torch.tensor([6.0, 7.0, 5.0])
@@ -90,7 +90,7 @@ def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str
 @pytest.mark.parametrize("size", [4095, 5000, 50257])
 @pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_p": 0.9, "temperature": 1.5}], ids=str)
 def test_large_vocabularies_are_inverted_as_in_float64(size: int, filters: dict[str, Any]) -> None:
-    """Vocabularies on either side of the size from which blocks are summed first."""
+    """The vocabularies are below and above the size from which sums are computed by blocks."""
     generator = torch.Generator().manual_seed(size)
     logits = 3 * torch.randn(16, size, generator=generator)
     logits[:, ::7] = float("-inf")
@@ -129,7 +129,7 @@ def test_a_row_with_nan_has_a_nan_logprob() -> None:
 
 
 def test_a_row_does_not_depend_on_other_rows() -> None:
-    """A flat row makes top-p sort the vocabulary of all rows."""
+    """A flat distribution in one row makes top-p sort the vocabulary of all rows."""
     logits, uniforms = 6 * torch.randn(7, 9001), torch.rand(7)
     logits[3] = 0.0
     for filters in ({}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}):
@@ -138,8 +138,8 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
         assert torch.equal(together, torch.cat(single, 1))
 
 
-def test_views_fp16_no_rows_and_bad_shapes() -> None:
-    """The public name."""
+def test_views_fp16_empty_batches_and_wrong_shapes() -> None:
+    """Test the public function."""
     wide, uniforms = torch.randn(3, 600), torch.tensor([[0.1, 9.0], [0.5, 9.0], [0.9, 9.0]])[:, 0]
     for view in (wide[:, 7:500], wide.T.contiguous().T):
         assert torch.equal(kernels.sample(view, uniforms)[1], kernels.sample(view.clone(), uniforms.clone())[1])

@@ -1,4 +1,4 @@
-"""token_logprobs against float64 autograd, with its own upstream gradient for every token and both outputs."""
+"""token_logprobs against float64 autograd, with random upstream gradients for both outputs."""
 
 import importlib
 from itertools import pairwise
@@ -43,7 +43,7 @@ def test_values_and_gradients_match_float64(
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_one_output_alone_gives_its_own_gradient(which: int) -> None:
+def test_gradients_of_a_single_output(which: int) -> None:
     leaves = make(11, 29, 8)
     targets, upstream = torch.randint(29, (11,)), torch.randn(11)
     token_logprobs(leaves[0], leaves[1], targets)[which].backward(upstream)
@@ -56,7 +56,7 @@ def test_one_output_alone_gives_its_own_gradient(which: int) -> None:
 
 @pytest.mark.parametrize("width", [300, 37])
 def test_bf16_keeps_its_logits_in_fp32(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Rounding logits to bf16 errs by about 1e-2; fp32 accumulation of bf16 inputs by about 1e-6."""
+    """Logits rounded to bf16 have errors of about 1e-2. fp32 sums of bf16 inputs have errors of about 1e-6."""
     monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * width})
     leaves = make(64, 1000, 96, dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def test_bf16_keeps_its_logits_in_fp32(monkeypatch: pytest.MonkeyPatch, width: i
         assert mine is not None and theirs is not None and mine.grad is not None and theirs.grad is not None
         assert mine.grad.dtype == torch.bfloat16
         close(mine.grad, theirs.grad, 8e-3)  # bf16 has 8 bits
-    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "the setting was not put back"
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "the setting was not restored"
 
 
 def test_frozen_head_gets_no_gradient() -> None:
@@ -80,13 +80,13 @@ def test_frozen_head_gets_no_gradient() -> None:
     assert hidden.grad is not None and weight.grad is None
 
 
-def test_no_more_than_a_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
     product = Products.__call__
 
     def watched(self: Products, a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
         result = product(self, a, b, room)
-        if a.shape == (64, 8):  # hidden x head, forward and again in backward
+        if a.shape == (64, 8):  # hidden x head, in the forward and again in the backward
             widths.append(result.shape[1])
         return result
 
@@ -95,13 +95,13 @@ def test_no_more_than_a_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * 100})
     hidden, weight, _ = make(64, 1050, 8)
     logprobs, _ = token_logprobs(hidden, weight, torch.randint(1050, (64,)))
-    kept = [t for t in logprobs.grad_fn.saved_tensors if t is not None and t.dtype == torch.float32]  # type: ignore[union-attr]
-    assert max(t.numel() for t in kept) == weight.numel(), "something as large as the logits is kept for backward"
+    saved = [t for t in logprobs.grad_fn.saved_tensors if t is not None and t.dtype == torch.float32]  # type: ignore[union-attr]
+    assert max(t.numel() for t in saved) == weight.numel(), "a tensor as large as the logits is saved for the backward"
     logprobs.sum().backward()
     assert len(widths) == 22 and max(widths) <= 100 and sum(widths) == 2 * 1050
 
 
-def test_real_sizes_are_cut() -> None:
+def test_logits_of_real_sizes_are_computed_in_blocks() -> None:
     blocks = kernel._blocks(torch.empty(2048, 1), torch.empty(50272, 1))
     assert blocks[0][0] == 0 and blocks[-1][1] == 50272
     assert all(a[1] == b[0] for a, b in pairwise(blocks))
@@ -142,7 +142,7 @@ def all_rows(dtype: torch.dtype, bias: bool) -> tuple[tuple[Tensor, Tensor, Tens
 
 
 def on_rank() -> list[list[Tensor]]:
-    """Per case: log-probabilities, entropies, gradients of hidden, rows and bias; uneven shards."""
+    """Return log-probabilities, entropies and gradients of hidden, rows and bias for each case. Shards are uneven."""
     torch.set_num_threads(1)
     first, last = ((0, 200), (200, VOCABULARY))[dist.world().rank]
     shard = VocabularyShard(first, collectives.all_reduce_max, collectives.all_reduce_sum)

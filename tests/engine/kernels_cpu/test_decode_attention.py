@@ -1,4 +1,4 @@
-"""decode_attention in C against the definition in float64, and what it does around it for the slot cache."""
+"""decode_attention in C against the definition in float64, and its writes to the slot cache."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, slots: Tensor, lengths: Tensor, scale: float,
     **extras: Any,
 ) -> Tensor:  # fmt: skip
-    """(B, H, Dv) by the kernel, which writes the last token of each row where it is already."""
+    """Call the kernel and return (B, H, Dv). The last token of each row, which the kernel writes, is in the cache."""
     attention = host.SlotAttention(prompts.keys, prompts.values, keys, values, scale=scale, **extras)
     last = (lengths - 1 - prompts.lengths).clamp(min=0)
     new = [cache[slots, :, last].transpose(0, 1)[None] for cache in (keys, values)]
@@ -60,13 +60,13 @@ def test_matches_a_loop_in_float64(
 
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads() -> None:
     case = ragged_cache(6, 2, width=32, lengths=LONG, capacity=701, dtype=torch.bfloat16)
-    before, whole = torch.get_num_threads(), attend(**case)
+    before, full = torch.get_num_threads(), attend(**case)
     try:
         torch.set_num_threads(1)
         for row in range(len(LONG)):
-            alone = {name: case[name][row : row + 1] for name in ("query", "slots", "lengths")}
+            single = {name: case[name][row : row + 1] for name in ("query", "slots", "lengths")}
             prompts = no_prompts(case["keys"], case["values"], 1)
-            assert torch.equal(attend(**{**case, **alone, "prompts": prompts})[0], whole[row])
+            assert torch.equal(attend(**{**case, **single, "prompts": prompts})[0], full[row])
     finally:
         torch.set_num_threads(before)
 
@@ -78,16 +78,16 @@ def test_mixed_precisions_are_refused() -> None:
 
 
 def strided(*shape: int, dtype: torch.dtype) -> Tensor:
-    """(1, heads, N, size) as a joint product of queries, keys and values leaves it."""
+    """Return (1, heads, N, size) with the strides that a fused qkv product gives."""
     heads, tokens, size = shape
-    whole = torch.randn(tokens, 3 * heads * size).to(dtype)
-    return whole[:, heads * size : 2 * heads * size].view(1, tokens, heads, size).transpose(1, 2)
+    full = torch.randn(tokens, 3 * heads * size).to(dtype)
+    return full[:, heads * size : 2 * heads * size].view(1, tokens, heads, size).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[9, 4, 30], [300, 257, 513]])
-def test_tokens_are_written_before_they_are_seen(dtype: torch.dtype, lengths: list[int], threads: int) -> None:
-    """The model's tensors are views of a joint product; the first row has its first two tokens in a prompt slot."""
+def test_tokens_are_written_before_they_are_attended_to(dtype: torch.dtype, lengths: list[int], threads: int) -> None:
+    """The tensors are views of a fused qkv product. The first two tokens of the first row are in a prompt slot."""
     torch.manual_seed(0)
     keys, values = torch.randn(5, 2, 520, 16).to(dtype), torch.randn(5, 2, 520, 8).to(dtype)
     prompts = Prompts(
@@ -97,7 +97,7 @@ def test_tokens_are_written_before_they_are_seen(dtype: torch.dtype, lengths: li
         torch.tensor([2, 0, 0]),
         torch.tensor([0, 1, 1]),
     )
-    slots, ends, places = (
+    slots, ends, positions = (
         torch.tensor([4, 0, 2]),
         torch.tensor(lengths),
         [lengths[0] - 3, *(n - 1 for n in lengths[1:])],
@@ -105,8 +105,8 @@ def test_tokens_are_written_before_they_are_seen(dtype: torch.dtype, lengths: li
     query, key, value = (strided(h, 3, n, dtype=dtype) for h, n in ((4, 16), (2, 16), (2, 8)))
     right_keys, right_values = keys.clone(), values.clone()
     for row in range(3):
-        right_keys[slots[row], :, places[row]] = key[0, :, row]
-        right_values[slots[row], :, places[row]] = value[0, :, row]
+        right_keys[slots[row], :, positions[row]] = key[0, :, row]
+        right_values[slots[row], :, positions[row]] = value[0, :, row]
     attention = host.SlotAttention(prompts.keys, prompts.values, keys, values, scale=0.3)
     out = attention(query, key, value, host.addresses(slots, ends, *prompts[2:]))
     assert torch.equal(keys, right_keys) and torch.equal(values, right_values)
@@ -123,7 +123,7 @@ LENGTHS, KEPT, FIRSTS = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "extras"), [((4, 4), {}), ((6, 2), {"window": 284}), ((6, 2), {"softcap": 2.0})])
-def test_a_shared_prompt_is_read_once_and_gives_the_same_bits(
+def test_a_shared_prompt_gives_the_same_bits(
     dtype: torch.dtype, heads: tuple[int, int], extras: dict, threads: int
 ) -> None:
     case = ragged_cache(*heads, width=20, of_values=24, lengths=LENGTHS, capacity=301, dtype=dtype, **extras)

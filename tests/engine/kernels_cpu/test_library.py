@@ -1,4 +1,4 @@
-"""C kernels are compiled once, for this machine, and done without where they can't be."""
+"""C kernels are compiled once for each machine. Without a compiler, PyTorch computes instead."""
 
 import ctypes
 import os
@@ -37,23 +37,23 @@ def openmp_libraries() -> set[str]:
     return {path for path in loaded if "libgomp" in path or "libiomp5" in path}
 
 
-def kept(folder: Path) -> list[Path]:
+def cached_files(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "zerochat" / "kernels").iterdir())
 
 
-library = module.library.__wrapped__  # what is kept for the kernels of this process stays as it is
-# Workers import this module too: a compilation at import would write into the folder of a test.
+library = module.library.__wrapped__  # the uncached function: this process's cache of kernels stays unchanged
+# Workers import this module too. A compilation at import would write into the folder of a test.
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CC") or "cc") is None, reason="no C compiler")
 
 
 @needs_compiler
 def test_a_file_is_compiled_once_and_runs_on_pytorchs_threads(folder: Path) -> None:
     before = openmp_libraries()
-    found = library("answer")
-    assert isinstance(found, ctypes.CDLL) and found.answer() == 42
-    (made,) = kept(folder)
-    time = made.stat().st_mtime_ns
-    assert library("answer").answer() == 42 and made.stat().st_mtime_ns == time
+    actual = library("answer")
+    assert isinstance(actual, ctypes.CDLL) and actual.answer() == 42
+    (compiled,) = cached_files(folder)
+    time = compiled.stat().st_mtime_ns
+    assert library("answer").answer() == 42 and compiled.stat().st_mtime_ns == time
     assert openmp_libraries() == before
 
 
@@ -61,7 +61,7 @@ def test_a_file_is_compiled_once_and_runs_on_pytorchs_threads(folder: Path) -> N
 def test_another_source_is_another_file(folder: Path) -> None:
     assert library("answer").answer() == 42
     (folder / "answer.c").write_text(SOURCE.replace("21", "3"))
-    assert library("answer").answer() == 6 and len(kept(folder)) == 2
+    assert library("answer").answer() == 6 and len(cached_files(folder)) == 2
 
 
 @needs_compiler
@@ -70,34 +70,34 @@ def test_another_header_is_another_file(folder: Path) -> None:
         (folder / "number.h").write_text(f"enum {{ NUMBER = {number} }};")
         (folder / "answer.c").write_text('#include "number.h"\nint answer(void) { return NUMBER; }')
         assert library("answer").answer() == number
-    assert len(kept(folder)) == 2
+    assert len(cached_files(folder)) == 2
 
 
 @needs_compiler
-def test_what_a_compiler_wrote_before_it_failed_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_a_failed_compiler_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = folder / "compiler"
     compiler.write_text(f'#!/bin/sh\n{os.environ.get("CC") or "cc"} "$@"\nexit 1\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
-    assert library("answer") is None and kept(folder) == []
+    assert library("answer") is None and cached_files(folder) == []
 
 
 @needs_compiler
-def test_all_files_are_compiled_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_compiled_in_parallel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "other.c").write_text(SOURCE)
     (folder / "broken.c").write_text("int answer(void) {")
     monkeypatch.setattr(module, "library", library)
     module.load_libraries()
-    assert sorted(path.name.partition("-")[0] for path in kept(folder)) == ["answer", "other"]
+    assert sorted(path.name.partition("-")[0] for path in cached_files(folder)) == ["answer", "other"]
 
 
 @needs_compiler
-def test_exact_files_round_as_they_are_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_files_keep_the_order_of_sums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EXACT_LIBRARIES", ("answer",))
     (folder / "answer.c").write_text("float rest(float a, float b) { return (a + b) - a; }")
-    found = library("answer")
-    found.rest.argtypes, found.rest.restype = [ctypes.c_float, ctypes.c_float], ctypes.c_float
-    assert found.rest(1.0, 1e-9) == 0.0  # 1e-9 where the sum may be reordered
+    actual = library("answer")
+    actual.rest.argtypes, actual.rest.restype = [ctypes.c_float, ctypes.c_float], ctypes.c_float
+    assert actual.rest(1.0, 1e-9) == 0.0  # the result is 1e-9 if the compiler may reorder the sum
 
 
 @pytest.mark.parametrize("way", ["no compiler", "a compiler that fails", "switched off", "a source that is wrong"])
@@ -115,39 +115,40 @@ def test_without_a_compiler_there_is_none(folder: Path, monkeypatch: pytest.Monk
 
 
 @needs_compiler
-def test_a_folder_that_others_may_write_to_is_not_run_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_writable_by_others_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = folder / "cache" / "zerochat" / "kernels"
     shared.mkdir(parents=True)
     os.chmod(shared, 0o777)
     (passing := folder / "passing").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(passing))
     assert library("answer").answer() == 42
-    assert kept(folder) == [] and list(passing.iterdir()) == []  # what was made for this process alone is gone
+    assert cached_files(folder) == [] and list(passing.iterdir()) == []  # the private folder of this process is removed
 
 
 @needs_compiler
-def test_a_cache_on_a_full_disk_is_not_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_work_without_a_writable_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = folder / "compiler"
     compiler.write_text(
         f'#!/bin/sh\ncase "$*" in */zerochat/kernels/*) exit 1;; esac\nexec {os.environ.get("CC") or "cc"} "$@"\n'
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
-    assert library("answer").answer() == 42 and kept(folder) == []
+    assert library("answer").answer() == 42 and cached_files(folder) == []
 
 
 @needs_compiler
-def test_a_kept_file_that_is_broken_is_made_anew(folder: Path) -> None:
-    made = module._compiled(folder / "answer.c", module.FLAGS, module._kept())  # a process opens a name once
-    whole = made.stat().st_size
-    made.write_bytes(b"no library")
+def test_a_damaged_cached_file_is_compiled_again(folder: Path) -> None:
+    # Compile without loading, because a process loads each path only once.
+    compiled = module._compiled(folder / "answer.c", module.FLAGS, module._kept())
+    full = compiled.stat().st_size
+    compiled.write_bytes(b"no library")
     assert library("answer").answer() == 42
-    assert [file.stat().st_size for file in kept(folder)] == [whole]
+    assert [file.stat().st_size for file in cached_files(folder)] == [full]
 
 
 @needs_compiler
-def test_half_a_library_is_nobodys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is killed while its compiler writes. Loading what it left may end a process (SIGBUS)."""
+def test_an_incomplete_library_is_never_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is killed while its compiler writes. Loading the incomplete file could raise SIGBUS."""
     compiler, half = folder / "compiler", folder / "half"
     compiler.write_text(
         f'#!/bin/sh\n{os.environ.get("CC") or "cc"} "$@" || exit 1\n'
@@ -160,25 +161,25 @@ def test_half_a_library_is_nobodys(folder: Path, monkeypatch: pytest.MonkeyPatch
     while not half.exists():
         assert killed.poll() is None
         time.sleep(0.01)
-    assert [file for file in kept(folder) if file.suffix == ".so"] == []
-    assert library("answer").answer() == 42  # while the other is at it
+    assert [file for file in cached_files(folder) if file.suffix == ".so"] == []
+    assert library("answer").answer() == 42  # while the other process still compiles
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    (made,) = (file for file in kept(folder) if file.suffix == ".so")
-    assert library("answer").answer() == 42 and made.stat().st_size > 500
+    (compiled,) = (file for file in cached_files(folder) if file.suffix == ".so")
+    assert library("answer").answer() == 42 and compiled.stat().st_size > 500
 
 
 def load(folder: Path) -> None:
-    """Load the library in a process group of its own."""
+    """Load the library in a new process group."""
     os.setpgrp()
     module.HERE = folder
     assert library("answer").answer() == 42
 
 
 @needs_compiler
-def test_processes_that_compile_at_once_do_not_meet(folder: Path) -> None:
-    """Each finds whole files only, and one file stays."""
+def test_concurrent_compilations_do_not_interfere(folder: Path) -> None:
+    """Each process loads a complete file, and one file remains."""
     workers = [Worker(load, folder, environment={}) for _ in range(3)]
     outputs = [worker.communicate()[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
-    assert len(kept(folder)) == 1
+    assert len(cached_files(folder)) == 1

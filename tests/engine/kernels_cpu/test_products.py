@@ -1,4 +1,4 @@
-"""Products with fp32 sums in C: those of float64, for any strides; a row is the same whatever is computed with it."""
+"""Products with fp32 sums in C against float64, for any strides. A row's result does not depend on other rows."""
 
 from collections.abc import Iterator
 
@@ -25,34 +25,34 @@ def _threads() -> Iterator[None]:
 
 
 def turned(matrix: Tensor) -> Tensor:
-    """The same numbers, columns side by side."""
+    """Return the same matrix stored by columns."""
     return matrix.T.contiguous().T
 
 
 def padded(matrix: Tensor) -> Tensor:
-    """The same numbers, rows further apart than they are long."""
+    """Return the same matrix with a leading dimension larger than its width."""
     wide = torch.full((len(matrix), matrix.shape[1] + 6), 7.0, dtype=matrix.dtype)
     wide[:, : matrix.shape[1]] = matrix
     return wide[:, : matrix.shape[1]]
 
 
 def spread(matrix: Tensor) -> Tensor:
-    """The same numbers, none beside another."""
+    """Return the same matrix without any contiguous elements."""
     return matrix.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2]
 
 
-def close(found: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    """As near to float64 as fp32 sums of so many terms are."""
+def close(actual: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """Compare with float64 within the rounding of fp32 sums of that many terms."""
     exact = a.double() @ b.double() + (0 if bias is None else bias.double())
     slack = 1e-6 * (a.double().abs() @ b.double().abs() + (0 if bias is None else bias.double().abs()))
-    assert found.dtype == torch.float32
-    assert bool(((found.double() - exact).abs() <= slack).all())
+    assert actual.dtype == torch.float32
+    assert bool(((actual.double() - exact).abs() <= slack).all())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=in_bf16)])
-def test_products_are_those_of_float64(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
+def test_products_equal_float64(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     m, k, n = shape
@@ -63,18 +63,18 @@ def test_products_are_those_of_float64(shape: tuple[int, int, int], dtype: torch
             close(product(left, right, bias), a, b, bias)
 
 
-def test_a_row_is_the_same_whatever_is_computed_with_it() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(230, 500), torch.randn(500, 90)
-    alone = torch.cat([product(row[None], b) for row in a])
+    single = torch.cat([product(row[None], b) for row in a])
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(product(a, b), alone)
-        assert torch.equal(product(a[17:], b[:, :70]), alone[17:, :70])
-        assert torch.equal(product(turned(a), turned(b)), alone)
+        assert torch.equal(product(a, b), single)
+        assert torch.equal(product(a[17:], b[:, :70]), single[17:, :70])
+        assert torch.equal(product(turned(a), turned(b)), single)
 
 
-def test_into_room_and_nothing_beside_it() -> None:
+def test_output_is_written_only_inside_its_bounds() -> None:
     a, b = torch.randn(13, 20), torch.randn(20, 70)
     around = torch.full((15, 80), 3.0)
     room = around[1:14, 5:75]
@@ -84,21 +84,21 @@ def test_into_room_and_nothing_beside_it() -> None:
     assert bool((around == 3.0).all())
 
 
-def test_no_rows_and_no_terms() -> None:
+def test_empty_products() -> None:
     assert product(torch.ones(0, 4), torch.ones(4, 3)).shape == (0, 3)
     assert torch.equal(product(torch.ones(2, 0), torch.ones(0, 3), torch.arange(3.0)), torch.arange(3.0).expand(2, 3))
     assert not product(torch.ones(2, 0), torch.ones(0, 3)).any()
 
 
 @in_bf16
-def test_products_of_the_head_take_it_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_the_head_use_the_kernel_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.dtype] = []
     inner = product
     monkeypatch.setattr(kernels_products, "is_intel", lambda: False)
     monkeypatch.setattr(products, "product", lambda a, b, out=None: calls.append(a.dtype) or inner(a, b, out=out))
     hidden, weight = torch.randn(9, 64).to(BF16), torch.randn(33, 64).to(BF16)
-    made = Products(hidden, weight)
-    close(made(made.operand(hidden), made.operand(weight).T), hidden, weight.T, None)
-    odd = Products(hidden[:, :63], weight[:, :63])  # its last number has no neighbour: by PyTorch
+    head = Products(hidden, weight)
+    close(head(head.operand(hidden), head.operand(weight).T), hidden, weight.T, None)
+    odd = Products(hidden[:, :63], weight[:, :63])  # the kernel reads pairs of numbers, so PyTorch computes odd widths
     close(odd(odd.operand(hidden[:, :63]), odd.operand(weight[:, :63]).T), hidden[:, :63], weight[:, :63].T, None)
     assert calls == [BF16]

@@ -1,7 +1,7 @@
-"""Triton's interpreter runs the kernels where there is no GPU; where there is one, the tests run them compiled.
+"""Run the kernels in Triton's interpreter on machines without a GPU, and compiled on machines with one.
 
-Triton decides when a function is declared, its own included, so Triton and the kernels are imported under the switch
-here, anew if something of the test session imported Triton before; then the switch is put back.
+Triton chooses the interpreter when a function is declared. So Triton and the kernels are imported (again, if necessary)
+while TRITON_INTERPRET is set. Then the variable gets its old value.
 """
 
 import importlib
@@ -19,12 +19,12 @@ WITH_TRITON = ("token_logprobs", "decode_attention", "sample")
 
 def import_for_the_interpreter() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
-        if not name.startswith("triton._C"):  # compiled, and loads only once
+        if not name.startswith("triton._C"):  # a compiled module, which loads only once
             del sys.modules[name]
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        importlib.import_module("tests.engine.kernels_triton.interpreter").mend()
+        importlib.import_module("tests.engine.kernels_triton.interpreter").patch_interpreter()
         for name in WITH_TRITON:
             importlib.import_module(f"engine.kernels_triton.{name}")
     finally:
@@ -33,7 +33,7 @@ def import_for_the_interpreter() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there is a GPU the kernels' tests are tests of the GPU."""
+    """Mark the tests of the kernels as GPU tests on machines with a GPU."""
     if torch.cuda.is_available():
         for item in items:
             if item.path.parent == HERE and item.path.name != "test_compile.py":

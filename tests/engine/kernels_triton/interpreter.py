@@ -30,14 +30,14 @@ def widen(operand: Any) -> Any:
 
 
 def rounded(numbers: Any) -> Any:
-    """The bits of fp32 numbers (numpy) as bf16."""
+    """Return the bits of numpy's fp32 numbers, rounded to bf16."""
     bits = numbers.astype(np.float32).view(np.uint32)
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(numbers), np.uint16(0x7FC0), nearest)
 
 
-def mend() -> None:
-    _mend_bf16()
+def patch_interpreter() -> None:
+    _patch_bf16()
     _patch_once_a_module()
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -45,7 +45,7 @@ def mend() -> None:
     _pass_equal_shapes()
 
 
-def _mend_bf16() -> None:
+def _patch_bf16() -> None:
     builder = interpreter.InterpreterBuilder
     dot = builder.create_dot
 
@@ -76,12 +76,12 @@ def _patch_once_a_module() -> None:
 
 
 def _cache_types() -> None:
-    plain, found = interpreter._get_np_dtype, dict[str, Any]()
+    plain, actual = interpreter._get_np_dtype, dict[str, Any]()
 
     def get_np_dtype(of: Any) -> Any:
-        if of.name not in found:
-            found[of.name] = plain(of)
-        return found[of.name]
+        if of.name not in actual:
+            actual[of.name] = plain(of)
+        return actual[of.name]
 
     @cache
     def shape_and_size(shape: tuple[int, ...]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_kernels_compile_and_fit() -> None:
-    """In a process of its own: this process declares the kernels for Triton's interpreter."""
+    """Compile in another process, because this process declares the kernels for Triton's interpreter."""
     command = [sys.executable, "-m", "tests.engine.kernels_triton.variants"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -8,7 +8,7 @@ from engine.kernels_triton import decode_attention as kernel
 from engine.kernels_triton.device import Card
 from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache, with_prompts
 
-# Of values of about 1; bf16 rounds weights and results, and a GPU's exponential is good to 2^-22.
+# For values of about 1. bf16 rounds weights and results. A GPU's exponential has errors of 2^-22.
 TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -26,7 +26,7 @@ def test_matches_float64(dtype: torch.dtype, heads: tuple[int, int], extras: dic
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [1, 3, 8])
-def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int, dtype: torch.dtype) -> None:
+def test_splits_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, splits: int, dtype: torch.dtype) -> None:
     monkeypatch.setattr(kernel, "_splits", lambda *args: splits)
     case = ragged_cache(2, 1, width=16, lengths=[2, 33, 0, 199], capacity=256, dtype=dtype)
     ours = kernel.decode_attention(**case)
@@ -35,7 +35,9 @@ def test_splits_do_not_matter(monkeypatch: pytest.MonkeyPatch, splits: int, dtyp
 
 
 @pytest.mark.parametrize(("width", "keys_a_step"), [(256, 64), (300, 32)])
-def test_heads_that_are_wide_for_a_small_card(width: int, keys_a_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_heads_on_a_gpu_with_little_shared_memory(
+    width: int, keys_a_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = Card(86, 99 * 1024)
     assert kernel.launch_options(width, width, 2, torch.bfloat16, on=small)["BT"] == keys_a_step
     monkeypatch.setattr(kernel, "card", lambda device: small)
@@ -44,8 +46,8 @@ def test_heads_that_are_wide_for_a_small_card(width: int, keys_a_step: int, monk
     torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[torch.bfloat16], rtol=0)
 
 
-# Of 13 rows 11 read one prompt, one of them having ended, another to its last token but one; two read others. In tiles
-# for 16 and for 8 sequences, and for 4 and for 2.
+# 11 of 13 rows read one prompt: one row has ended, and one reads all but the last prompt token. Two rows read other
+# prompts. The cases use tiles for 16, 8, 4 and 2 sequences.
 FIRSTS = [0] * 11 + [11, 12]
 KEPT = [150, 150, 149, 150, 150, 150, 150, 150, 150, 149, 150, 40, 0]
 LENGTHS = [151, 290, 150, 220, 0, 163, 151, 200, 155, 150, 162, 111, 30]
@@ -60,8 +62,8 @@ LENGTHS = [151, 290, 150, 220, 0, 163, 151, 200, 155, 150, 162, 111, 30]
         (torch.bfloat16, (12, 1), {"softcap": 2.0}),
     ],
 )
-def test_prompts_that_several_read(dtype: torch.dtype, heads: tuple[int, int], extras: dict) -> None:
-    """Read once for all, by each for itself, and by the torch path: what a cache of their own would give."""
+def test_shared_prompts(dtype: torch.dtype, heads: tuple[int, int], extras: dict) -> None:
+    """Reads that are shared, separate, or by the torch implementation equal those of separate caches."""
     case = ragged_cache(*heads, width=20, of_values=24, lengths=LENGTHS, capacity=300, dtype=dtype, **extras)
     split = with_prompts(case, FIRSTS, KEPT, room=160)
     right = attention_in_float64(**split["alike"])
@@ -74,12 +76,12 @@ def test_prompts_that_several_read(dtype: torch.dtype, heads: tuple[int, int], e
 def test_caches_may_be_views() -> None:
     case = ragged_cache(4, 2, width=16, lengths=[40, 9], capacity=48)
     plain = kernel.decode_attention(**case)
-    for name in ("keys", "values"):  # as (S, T, Hkv, D) in memory
+    for name in ("keys", "values"):  # stored as (S, T, Hkv, D)
         case[name] = case[name].transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(kernel.decode_attention(**case), plain)
 
 
-def test_one_long_sequence_fills_the_card_and_short_ones_stay_whole() -> None:
+def test_only_long_sequences_are_split() -> None:
     assert kernel._splits(8, 32768, 64, 132) == 32
     assert kernel._splits(8 * 256, 4096, 64, 132) == 1
     assert kernel._splits(1, 100, 64, 132) == 1

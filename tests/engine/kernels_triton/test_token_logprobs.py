@@ -64,7 +64,7 @@ def test_rows_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_one_output_alone_gives_its_own_gradient(which: int) -> None:
+def test_gradients_of_a_single_output(which: int) -> None:
     hidden, weight = (x.detach().to(DEVICE).requires_grad_() for x in make(11, 129, 24)[:2] if x is not None)
     targets, upstream = torch.randint(129, (11,), device=DEVICE), torch.randn(11, device=DEVICE)
     token_logprobs(hidden, weight, targets)[which].backward(upstream)

@@ -1,4 +1,4 @@
-"""Activations against the tensors that autograd saves."""
+"""Predicted activation bytes against the tensors that autograd saves."""
 
 from dataclasses import replace
 from functools import partial
@@ -53,11 +53,11 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
         positions = torch.arange(64).expand(3, -1)
         mask: Tensor | None = torch.ones(64, 64, dtype=torch.bool).tril().expand(3, 1, 64, 64)
         if family in ("opt", "gpt2"):
-            mask = None  # with a mask, the CPU's attention writes its output by heads
+            mask = None  # with a mask, the CPU's attention stores its output by heads
         body(input_ids=positions, position_ids=positions, attention_mask=mask, use_cache=False)
-    found = activations(shape, tokens=3 * 64, length=64, dtype="fp32")
-    assert found.total(checkpointing=False) == pytest.approx(sum(saved.values()), rel=0.05)
-    assert found.block_input == 3 * 64 * 64 * 4
+    actual = activations(shape, tokens=3 * 64, length=64, dtype="fp32")
+    assert actual.total(checkpointing=False) == pytest.approx(sum(saved.values()), rel=0.05)
+    assert actual.block_input == 3 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
     ],
 )
 def test_one_block_is_half_of_two(family: str, fields: dict[str, Any]) -> None:
-    """Kinds of layers listed for one block, masks of another form, products by expert: all can be counted."""
-    found = []
+    """The count supports lists of layer types, other mask formats and experts."""
+    results = []
     for blocks in (1, 2):
         config = AutoConfig.for_model(family, **{**SMALL, "num_hidden_layers": blocks, **fields})
-        found.append(activations(measure_shape(family, config, None), tokens=64, length=64, dtype="fp32"))
-    assert found[0].block == found[1].block >= 64 * 64 * 4 and found[0].outside == found[1].outside
+        results.append(activations(measure_shape(family, config, None), tokens=64, length=64, dtype="fp32"))
+    assert results[0].block == results[1].block >= 64 * 64 * 4 and results[0].outside == results[1].outside
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
@@ -98,7 +98,7 @@ def test_a_prefill_stays_below_its_prediction(family: str) -> None:
 
 
 def test_graphs_hold_a_block_and_the_logits_of_a_step() -> None:
-    """Worked out by hand for 64 sequences and two sampling settings, in bf16; 32 layers of 4,096 and 14,336."""
+    """Compare with sums by hand: 64 sequences, two sampling settings, bf16, 32 layers of widths 4,096 and 14,336."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8, vocab_size=128256
     )
@@ -106,7 +106,7 @@ def test_graphs_hold_a_block_and_the_logits_of_a_step() -> None:
     shape = measure_shape("llama-8b", config)
     predicted = generation_bytes(shape, Workload(), load, is_split=False, resident=0)
     logits = 2 * 64 * 128256 * 2
-    inner = 2 * 64 * 3 * 14336 * 2  # the MLP's gate, up projection and product exist at a time
+    inner = 2 * 64 * 3 * 14336 * 2  # the MLP's gate, up projection and product exist at the same time
     assert logits + inner < predicted["decode_graphs"] < logits + 3 * inner
     streamed = generation_bytes(shape, Workload(), replace(load, stream=True), is_split=False, resident=0)
     assert streamed["decode_graphs"] == 0

@@ -1,4 +1,4 @@
-"""Predicted seconds against sums worked out by hand, the rates of the table, and those that are measured."""
+"""Predicted seconds against sums by hand, rates of the GPU table, and measured rates."""
 
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,10 @@ def model(shape: ModelShape, *, ranks: int = 1, tokens: int = 400, is_gpu: bool 
 def test_communication_by_stage() -> None:
     shape = llama()
     compute = 400 * (4 * shape.block * 3e-9 + 1e-4)
-    once = 4 * shape.parameters * 1e-9  # an all-reduce; a gather or a reduce-scatter costs half of it
+    once = 4 * shape.parameters * 1e-9  # an all-reduce; a gather or a reduce-scatter costs half as much
     for stage, sent in enumerate((1.0, 1.0, 0.5 + 4 * 0.5, 4 * 1.5)):
-        found = model(shape, ranks=2, zero_stage=stage)
-        assert found.training_seconds() == pytest.approx(compute + sent * once)
+        actual = model(shape, ranks=2, zero_stage=stage)
+        assert actual.training_seconds() == pytest.approx(compute + sent * once)
         on_gpu = model(shape, ranks=2, zero_stage=stage, is_gpu=True)
         assert on_gpu.training_seconds() == pytest.approx(max(compute, sent * once))
 
@@ -65,14 +65,14 @@ def test_offloaded_states_are_read_and_written() -> None:
 def test_checkpointing_scoring_and_generation() -> None:
     shape = llama()
     forward = 400 * 4 * shape.block * 1e-9
-    found = model(shape, activation_checkpointing=True)
-    assert found.training_seconds(head_share=0.5) == pytest.approx(4 * forward + 400 * 0.5 * 1e-4)
-    assert found.scoring_seconds(head_share=0.5) == pytest.approx(forward + 400 * 0.5 * 1e-4 / 3)
-    wanted = 0.9 * forward + 20 * (4 * shape.block * 1e-7 + 2 * 1e-4 / 3)
-    assert found.generation_seconds(steps=20, slots=2, prompt_share=0.9) == pytest.approx(wanted)
+    actual = model(shape, activation_checkpointing=True)
+    assert actual.training_seconds(head_share=0.5) == pytest.approx(4 * forward + 400 * 0.5 * 1e-4)
+    assert actual.scoring_seconds(head_share=0.5) == pytest.approx(forward + 400 * 0.5 * 1e-4 / 3)
+    expected = 0.9 * forward + 20 * (4 * shape.block * 1e-7 + 2 * 1e-4 / 3)
+    assert actual.generation_seconds(steps=20, slots=2, prompt_share=0.9) == pytest.approx(expected)
     cache = 20 * 2 * 300 * (2 * 4 * 2 * 8 * 4) * 1e-11  # keys and values of 4 layers, 2 heads of 8 numbers in fp32
-    long = found.generation_seconds(steps=20, slots=2, prompt_share=0.9, context=300)
-    assert long == pytest.approx(wanted + cache)
+    long = actual.generation_seconds(steps=20, slots=2, prompt_share=0.9, context=300)
+    assert long == pytest.approx(expected + cache)
 
 
 def test_sequence_groups_share_tokens_and_pipelines_share_blocks() -> None:
@@ -100,21 +100,21 @@ def test_rates_are_measured_on_two_ranks() -> None:
     first, second = run_ranks(measured, 2)
     assert all(first[name] > 0 for name in ("forward", "backward", "decode", "head", "adam", "all_reduce", "disk"))
     assert first["copy"] == 0
-    assert first["forward"] == second["forward"], "every rank has the rates of the slowest"
+    assert first["forward"] == second["forward"], "every rank must use the rates of the slowest rank"
 
 
 def test_rates_of_a_data_sheet() -> None:
-    """An A100 (312 TFLOPS, 2,039 GB/s, 300 GB/s) reaches 40 % and 60 % of its peaks; machines have a network."""
+    """An A100 (312 TFLOPS, 2,039 GB/s, 300 GB/s) reaches 40 % of its compute peak and 60 % of its bandwidths."""
     shape = llama()
-    found = tabulated_rates(GPUS["a100"], shape, dtype="bf16", ranks=8)
-    assert found.forward == pytest.approx(2 / 124.8e12, rel=1e-6, abs=0) and found.backward == 2 * found.forward
-    assert found.head == pytest.approx(6 * 96 * 32 / 124.8e12, rel=1e-6, abs=0)
-    assert found.decode == pytest.approx(2 / 1223.4e9, rel=1e-6, abs=0) and found.adam == pytest.approx(
+    actual = tabulated_rates(GPUS["a100"], shape, dtype="bf16", ranks=8)
+    assert actual.forward == pytest.approx(2 / 124.8e12, rel=1e-6, abs=0) and actual.backward == 2 * actual.forward
+    assert actual.head == pytest.approx(6 * 96 * 32 / 124.8e12, rel=1e-6, abs=0)
+    assert actual.decode == pytest.approx(2 / 1223.4e9, rel=1e-6, abs=0) and actual.adam == pytest.approx(
         28 / 1223.4e9, rel=1e-6, abs=0
     )
-    assert found.all_reduce == pytest.approx(2 / 300e9, rel=1e-6, abs=0)
+    assert actual.all_reduce == pytest.approx(2 / 300e9, rel=1e-6, abs=0)
     many = tabulated_rates(GPUS["a100"], shape, dtype="fp32", ranks=16)
     assert many.all_reduce == pytest.approx(2 / 50e9, rel=1e-6, abs=0) and many.forward == pytest.approx(
-        16 * found.forward, rel=1e-6, abs=0
+        16 * actual.forward, rel=1e-6, abs=0
     )
-    assert many.decode == pytest.approx(2 * found.decode, rel=1e-6, abs=0)
+    assert many.decode == pytest.approx(2 * actual.decode, rel=1e-6, abs=0)

@@ -1,4 +1,4 @@
-"""Bytes of a pipeline rank: predicted, and measured by the tracker while it trains."""
+"""Predicted bytes of a pipeline rank against sums by hand and against the tracker's measurements in training."""
 
 from typing import Any
 
@@ -42,17 +42,17 @@ def predicted(family: str, layout: dict[str, Any]) -> list[dict[str, int]]:
     return pipeline_training_bytes(shape(family), work(layout))
 
 
-def heights() -> list[dict[str, int]]:
+def measure_peaks() -> list[dict[str, int]]:
     torch.set_num_threads(1)
-    found = []
+    results = []
     for family, layout in CASES:
         config = EngineConfig(**({"dtype": "fp32", "pipeline_parallel": 2} | layout))
         engine = initialize(model(family), config, optimizer=OptimizerConfig(lr=1e-3))
         for step in range(2):
             ids = torch.randint(0, 96, (MANY, ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
             engine.update(list(ids), loss_of, MANY * ROWS * (LENGTH - 1))
-        found.append(engine.memory_tracker.peaks["train"])
-    return found
+        results.append(engine.memory_tracker.peaks["train"])
+    return results
 
 
 def test_stages_by_hand() -> None:
@@ -68,10 +68,10 @@ def test_stages_by_hand() -> None:
         pipeline_stages(shape("opt"), 6)
 
 
-def test_the_first_ranks_keep_more_micro_batches() -> None:
+def test_first_ranks_hold_more_micro_batches() -> None:
     first, last = predicted("llama", {})
     one = activations(shape("llama"), tokens=ROWS * LENGTH, length=LENGTH, dtype="fp32", copies_output=True)
-    assert first["activations"] == 2 * 3 * one.block  # of two micro-batches, in three blocks
+    assert first["activations"] == 2 * 3 * one.block  # two micro-batches, three blocks
     assert last["activations"] == one.outside + 2 * one.block
     assert predicted("llama", {"activation_checkpointing": True})[0]["activations"] < first["activations"]
     assert first["logits"] == 0 < last["logits"]
@@ -81,14 +81,14 @@ def test_the_first_ranks_keep_more_micro_batches() -> None:
 
 
 def test_two_ranks_hold_what_is_predicted() -> None:
-    for rank, found in enumerate(run_ranks(heights, 2)):
-        for (family, layout), held in zip(CASES, found, strict=True):
-            wanted = predicted(family, layout)[rank]
-            where = f"{family} {layout} rank {rank}: {held} {wanted}"
-            assert held["parameters"] == pytest.approx(wanted["parameters"], rel=0.02), where
-            assert held["optimizer"] == pytest.approx(wanted["optimizer"], rel=0.02), where
-            assert held["gradients"] == pytest.approx(wanted["gradients"], rel=0.05), where
-            assert held.get("gathered", 0) == pytest.approx(wanted["gathered"], rel=0.02), where
-            softmax = ROWS * (LENGTH - 1) * 96 * 4  # what the loss here keeps, beside the model
-            kept = wanted["activations"] + (softmax if rank else 0)
-            assert held["activations"] == pytest.approx(kept, rel=0.2), where
+    for rank, actual in enumerate(run_ranks(measure_peaks, 2)):
+        for (family, layout), held in zip(CASES, actual, strict=True):
+            expected = predicted(family, layout)[rank]
+            where = f"{family} {layout} rank {rank}: {held} {expected}"
+            assert held["parameters"] == pytest.approx(expected["parameters"], rel=0.02), where
+            assert held["optimizer"] == pytest.approx(expected["optimizer"], rel=0.02), where
+            assert held["gradients"] == pytest.approx(expected["gradients"], rel=0.05), where
+            assert held.get("gathered", 0) == pytest.approx(expected["gathered"], rel=0.02), where
+            softmax = ROWS * (LENGTH - 1) * 96 * 4  # saved by this test's loss, not by the model
+            saved = expected["activations"] + (softmax if rank else 0)
+            assert held["activations"] == pytest.approx(saved, rel=0.2), where

@@ -1,4 +1,4 @@
-"""Predicted model states against the bytes of the tensors that live in an engine, each stage, one and two ranks."""
+"""Predicted bytes of model states against the bytes of live tensors, for each ZeRO stage on one and two ranks."""
 
 import gc
 import time
@@ -21,7 +21,7 @@ CASES += [(2, "bf16", "lean"), (0, "bf16", "errors")]
 
 
 class Block(nn.Module):
-    """Four matrices."""
+    """Apply four matrices."""
 
     heights: list[int] | None = None
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
         for weight in self.maps:
             x = x @ weight
         if Block.heights is not None and self.last:
-            Block.heights.append(settled())
+            Block.heights.append(settled_bytes())
         return x
 
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Block(last=place == 5) for place in range(6))
+        self.blocks = nn.ModuleList(Block(last=position == 5) for position in range(6))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,72 +52,72 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def living() -> int:
-    """Bytes of all tensors' storages, each once."""
+def live_bytes() -> int:
+    """Return the bytes of the storages of all tensors, each storage once."""
     gc.collect()
     sizes: dict[int, int] = {}
-    for found in gc.get_objects():
-        if isinstance(found, Tensor) and type(found).__name__ != "FakeTensor":
-            for tensor in (found, found.grad if found.is_leaf else None):
+    for actual in gc.get_objects():
+        if isinstance(actual, Tensor) and type(actual).__name__ != "FakeTensor":
+            for tensor in (actual, actual.grad if actual.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu":
                     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
                     sizes[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
     return sum(sizes.values())
 
 
-def settled() -> int:
-    """`living` once four readings agree: Gloo's threads let go of the last gathers' buffers a little later."""
-    readings = [living()]
+def settled_bytes() -> int:
+    """Wait until four readings of `live_bytes` agree, because Gloo's threads free the last buffers a little later."""
+    readings = [live_bytes()]
     while (dist.world().size > 1 and len(readings) < 4) or len(set(readings[-4:])) > 1:
         time.sleep(0.03)
-        readings.append(living())
+        readings.append(live_bytes())
     return readings[-1]
 
 
 def config_of(stage: int, dtype: str, special: str) -> tuple[EngineConfig, OptimizerConfig]:
-    """`lean` are bf16 states, `errors` 1-bit Adam's."""
+    """Return the configurations. `special` is "lean" for bf16 states or "errors" for 1-bit Adam."""
     states = "bf16" if special == "lean" else "fp32"
     name = "onebitadam" if special == "errors" else "adamw"
     return EngineConfig(zero_stage=stage, dtype=dtype, states=states), OptimizerConfig(lr=1e-3, name=name)  # type: ignore[arg-type]
 
 
 def held(stage: int, dtype: str, special: str) -> dict[str, int]:
-    """Bytes between steps, in the forward of a second micro-batch, after its backward; and of a frozen engine."""
+    """Measure bytes between steps, in the second micro-batch's forward, after its backward, and of a frozen engine."""
     dist.barrier()
-    before = settled()
+    before = settled_bytes()
     config, optimizer = config_of(stage, dtype, special)
     engine = Engine(Net(), config, optimizer=optimizer)
     x = torch.randn(1, WIDTH)
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for last in (False, True):
         Block.heights = []
         loss = engine(x).float().square().sum()
-        found["forward"] = max(Block.heights) - before
+        results["forward"] = max(Block.heights) - before
         Block.heights = None
         engine.backward(loss, last=last)
         del loss
     dist.barrier()
-    found["backward"] = settled() - before
+    results["backward"] = settled_bytes() - before
     engine.step()
     dist.barrier()
-    found["resting"] = settled() - before
+    results["resting"] = settled_bytes() - before
     del engine
     dist.barrier()
-    before = settled()
+    before = settled_bytes()
     frozen = Engine(Net(), EngineConfig(zero_stage=stage, dtype=dtype))  # type: ignore[arg-type]
     with frozen.scoring() as module:
         Block.heights = []
         module(x.to(torch.bfloat16) if dtype == "bf16" else x)
-        found["scoring"] = max(Block.heights) - before
+        results["scoring"] = max(Block.heights) - before
         Block.heights = None
-    found["frozen"] = settled() - before
-    return found
+    results["frozen"] = settled_bytes() - before
+    return results
 
 
 def held_all() -> list[dict[str, int]]:
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # what is there already need not be looked at again and again
+    gc.freeze()  # objects that exist already need not be searched in every reading
     try:
         return [held(*case) for case in CASES]
     finally:
@@ -129,20 +129,21 @@ def check(ranks: int, measured: list[dict[str, int]]) -> None:
     total = sum(p.numel() for p in net.parameters())
     block = sum(p.numel() for p in zero.units(net)[0].parameters())
     sizes: dict[str, Any] = {"root": total - 6 * block, "block": block, "ranks": ranks}
-    for (stage, dtype, special), found in zip(CASES, measured, strict=True):
+    for (stage, dtype, special), actual in zip(CASES, measured, strict=True):
         lean, errors = special == "lean", special == "errors"
         config, _ = config_of(stage, dtype, special)
         states = model_states(total, config=config, has_error_feedback=errors, **sizes)
         frozen = frozen_states(total, config=EngineConfig(zero_stage=stage, dtype=dtype), **sizes)  # type: ignore[arg-type]
         shards = 1 if stage == 0 else ranks
-        where = f"stage {stage} {dtype} {special} {ranks} ranks: {found}"
-        assert found["resting"] == pytest.approx(states.resting, rel=0.05), where
-        assert found["backward"] == pytest.approx(states.resting + (2 if lean else 4) * total / shards, rel=0.05), where
-        assert found["forward"] == pytest.approx(states.resting + states.gathered + states.gradients, rel=0.05), where
-        # The gather of the next block may or may not be in flight; without a backward the last one's buffer stays.
+        where = f"stage {stage} {dtype} {special} {ranks} ranks: {actual}"
+        assert actual["resting"] == pytest.approx(states.resting, rel=0.05), where
+        gradients = (2 if lean else 4) * total / shards
+        assert actual["backward"] == pytest.approx(states.resting + gradients, rel=0.05), where
+        assert actual["forward"] == pytest.approx(states.resting + states.gathered + states.gradients, rel=0.05), where
+        # The gather of the next block may be in flight. Without a backward, the buffer of the last block remains.
         slack = block * (4 if dtype == "fp32" else 2) * 1.05
-        assert found["frozen"] == pytest.approx(frozen.resting, abs=slack), where
-        assert found["scoring"] == pytest.approx(frozen.resting + frozen.gathered, abs=slack), where
+        assert actual["frozen"] == pytest.approx(frozen.resting, abs=slack), where
+        assert actual["scoring"] == pytest.approx(frozen.resting + frozen.gathered, abs=slack), where
 
 
 def test_one_rank_holds_what_is_predicted() -> None:
@@ -155,7 +156,7 @@ def test_two_ranks_hold_what_is_predicted() -> None:
 
 
 def states_of(engine: dict[str, Any], **keys: Any) -> ModelStates:
-    """A million parameters on four ranks."""
+    """Predict the states of a million parameters on four ranks."""
     sizes = {"root": 100_000, "block": 300_000, "ranks": 4}
     return model_states(1_000_000, config=EngineConfig(**engine), **sizes, **keys)
 

@@ -1,4 +1,4 @@
-"""Bytes by owner of a small engine, against sums worked out by hand and the prediction."""
+"""Measured bytes by owner of a small engine against sums by hand and the prediction."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor
     return module(x).float().sum(), {}
 
 
-def heights(stage: int, dtype: str) -> dict[str, int]:
+def measure_peaks(stage: int, dtype: str) -> dict[str, int]:
     engine = initialize(Net(), EngineConfig(zero_stage=stage, dtype=dtype), optimizer=OptimizerConfig(lr=1e-3))  # type: ignore[arg-type]
     x = torch.randn(ROWS, WIDTH)
     for _ in range(2):
@@ -43,30 +43,30 @@ def heights(stage: int, dtype: str) -> dict[str, int]:
 
 def on_two_ranks() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    return [heights(*case) for case in CASES]
+    return [measure_peaks(*case) for case in CASES]
 
 
-def check(found: dict[str, int], stage: int, dtype: str, ranks: int) -> None:
+def check(actual: dict[str, int], stage: int, dtype: str, ranks: int) -> None:
     block = WIDTH * WIDTH + WIDTH
     config = EngineConfig(zero_stage=stage, dtype=dtype)  # type: ignore[arg-type]
     states = model_states(TOTAL, root=block, block=block, config=config, ranks=ranks)
-    assert found["parameters"] == pytest.approx(states.parameters, rel=0.05)
-    assert found["optimizer"] == pytest.approx(states.optimizer, rel=0.05)
+    assert actual["parameters"] == pytest.approx(states.parameters, rel=0.05)
+    assert actual["optimizer"] == pytest.approx(states.optimizer, rel=0.05)
     size = 4 if dtype == "fp32" else 2
-    # The stem's and each block's linear map keep their input, each tanh its output, which is the next one's input.
-    wanted = ROWS * WIDTH * (2 + 2 * BLOCKS - BLOCKS) * size
-    assert found["activations"] == pytest.approx(wanted, rel=0.3), (stage, dtype, ranks)
+    # Each linear layer saves its input, and each tanh saves its output, which is the next linear layer's input.
+    expected = ROWS * WIDTH * (2 + 2 * BLOCKS - BLOCKS) * size
+    assert actual["activations"] == pytest.approx(expected, rel=0.3), (stage, dtype, ranks)
 
 
 def test_one_rank() -> None:
     for dtype in ("fp32", "bf16"):
-        check(heights(0, dtype), 0, dtype, 1)
+        check(measure_peaks(0, dtype), 0, dtype, 1)
 
 
 def test_two_ranks() -> None:
     for rank in run_ranks(on_two_ranks, 2):
-        for (stage, dtype), found in zip(CASES, rank, strict=True):
-            check(found, stage, dtype, 2)
+        for (stage, dtype), actual in zip(CASES, rank, strict=True):
+            check(actual, stage, dtype, 2)
 
 
 PLACES: list[dict[str, Any]] = [
@@ -78,20 +78,20 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("places", PLACES, ids=lambda places: " ".join(map(str, places.values())))
-def test_what_is_on_the_host_and_in_files_is_counted_there(places: dict[str, Any]) -> None:
-    """Shards, masters and moments, gradients that wait for the step, buffers of sub-groups: as predicted."""
-    wide, sub_group = 192, 2**14  # a matrix is no whole number of blocks of a file, but of many
+@pytest.mark.parametrize("positions", PLACES, ids=lambda positions: " ".join(map(str, positions.values())))
+def test_offloaded_states_are_counted_on_the_host_and_in_files(positions: dict[str, Any]) -> None:
+    """Shards, masters, moments, gradients before the step, and buffers of sub-groups equal the prediction."""
+    wide, sub_group = 192, 2**14  # a matrix has many file blocks, the last of them incomplete
     nets = nn.ModuleList(nn.Linear(wide, wide, bias=False) for _ in range(6))
     total, block = 6 * wide * wide, wide * wide
-    config = EngineConfig(dtype="bf16", sub_group_size=sub_group, **places)
+    config = EngineConfig(dtype="bf16", sub_group_size=sub_group, **positions)
     engine = initialize(nn.Sequential(*nets), config, optimizer=OptimizerConfig(lr=1e-3))
     x = torch.randn(2, wide)
     engine.update([x, x], loss, 4.0)
     engine.update([x, x], loss, 4.0)
-    found = engine.memory_tracker.peaks["train"]
+    actual = engine.memory_tracker.peaks["train"]
     states = model_states(total, root=total, block=block, ranks=1, config=config)
-    assert found.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
-    assert found.get("optimizer", 0) == states.optimizer
-    assert found.get("host", 0) == pytest.approx(states.host, rel=0.05)
-    assert found.get("nvme", 0) == pytest.approx(states.nvme, rel=0.05)
+    assert actual.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
+    assert actual.get("optimizer", 0) == states.optimizer
+    assert actual.get("host", 0) == pytest.approx(states.host, rel=0.05)
+    assert actual.get("nvme", 0) == pytest.approx(states.nvme, rel=0.05)

@@ -1,4 +1,4 @@
-"""Files of the NVMe tiers: reserved space, removal, and disk failures."""
+"""Files of the NVMe tiers: reserved disk space, removal, and disk failures."""
 
 import errno
 import os
@@ -35,8 +35,8 @@ def test_sub_groups_cover_every_element_once() -> None:
     sizes = [5, 3 * PAGE + 1, 0, 2 * PAGE, 7]
     states = states_of(sizes, 2 * PAGE)
     for index, size in enumerate(sizes):
-        found = [(group, s) for group in states.sub_groups for s in group.segments if s.shard == index]
-        segments = [(s.start, s.stop, group.start + s.offset) for group, s in found]
+        actual = [(group, s) for group in states.sub_groups for s in group.segments if s.shard == index]
+        segments = [(s.start, s.stop, group.start + s.offset) for group, s in actual]
         assert [start for start, _, _ in segments] == [0, *(stop for _, stop, _ in segments[:-1])][: len(segments)]
         assert sum(stop - start for start, stop, _ in segments) == size
         assert all(offset == states.offsets[index] + start for start, _, offset in segments)
@@ -49,14 +49,14 @@ def test_iterate_stores_changes_and_holds_a_few_sub_groups(tmp_path: Path) -> No
     for shard, size in enumerate(states.sizes):
         states.write("parameter", shard, torch.arange(size, dtype=torch.float32))
     for _ in range(2):
-        for _, found in states.iterate(states.sub_groups, ["parameter", "exp_avg"]):
-            found["exp_avg"].copy_(found["parameter"])
-            found["parameter"].add_(1.0)
+        for _, actual in states.iterate(states.sub_groups, ["parameter", "exp_avg"]):
+            actual["exp_avg"].copy_(actual["parameter"])
+            actual["parameter"].add_(1.0)
     assert torch.equal(states.shard("parameter", 0), torch.arange(20 * PAGE) + 2.0)
     assert torch.equal(states.shard("exp_avg", 1), torch.arange(17) + 1.0)
     assert states.buffer_bytes == BUFFERS * 2 * 4 * PAGE
-    for _, found in states.iterate(states.sub_groups, ["parameter"], store=False):
-        found["parameter"].zero_()
+    for _, actual in states.iterate(states.sub_groups, ["parameter"], store=False):
+        actual["parameter"].zero_()
     assert torch.equal(states.shard("parameter", 1), torch.arange(17) + 2.0)
 
 
@@ -72,9 +72,9 @@ def test_a_file_has_no_name_and_frees_its_space(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
-    with pytest.raises(OSError, match=r"nvme_path=.* has no room for .* GiB") as found:
+    with pytest.raises(OSError, match=r"nvme_path=.* has no room for .* GiB") as actual:
         engine_of(NVME, nvme_path=str(tmp_path))
-    assert found.value.errno == errno.ENOSPC
+    assert actual.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match=r"nvme_path=.*nowhere: cannot create a file"):
         engine_of(NVME, nvme_path=str(tmp_path / "nowhere"))
 
@@ -87,13 +87,13 @@ def test_a_write_that_fails_stops_the_run_and_the_last_checkpoint_survives(
     engine.save(tmp_path / "last")
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwritev", refuse(errno.EIO))
-        with pytest.raises(OSError, match="offload file in") as found:
+        with pytest.raises(OSError, match="offload file in") as actual:
             advance(engine, 3, 5)
-    assert found.value.errno == errno.EIO
-    through, again = engine_of(NVME), engine_of(NVME, seed=9)
-    advance(through, 1, 2)
+    assert actual.value.errno == errno.EIO
+    undisturbed, again = engine_of(NVME), engine_of(NVME, seed=9)
+    advance(undisturbed, 1, 2)
     again.load(tmp_path / "last")
-    assert advance(again, 3, 5) == advance(through, 3, 5)
+    assert advance(again, 3, 5) == advance(undisturbed, 3, 5)
 
 
 def test_a_file_system_without_direct_io_uses_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_parameters_are_read_ahead_and_a_failed_flush_stops_the_run(monkeypatch:
     monkeypatch.setattr(os, "fdatasync", refuse(errno.EIO))
     advance(engine, 1, 1)
     starts = [start for start, _ in parameters._ranges]
-    forward, backward = [2, 3, 3], [0, 1, 0]  # the root is 0; two units ahead of each of three blocks
+    forward, backward = [2, 3, 3], [0, 1, 0]  # unit 0 is the root; two units are read ahead of each of three blocks
     assert ahead == [starts[unit] for unit in forward + backward]
     with pytest.raises(OSError, match="Input/output"):
         advance(engine, 2, 2)

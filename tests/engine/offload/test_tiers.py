@@ -1,4 +1,4 @@
-"""Offloaded optimizers take the steps that plain PyTorch takes; their checkpoints are those of any other tier."""
+"""Offloaded optimizers against plain PyTorch, and checkpoints that every tier can read."""
 
 import itertools
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 37, 4, 5
 OPTIMIZER = OptimizerConfig(lr=0.02, weight_decay=0.1, max_grad_norm=0.5, betas=(0.9, 0.95))
-SUB_GROUP = 1024  # cuts the larger matrices
+SUB_GROUP = 1024  # divides the larger matrices
 TIERS: list[dict[str, Any]] = [
     {"offload_optimizer": "cpu"},
     {"offload_optimizer": "nvme"},
@@ -27,7 +27,7 @@ TIERS: list[dict[str, Any]] = [
 
 
 class Net(nn.Module):
-    """Sizes that neither two ranks nor sub-groups divide evenly, and a parameter that gets no gradient."""
+    """A net with sizes that neither two ranks nor sub-groups divide, and a parameter without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def advance(engine: Engine, first: int, last: int, micro: int = 1) -> list[tuple[float, float]]:
-    """Steps `first` to `last`, this rank on its rows in `micro` micro-batches: losses and gradient norms."""
-    world, found = dist.world(), []
+    """Run steps `first` to `last` on this rank's rows in `micro` micro-batches. Return losses and gradient norms."""
+    world, actual = dist.world(), []
     for step in range(first, last + 1):
-        x, y = (whole[world.rank :: world.size].chunk(micro) for whole in data(step))
+        x, y = (full[world.rank :: world.size].chunk(micro) for full in data(step))
         update = engine.update(list(zip(x, y, strict=True)), squared_error, ROWS)
-        found.append((update.loss, update.grad_norm))
-    return found
+        actual.append((update.loss, update.grad_norm))
+    return actual
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
@@ -72,8 +72,8 @@ def weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def plain(config: OptimizerConfig, optimizer: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """The same in plain PyTorch, one process: clipping, no decay on vectors."""
-    module, found = net(), []
+    """Run the same steps in one process with plain PyTorch: clipping, and no weight decay on vectors."""
+    module, actual = net(), []
     matrices = [p for p in module.parameters() if p.ndim > 1]
     vectors = [p for p in module.parameters() if p.ndim < 2]
     stepper = optimizer([{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors}])
@@ -83,8 +83,8 @@ def plain(config: OptimizerConfig, optimizer: Any) -> tuple[list[tuple[float, fl
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm or float("inf"))
         stepper.step()
-        found.append((loss.item(), norm.item()))
-    return found, {name: p.detach() for name, p in module.named_parameters()}
+        actual.append((loss.item(), norm.item()))
+    return actual, {name: p.detach() for name, p in module.named_parameters()}
 
 
 def engine_of(tier: dict[str, Any], optimizer: OptimizerConfig = OPTIMIZER, *, seed: int = 1, **more: Any) -> Engine:
@@ -94,29 +94,29 @@ def engine_of(tier: dict[str, Any], optimizer: OptimizerConfig = OPTIMIZER, *, s
 
 def run_all(micro: int) -> list[tuple[list[tuple[float, float]], dict[str, Tensor]]]:
     torch.set_num_threads(1)
-    found = []
+    results = []
     for tier, stage in [(TIERS[0], 0), (TIERS[0], 1), *((t, 2) for t in TIERS[:5]), *((t, 3) for t in TIERS)]:
         engine = engine_of(tier, zero_stage=stage)
-        found.append((advance(engine, 1, STEPS, micro), weights(engine)))
-    return found
+        results.append((advance(engine, 1, STEPS, micro), weights(engine)))
+    return results
 
 
-def check(found: tuple[list[tuple[float, float]], dict[str, Tensor]], wanted: Any, tolerance: float = 1e-6) -> None:
-    for ours, theirs in zip(found[0], wanted[0], strict=True):
+def check(actual: tuple[list[tuple[float, float]], dict[str, Tensor]], expected: Any, tolerance: float = 1e-6) -> None:
+    for ours, theirs in zip(actual[0], expected[0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    for name, weight in wanted[1].items():
-        torch.testing.assert_close(found[1][name], weight, atol=tolerance, rtol=tolerance)
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(actual[1][name], weight, atol=tolerance, rtol=tolerance)
 
 
 def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def test_each_tier_steps_as_plain_pytorch_on_one_rank_and_on_two() -> None:
-    wanted = plain(OPTIMIZER, adamw)
+def test_each_tier_equals_plain_pytorch_on_one_and_two_ranks() -> None:
+    expected = plain(OPTIMIZER, adamw)
     for results in [[run_all(2)], run_ranks(run_all, 2, 2)]:
-        for found in itertools.chain(*results):
-            check(found, wanted, 3e-6)
+        for actual in itertools.chain(*results):
+            check(actual, expected, 3e-6)
 
 
 OTHERS: list[tuple[str, dict[str, Any], Any]] = [
@@ -137,7 +137,7 @@ def test_other_optimizers(name: str, options: dict[str, Any], optimizer: Any, ti
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_shards_and_fp32_masters(dtype: str) -> None:
-    """The shards are the masters, rounded; the curve is that of masters on the device."""
+    """The shards are the rounded masters. The losses equal those with masters on the device."""
     curves = []
     for tier in [{}, *TIERS[:3]]:
         engine = engine_of(tier, dtype=dtype)
@@ -161,7 +161,7 @@ def masters(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def test_masters_begin_with_what_was_given_not_with_its_rounding() -> None:
+def test_masters_start_with_the_unrounded_parameters() -> None:
     given = dict(net().named_parameters())
     for tier in TIERS[:3]:
         engine = engine_of(tier, dtype="bf16")
@@ -169,7 +169,7 @@ def test_masters_begin_with_what_was_given_not_with_its_rounding() -> None:
             assert torch.equal(master, given[name].detach())
 
 
-def test_overflow_in_fp16_leaves_everything_as_it_was() -> None:
+def test_an_overflow_in_fp16_changes_no_state() -> None:
     for tier in TIERS[:2]:
         engine = engine_of(tier, dtype="fp16")
         advance(engine, 1, 1)
@@ -184,23 +184,23 @@ def test_overflow_in_fp16_leaves_everything_as_it_was() -> None:
 
 
 def resume_everywhere(folder: Path, tiers: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
-    """Go on from a checkpoint in each tier, and leave one of each."""
+    """In each tier, resume from a checkpoint, train, and save a checkpoint."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for number, tier in enumerate(tiers):
         engine = engine_of(tier, seed=9, zero_stage=3)
         engine.start_averaging(0.7)
         engine.load(folder)
         engine.save(folder.with_name(f"left-{dist.world().size}-{number}"))
         advance(engine, 3, STEPS)
-        found.append(weights(engine))
+        results.append(weights(engine))
         with engine.averaged():
-            found[-1] |= {f"average.{name}": mean for name, mean in weights(engine).items()}
-        assert all(torch.equal(weights(engine)[name], found[-1][name]) for name in weights(engine))
-    return found
+            results[-1] |= {f"average.{name}": mean for name, mean in weights(engine).items()}
+        assert all(torch.equal(weights(engine)[name], results[-1][name]) for name in weights(engine))
+    return results
 
 
-def test_a_checkpoint_of_one_tier_goes_on_in_any_other_at_any_number_of_ranks(tmp_path: Path) -> None:
+def test_checkpoints_resume_in_any_tier_and_number_of_ranks(tmp_path: Path) -> None:
     through: dict[str, Tensor] = {}
     for number, tier in enumerate([{}, *TIERS[:3]]):
         engine = engine_of(tier)
@@ -211,20 +211,20 @@ def test_a_checkpoint_of_one_tier_goes_on_in_any_other_at_any_number_of_ranks(tm
         through = weights(engine)
         with engine.averaged():
             through |= {f"average.{name}": mean for name, mean in weights(engine).items()}
-    found = resume_everywhere(tmp_path / "from-2", [{}, *TIERS[:3]])
-    found += resume_everywhere(tmp_path / "from-0", TIERS[:3])
+    actual = resume_everywhere(tmp_path / "from-2", [{}, *TIERS[:3]])
+    actual += resume_everywhere(tmp_path / "from-0", TIERS[:3])
     for results in run_ranks(resume_everywhere, 2, tmp_path / "from-1", [{}, *TIERS[:3]]):
-        found += results
+        actual += results
     for number in range(4):
-        found += resume_everywhere(tmp_path / f"left-2-{number}", TIERS[:2])
-    for one in found:
+        actual += resume_everywhere(tmp_path / f"left-2-{number}", TIERS[:2])
+    for one in actual:
         assert one.keys() == through.keys()
         for name, tensor in through.items():
             torch.testing.assert_close(one[name], tensor, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_going_on_is_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+def test_resumed_training_is_bit_exact(tmp_path: Path, dtype: str) -> None:
     for number, tier in enumerate(TIERS[:2]):
         engine = engine_of(tier, dtype=dtype)
         advance(engine, 1, 2)

@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, to a neighbour, and enough to train where rounding to the nearest stalls."""
+"""Stochastic rounding is unbiased, and AdamW with bf16 states trains where rounding to nearest stalls."""
 
 from pathlib import Path
 
@@ -19,22 +19,22 @@ def test_values_go_to_a_neighbour_and_keep_their_mean() -> None:
     generator = torch.Generator().manual_seed(1)
     for value in (1.001, -1.001, 3.14159, 1e-20, 1e30):
         exact = torch.full((40000,), value)
-        found = round_stochastically(exact, generator).double()
-        low, high = found.min().item(), found.max().item()
+        actual = round_stochastically(exact, generator).double()
+        low, high = actual.min().item(), actual.max().item()
         step = abs(value) * 2.0**-7
         assert low <= exact[0].item() <= high and high - low <= step
-        # The mean of n draws from two neighbours lies within 5 standard errors, step / 2 / sqrt(n) each.
-        assert abs(found.mean().item() - exact[0].item()) < 5 * step / 2 / 200
+        # The mean of n draws from two neighbours is within 5 standard errors; one is at most step / 2 / sqrt(n).
+        assert abs(actual.mean().item() - exact[0].item()) < 5 * step / 2 / 200
 
 
-def test_what_bf16_can_hold_and_what_is_not_finite_stays() -> None:
+def test_bf16_values_and_non_finite_values_are_unchanged() -> None:
     held = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), float("-inf"), float("nan")])
-    found = round_stochastically(held, torch.Generator().manual_seed(2)).float()
-    assert torch.equal(found[:-1], held[:-1]) and found[-1].isnan()
+    actual = round_stochastically(held, torch.Generator().manual_seed(2)).float()
+    assert torch.equal(actual[:-1], held[:-1]) and actual[-1].isnan()
 
 
 def distance(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> float:
-    """How far a weight of 1 is from its goal 1.2 after 400 steps that are each below half a bf16 step of 1."""
+    """Return the distance of a weight of 1 from 1.2 after 400 steps that are below half the bf16 spacing at 1."""
     weight = nn.Parameter(torch.ones(64, dtype=dtype))
     optimizer = kind([weight], lr=5e-4, weight_decay=0.0)  # type: ignore[call-arg]
     for _ in range(400):
@@ -43,7 +43,7 @@ def distance(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> float:
     return (weight.float().mean() - 1.2).abs().item()
 
 
-def test_it_moves_where_rounding_to_the_nearest_stalls() -> None:
+def test_it_trains_where_rounding_to_nearest_stalls() -> None:
     assert distance(torch.optim.AdamW, torch.bfloat16) == pytest.approx(0.2, abs=0.001)
     exact = distance(torch.optim.AdamW, torch.float32)
     assert exact < 0.06
@@ -67,7 +67,7 @@ def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def weights_after(stage: int, keep: str | None) -> Tensor:
-    """Eight updates; with `keep`, saved and taken up by a new engine half way."""
+    """Return the weights after eight updates. With `keep`, a new engine resumes from a checkpoint after four."""
     torch.set_num_threads(1)
     layout = EngineConfig(zero_stage=stage, states="bf16")
     engine = Engine(Net(), layout, optimizer=ADAM)
@@ -94,7 +94,7 @@ def test_ranks_agree_and_resumed_runs_are_equal(tmp_path: Path) -> None:
     assert torch.equal(sharded, resumed)
 
 
-def test_what_it_can_not_serve_is_refused() -> None:
+def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="dtype=bf16"):
         EngineConfig(states="bf16", dtype="fp32")
     with pytest.raises(ValueError, match="adamw"):

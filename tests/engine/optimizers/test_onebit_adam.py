@@ -1,4 +1,4 @@
-"""1-bit Adam against the algorithm of the paper in plain Python, and beside Adam on a small regression."""
+"""1-bit Adam against Algorithm 1 of the paper in plain Python, and against Adam on a small regression."""
 
 import math
 from pathlib import Path
@@ -27,14 +27,14 @@ def test_signs_survive_packing_and_the_scale_keeps_the_norm() -> None:
 
 
 def gradient(rank: int, step: int, size: int) -> torch.Tensor:
-    """The second number's is zero while warming up: so is its variance, and it stays where it is."""
+    """Return a gradient whose second number is zero during the warm-up, so that its variance is zero."""
     drawn = torch.randn(size, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
     drawn[1] *= step > FREEZE
     return drawn
 
 
-def by_the_paper(size: int, ranks: int) -> list[float]:
-    """Algorithm 1 for one vector, number by number in float64, the momentum corrected for its bias as in Adam."""
+def reference(size: int, ranks: int) -> list[float]:
+    """Run Algorithm 1 for one vector in float64, with Adam's bias correction of the momentum."""
     part = -(-size // (8 * ranks)) * 8
     weights, momentum, variance = [1.0] * size, [0.0] * size, [0.0] * size
     worker = [[0.0] * size for _ in range(ranks)]
@@ -84,7 +84,7 @@ SIZES = (3, 40)
 
 
 def on_a_rank(folder: str) -> tuple[list[list[float]], list[tuple[list[float], torch.Tensor, SentBytes]]]:
-    return [optimize(size) for size in SIZES], beside_adam(folder)
+    return [optimize(size) for size in SIZES], train_both(folder)
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +98,12 @@ def found(kept: Path) -> list[tuple[list[list[float]], list[tuple[list[float], t
 
 
 @pytest.mark.parametrize("which", range(len(SIZES)))
-def test_two_ranks_do_what_the_paper_says(found: Any, which: int) -> None:
+def test_two_ranks_equal_the_papers_algorithm(found: Any, which: int) -> None:
     first, second = (optimized[which] for optimized, _ in found)
-    assert first == second == pytest.approx(by_the_paper(SIZES[which], 2), rel=1e-5)
+    assert first == second == pytest.approx(reference(SIZES[which], 2), rel=1e-5)
 
 
-def test_before_the_freeze_it_is_adam() -> None:
+def test_before_the_freeze_step_it_equals_adam() -> None:
     config = OptimizerConfig(lr=LR, betas=BETAS, weight_decay=0.1, options={"freeze_step": 100}, name="onebitadam")
     plain = OptimizerConfig(lr=LR, betas=BETAS, weight_decay=0.1)
     one, other = (regression(c, 6, None)[1] for c in (config, plain))
@@ -111,7 +111,7 @@ def test_before_the_freeze_it_is_adam() -> None:
 
 
 def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[list[float], torch.Tensor, SentBytes]:
-    """Losses, final weights and the last step's bytes; with `keep`, saved and taken up by a new engine half way."""
+    """Return losses, final weights and the bytes of the last step. With `keep`, a new engine resumes half way."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     engine = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=config)
@@ -130,30 +130,30 @@ def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[l
     return losses, weights, update.sent
 
 
-def beside_adam(folder: str) -> list[tuple[list[float], torch.Tensor, SentBytes]]:
+def train_both(folder: str) -> list[tuple[list[float], torch.Tensor, SentBytes]]:
     adam = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0)
     one_bit = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0, name="onebitadam", options={"freeze_step": 20})
     return [regression(adam, 60, None), regression(one_bit, 60, None), regression(one_bit, 60, folder)]
 
 
-def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes_and_resumes(found: Any, kept: Path) -> None:
+def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes(found: Any, kept: Path) -> None:
     ranks = [beside for _, beside in found]
-    (adam, _, whole), (one_bit, weights, little), (_, resumed, _) = ranks[0]
+    (adam, _, full), (one_bit, weights, little), (_, resumed, _) = ranks[0]
     assert torch.equal(weights, ranks[1][1][1]), "the ranks' weights differ"
-    assert torch.equal(weights, resumed), "a resumed run differs"
+    assert torch.equal(weights, resumed), "the resumed run differs"
     assert one_bit[:20] == pytest.approx(adam[:20], rel=1e-4)
     assert one_bit[-1] == pytest.approx(adam[-1], rel=0.25)
     assert adam[-1] < 0.2 * adam[0]
-    assert whole.reduce == 4 * NUMBERS
+    assert full.reduce == 4 * NUMBERS
     assert little.reduce < 1.1 * NUMBERS / 8
-    assert whole.reduce / little.reduce > 28
+    assert full.reduce / little.reduce > 28
     config = OptimizerConfig(lr=LR, name="onebitadam", options={"freeze_step": 20})
-    alone = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=config)
-    alone.load(kept)  # at another number of ranks
-    assert alone.step_count == 30
+    single = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=config)
+    single.load(kept)  # with another number of ranks
+    assert single.step_count == 30
 
 
-def test_layouts_that_it_can_not_serve_are_refused() -> None:
+def test_unsupported_layouts_are_refused() -> None:
     config = OptimizerConfig(lr=LR, name="onebitadam")
     with pytest.raises(ValueError, match="zero_stage=0"):
         Engine(Net(), EngineConfig(zero_stage=2), optimizer=config)

@@ -1,4 +1,4 @@
-"""What goes over the wire: bytes counted by hand, 8 bits that train like 16, and the same weights on every rank."""
+"""Communication hooks: sent bytes against counts by hand, and training with 8-bit against bf16 communication."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ def squared_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[float], SentBytes, Tensor]:
-    """Losses of regression on a fixed map, what the last step sent, and all final weights in a row."""
+    """Train a regression. Return the losses, the bytes that the last step sent, and all final weights as one vector."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     config = EngineConfig(zero_stage=stage, dtype=dtype, compress=compress)  # type: ignore[arg-type]
@@ -56,8 +56,8 @@ def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one of two ranks came to."""
+class Results:
+    """The results of one of two ranks."""
 
     sent: list[SentBytes]
     compressed: list[tuple[list[float], SentBytes, Tensor]]
@@ -65,12 +65,12 @@ class Found:
     poisoned: tuple[list[bool], bool]
 
 
-def on_a_rank() -> Found:
-    return Found(sent_at_each_stage(), compressed(), exchanged(), poisoned())
+def on_a_rank() -> Results:
+    return Results(sent_at_each_stage(), compressed(), exchanged(), poisoned())
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Found]:
+def found() -> list[Results]:
     return run_ranks(on_a_rank, 2)
 
 
@@ -78,13 +78,13 @@ def sent_at_each_stage() -> list[SentBytes]:
     return [train(stage, dtype, "none", 2)[1] for stage, dtype in ((0, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16"))]
 
 
-def test_bytes_are_those_counted_by_hand(found: list[Found]) -> None:
+def test_sent_bytes_equal_counts_by_hand(found: list[Results]) -> None:
     for stage0, fp32, bf16, stage3 in (rank.sent for rank in found):
-        half = NUMBERS // 2  # what a rank holds, and what it sends to the one other
-        assert stage0.gather == 0 and stage0.reduce == 2 * 4 * half  # an all-reduce: there and back
+        half = NUMBERS // 2  # a rank's shard, which it also sends to the other rank
+        assert stage0.gather == 0 and stage0.reduce == 2 * 4 * half  # reduce-scatter and all-gather
         assert (fp32.gather, fp32.reduce) == (4 * half, 4 * half)
         assert (bf16.gather, bf16.reduce) == (2 * half, 2 * half)
-        assert stage3.gather == 2 * bf16.gather - ROOT_NUMBERS  # forward and backward; the root stays between them
+        assert stage3.gather == 2 * bf16.gather - ROOT_NUMBERS  # in forward and backward; the root is gathered once
         assert stage3.reduce == bf16.reduce
         assert 0 < fp32.other < 100  # the loss, and the norm
 
@@ -94,7 +94,7 @@ def compressed() -> list[tuple[list[float], SentBytes, Tensor]]:
     return [train(2, "bf16", compress, STEPS) for compress in kinds]
 
 
-def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike(found: list[Found]) -> None:
+def test_eight_bits_halve_the_bytes_and_train_like_bf16(found: list[Results]) -> None:
     ranks = [rank.compressed for rank in found]
     row = encoded_size(ROOT_NUMBERS // 2) + BLOCKS * encoded_size(BLOCK_NUMBERS // 2)
     (plain, before, _), *others = ranks[0]
@@ -109,7 +109,7 @@ def test_eight_bits_halve_the_bytes_of_bf16_and_train_alike(found: list[Found]) 
 
 
 def exchanged() -> tuple[Tensor, Tensor]:
-    """The mean of two ranks' bf16 gradients by exchange, and what this rank put in."""
+    """Return the mean of two ranks' bf16 gradients by the exchange, and the gradient of this rank."""
     rank, numbers = dist.world().rank, 1000
     mine = torch.randn(2 * numbers, generator=torch.Generator().manual_seed(rank)).bfloat16()
     exchange, cpu = comm_hooks.Exchange(2), torch.device("cpu")
@@ -119,19 +119,19 @@ def exchanged() -> tuple[Tensor, Tensor]:
     return out, mine
 
 
-def test_bf16_gradients_are_exchanged_without_loss(found: list[Found]) -> None:
+def test_bf16_gradients_are_exchanged_without_loss(found: list[Results]) -> None:
     (first, mine), (second, theirs) = (rank.exchanged for rank in found)
     assert first.dtype == torch.float32
     assert torch.equal(torch.cat([first, second]), (mine.float() + theirs.float()) / 2)
 
 
-def test_a_gradient_that_is_not_finite_is_seen_through_eight_bits(found: list[Found]) -> None:
+def test_non_finite_gradients_are_detected_with_eight_bits(found: list[Results]) -> None:
     for skipped, equal in (rank.poisoned for rank in found):
         assert skipped == [True, False] and equal
 
 
 def poisoned() -> tuple[list[bool], bool]:
-    """Two updates, the first with an infinite loss on rank 1 only; whether weights stayed as they were over it."""
+    """Run two updates, the first with an infinite loss on rank 1. Return whether it left the weights unchanged."""
     config = EngineConfig(zero_stage=2, dtype="bf16", compress="both")
     engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=0.01))
     skipped, x = [], torch.ones(2, WIDTH)
@@ -147,7 +147,7 @@ def poisoned() -> tuple[list[bool], bool]:
 
 
 def encoded_size(count: int) -> int:
-    """The bytes of `count` values: 4 for the scale of each block, and one for each value, padded to 4."""
+    """Return the bytes of `count` values: 4 for the scale of each block and one for each value, padded to 4."""
     return 4 * -(-count // comm_hooks.BLOCK) + -(-count // 4) * 4
 
 

@@ -1,4 +1,4 @@
-"""The process group: a second start of the ranks on one store."""
+"""The process group: restarted ranks on the store of their first start."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 
 
 def sum_after_restart() -> float:
-    """Start the ranks again, as torchrun does after a failure, on the store of the first start.
+    """Start the ranks again on the store of the first start, as torchrun does after a failure.
 
     Rank 1 starts later, so that rank 0 would read the address from rank 1's first start.
     """

@@ -1,4 +1,4 @@
-"""A head split over two ranks: losses and updates are one rank's, and neither logits nor weight are gathered."""
+"""A head split over two ranks gives the losses and updates of one rank, and gathers neither logits nor weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,13 @@ from tests.ranks import run_ranks
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {}, {"zero_stage": 3}),
-    ("llama", {"tie_word_embeddings": True, "pad_token_id": 50}, {"zero_stage": 0}),  # the second rank's padding
-    ("opt", {"pad_token_id": 1}, {"zero_stage": 2}),  # tied as well
-    ("llama", {"vocab_size": VOCABULARY + 1}, {"zero_stage": 0}),  # stays whole
+    (
+        "llama",
+        {"tie_word_embeddings": True, "pad_token_id": 50},
+        {"zero_stage": 0},
+    ),  # padding in the second rank's rows
+    ("opt", {"pad_token_id": 1}, {"zero_stage": 2}),  # tied, too
+    ("llama", {"vocab_size": VOCABULARY + 1}, {"zero_stage": 0}),  # not divisible, so not split
 ]
 
 
@@ -27,8 +31,8 @@ class Scored(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, ids: Tensor, whole: bool = False) -> Any:
-        if whole:
+    def forward(self, ids: Tensor, full: bool = False) -> Any:
+        if full:
             return self.lm(input_ids=ids, use_cache=False).logits
         hidden = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
         head = self.lm.get_output_embeddings()
@@ -36,16 +40,16 @@ class Scored(nn.Module):
 
 
 def loss_of(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """A gradient of its own for every token, and one for the entropies."""
+    """Return a loss with a different gradient for each token, and with a gradient for the entropies."""
     logprobs, entropies = module(ids)
     slopes = torch.linspace(-1, 1, len(logprobs))
     return (slopes * logprobs).sum() - 0.3 * entropies.sum(), {"rows": float(len(ids))}
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a case showed: losses, gradient norms and weights; rows of the head that are here, the largest tensor that
-    was gathered, and the logits that the model's own forward gives.
+class Results:
+    """Losses, gradient norms and weights of a case; this rank's rows of the head, the numbers of the largest gathered
+    tensor, and the logits of the model's own forward.
     """
 
     curves: tuple[list[float], list[float], dict[str, Tensor]]
@@ -54,12 +58,12 @@ class Found:
     logits: Tensor
 
 
-def trained(ranks: int) -> list[Found]:
+def train_cases(ranks: int) -> list[Results]:
     torch.set_num_threads(1)
-    return [case(ranks, *each) for each in CASES]
+    return [train_case(ranks, *each) for each in CASES]
 
 
-def case(ranks: int, family: str, more: dict[str, Any], layout: dict[str, Any]) -> Found:
+def train_case(ranks: int, family: str, more: dict[str, Any], layout: dict[str, Any]) -> Results:
     plan = OPT_PLAN if family == "opt" and ranks > 1 else None
     config = EngineConfig(dtype="fp32", tensor_parallel=ranks, tensor_plan=plan, **layout)
     engine = initialize(Scored(made(family, **more)), config, optimizer=SGD)
@@ -74,35 +78,35 @@ def case(ranks: int, family: str, more: dict[str, Any], layout: dict[str, Any]) 
     updates = [engine.update([batch(step)], loss_of, 4) for step in range(3)]
     collectives.gather_tensors = gather
     with engine.scoring() as module:
-        logits = module(batch(0), whole=True)
+        logits = module(batch(0), full=True)
     rows = len(dtensors.local(lm.get_output_embeddings().weight.detach()))
     curves = [update.loss for update in updates], [update.grad_norm for update in updates], weights(engine)
-    return Found(curves, rows, max(gathered), logits)
+    return Results(curves, rows, max(gathered), logits)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[list[Found]]:
-    return run_ranks(trained, 2, 2)
+def ranks() -> list[list[Results]]:
+    return run_ranks(train_cases, 2, 2)
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[Found]:
-    return trained(1)
+def one_rank() -> list[Results]:
+    return train_cases(1)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_two_ranks_learn_what_one_learns(number: int, ranks: list[list[Found]], alone: list[Found]) -> None:
+def test_two_ranks_train_like_one_rank(number: int, ranks: list[list[Results]], one_rank: list[Results]) -> None:
     for rank in ranks:
-        same(rank[number].curves, alone[number].curves)
+        same(rank[number].curves, one_rank[number].curves)
 
 
-def test_rows_are_shared_where_they_divide_and_nothing_is_gathered(ranks: list[list[Found]]) -> None:
+def test_divisible_rows_are_split_and_nothing_is_gathered(ranks: list[list[Results]]) -> None:
     for rank in ranks:
-        assert [found.rows for found in rank] == [VOCABULARY // 2] * 3 + [VOCABULARY + 1]
-        assert [found.gathered for found in rank] == [0] * 4
+        assert [actual.rows for actual in rank] == [VOCABULARY // 2] * 3 + [VOCABULARY + 1]
+        assert [actual.gathered for actual in rank] == [0] * 4
 
 
-def test_who_asks_for_logits_gets_them_whole(ranks: list[list[Found]], alone: list[Found]) -> None:
+def test_the_models_own_forward_returns_all_logits(ranks: list[list[Results]], one_rank: list[Results]) -> None:
     for rank in ranks:
-        for mine, wanted in zip(rank, alone, strict=True):
-            torch.testing.assert_close(mine.logits, wanted.logits, atol=1e-4, rtol=1e-4)
+        for actual, expected in zip(rank, one_rank, strict=True):
+            torch.testing.assert_close(actual.logits, expected.logits, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism is a layout: losses, gradient norms and weights are those of one process, for any model."""
+"""Pipeline parallelism gives the losses, gradient norms and weights of one process, for several families."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
               "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local", "global"], 1]], "window_size": 4,
                 "embed_dropout": 0.0, "resid_dropout": 0.0, "attention_dropout": 0.0},  # blocks return tuples
-    "rwkv": {"attention_hidden_size": 32},  # and states, which it needs
+    "rwkv": {"attention_hidden_size": 32},  # needs its states between layers
 }  # fmt: skip
 SGD = OptimizerConfig(lr=2.0, name="sgd", options={"momentum": 0.9}, max_grad_norm=0.03)  # Adam would magnify rounding
 ROWS = ((2, 7), (1, 13), (3, 5), (1, 2))  # micro-batches of a step: rows, tokens a row
@@ -83,20 +83,20 @@ def train(family: str, **layout: Any) -> dict[str, Any]:
         logits = engine(input_ids=make_batches(STEPS)[0], use_cache=False).logits
     held = {name: dtensors.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
     nowhere = [b for b in engine.module.buffers() if b.is_floating_point() and b.isnan().any()]
-    assert all(b.untyped_storage().nbytes() == b.itemsize for b in nowhere), "another rank's parameter has memory here"
+    assert all(b.untyped_storage().nbytes() == b.itemsize for b in nowhere), "a parameter of another rank takes memory"
     return {"curve": curve, "weights": full_weights(engine), "scored": scored, "logits": logits, "held": held}
 
 
-def assert_equal_runs(found: dict[str, Any], reference: dict[str, Any]) -> None:
-    for (loss, norm), (its_loss, its_norm) in zip(found["curve"], reference["curve"], strict=True):
+def assert_equal_runs(actual: dict[str, Any], reference: dict[str, Any]) -> None:
+    for (loss, norm), (its_loss, its_norm) in zip(actual["curve"], reference["curve"], strict=True):
         assert loss == pytest.approx(its_loss, rel=1e-5)
         assert norm == pytest.approx(its_norm, rel=1e-5)
-    assert found["curve"][0][1] > SGD.max_grad_norm, "nothing was clipped"
-    torch.testing.assert_close(torch.tensor(found["scored"]), torch.tensor(reference["scored"]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(found["logits"], reference["logits"], rtol=1e-4, atol=1e-5)
-    assert found["weights"].keys() == reference["weights"].keys()
+    assert actual["curve"][0][1] > SGD.max_grad_norm, "nothing was clipped"
+    torch.testing.assert_close(torch.tensor(actual["scored"]), torch.tensor(reference["scored"]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual["logits"], reference["logits"], rtol=1e-4, atol=1e-5)
+    assert actual["weights"].keys() == reference["weights"].keys()
     for name, weight in reference["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(actual["weights"][name], weight, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: n + m)
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -116,13 +116,13 @@ def train_cases(pipeline_parallel: int, cases: list[tuple[str, dict[str, Any]]])
 def test_two_stages_train_like_one_rank() -> None:
     expected = train_cases(1, CASES)
     ranks = run_ranks(train_cases, 2, 2, CASES)
-    for found in ranks:
-        for (family, _), actual, reference in zip(CASES, found, expected, strict=True):
+    for result in ranks:
+        for (family, _), actual, reference in zip(CASES, result, expected, strict=True):
             assert_equal_runs(actual, reference)
             assert sum(actual["held"].values()) < 0.8 * sum(reference["held"].values()), family
-    both = [set(found[0]["held"]) for found in ranks]
+    both = [set(result[0]["held"]) for result in ranks]
     assert both[0] | both[1] == set(expected[0]["held"])
-    assert both[0] & both[1] == {"model.decoder.embed_tokens.weight"}, "OPT's head is its embedding"
+    assert both[0] & both[1] == {"model.decoder.embed_tokens.weight"}, "OPT's tied embedding must be on both ranks"
 
 
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -137,14 +137,14 @@ def averaged_engine(**layout: Any) -> Engine:
 
 def weights_and_averages(engine: Engine) -> list[dict[str, Tensor]]:
     """Return the last weights and their averages."""
-    found = [full_weights(engine)]
+    results = [full_weights(engine)]
     with engine.averaged():
-        return [*found, full_weights(engine)]
+        return [*results, full_weights(engine)]
 
 
 def run_on_four_ranks(folder: Path) -> dict[str, Any]:
     """Train two stages on two shares of the data, exchange checkpoints with one rank, then train four stages."""
-    found: dict[str, Any] = {"cases": train_cases(2, FOUR)}
+    results: dict[str, Any] = {"cases": train_cases(2, FOUR)}
     layout: dict[str, Any] = {"pipeline_parallel": 2, "zero_stage": 1}
     engine = averaged_engine(**layout)
     for step in range(2):
@@ -154,12 +154,12 @@ def run_on_four_ranks(folder: Path) -> dict[str, Any]:
     again = averaged_engine(**layout)
     again.load(folder / "four")
     take_step(again, 2)
-    found["undisturbed"], found["resumed"] = weights_and_averages(engine), weights_and_averages(again)
+    results["undisturbed"], results["resumed"] = weights_and_averages(engine), weights_and_averages(again)
     other = averaged_engine(**layout)
     other.load(folder / "one")
-    found["loaded"] = weights_and_averages(other)
-    found["four stages"] = train("opt", num_hidden_layers=4, pipeline_parallel=4)
-    return found
+    results["loaded"] = weights_and_averages(other)
+    results["four stages"] = train("opt", num_hidden_layers=4, pipeline_parallel=4)
+    return results
 
 
 def test_four_ranks_combine_stages_with_zero_and_exchange_checkpoints(tmp_path: Path) -> None:
@@ -168,18 +168,18 @@ def test_four_ranks_combine_stages_with_zero_and_exchange_checkpoints(tmp_path: 
     for step in range(2):
         take_step(engine, step)
     engine.save(tmp_path / "one")
-    for found in run_ranks(run_on_four_ranks, 4, tmp_path):
-        for actual, reference in zip(found["cases"], expected["cases"], strict=True):
+    for result in run_ranks(run_on_four_ranks, 4, tmp_path):
+        for actual, reference in zip(result["cases"], expected["cases"], strict=True):
             assert_equal_runs(actual, reference)
-        assert_equal_runs(found["four stages"], expected["four stages"])
-        for resumed, undisturbed in zip(found["resumed"], found["undisturbed"], strict=True):
+        assert_equal_runs(result["four stages"], expected["four stages"])
+        for resumed, undisturbed in zip(result["resumed"], result["undisturbed"], strict=True):
             assert all(torch.equal(resumed[name], weight) for name, weight in undisturbed.items())
-        for loaded, written in zip(found["loaded"], weights_and_averages(engine), strict=True):
+        for loaded, written in zip(result["loaded"], weights_and_averages(engine), strict=True):
             assert all(torch.equal(loaded[name], weight) for name, weight in written.items())
     back = averaged_engine()
     back.load(tmp_path / "four")
     take_step(back, 2)
-    for actual, reference in zip(weights_and_averages(back), found["undisturbed"], strict=True):
+    for actual, reference in zip(weights_and_averages(back), result["undisturbed"], strict=True):
         for name, weight in reference.items():
             torch.testing.assert_close(actual[name], weight, atol=2e-5, rtol=1e-4)
             assert not torch.equal(weight, weights_and_averages(engine)[0][name]), f"{name} has not moved"
@@ -197,22 +197,22 @@ def run_one_micro_batch(pipeline_parallel: int) -> dict[str, Any]:
     engine = make_engine("qwen3", generates=True, pipeline_parallel=pipeline_parallel)
     update = engine.update([torch.tensor([[3, 4, 5], [6, 7, 8], [9, 10, 11]])], loss_of, 6)
     engine.dry_run(torch.tensor([[3, 4, 5], [6, 7, 8]]), loss_of)
-    found = {"update": (update.loss, update.grad_norm), "answers": generate(engine), "weights": full_weights(engine)}
+    results = {"update": (update.loss, update.grad_norm), "answers": generate(engine), "weights": full_weights(engine)}
     streamed = make_engine("qwen3", generates=True, pipeline_parallel=pipeline_parallel)
     streamed.flip.stream = True
-    found["streamed"] = generate(streamed)
+    results["streamed"] = generate(streamed)
     half = make_engine("opt", dtype="bf16", pipeline_parallel=pipeline_parallel)
-    return found | {"bf16": [take_step(half, step) for step in range(STEPS)]}
+    return results | {"bf16": [take_step(half, step) for step in range(STEPS)]}
 
 
 def test_fewer_micro_batches_than_ranks() -> None:
     expected = run_one_micro_batch(1)
-    for found in run_ranks(run_one_micro_batch, 2, 2):
-        assert found["update"] == pytest.approx(expected["update"], rel=1e-5)
-        assert found["answers"] == expected["answers"]
-        assert found["streamed"] == expected["streamed"]
-        torch.testing.assert_close(found["weights"], expected["weights"], atol=1e-5, rtol=1e-5)
-        for actual, reference in zip(found["bf16"], expected["bf16"], strict=True):
+    for result in run_ranks(run_one_micro_batch, 2, 2):
+        assert result["update"] == pytest.approx(expected["update"], rel=1e-5)
+        assert result["answers"] == expected["answers"]
+        assert result["streamed"] == expected["streamed"]
+        torch.testing.assert_close(result["weights"], expected["weights"], atol=1e-5, rtol=1e-5)
+        for actual, reference in zip(result["bf16"], expected["bf16"], strict=True):
             assert actual == pytest.approx(reference, rel=2e-2)
 
 
@@ -259,6 +259,6 @@ def test_unsupported_models_and_settings_are_refused() -> None:
         "input_ids",
         "input_ids",
     )
-    for found in run_ranks(collect_refusals, 2):
-        for message, part in zip(found, reference, strict=True):
+    for actual in run_ranks(collect_refusals, 2):
+        for message, part in zip(actual, reference, strict=True):
             assert part in message

@@ -1,4 +1,4 @@
-"""Pipelines with dropout and in fp16: masks that return after a resume, and one loss scale of all stages."""
+"""Pipelines with dropout, whose masks are restored by a resume, and in fp16, with one loss scale for all stages."""
 
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ def dropout_by_shape(x: Tensor, p: float = 0.5, training: bool = True, inplace: 
     """Apply dropout with a mask that depends on the shape only, so that any number of ranks has equal masks."""
     if not training or p == 0.0:
         return x
-    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(sum(x.shape))) >= p
-    return x * kept / (1 - p)
+    mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(sum(x.shape))) >= p
+    return x * mask / (1 - p)
 
 
 def train_with_equal_masks(stages: int) -> dict[str, Any]:
@@ -48,44 +48,44 @@ def train_with_equal_masks(stages: int) -> dict[str, Any]:
 
 def run_with_dropout(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"alike": train_with_equal_masks(2)}
+    results: dict[str, Any] = {"alike": train_with_equal_masks(2)}
     layouts: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}]
-    found["layouts"] = [loss_curve(make_dropout_engine(pipeline_parallel=2, **layout)) for layout in layouts]
+    results["layouts"] = [loss_curve(make_dropout_engine(pipeline_parallel=2, **layout)) for layout in layouts]
     engine = make_dropout_engine(pipeline_parallel=2)
     engine.update(make_batches(0), loss_of, COUNT)
     engine.save(folder / "one")
-    random = random_state()  # as a stage keeps it, of each rank
+    random = random_state()  # the state of each rank, as a stage saves it
     loss_curve(engine, 1)
     again = make_dropout_engine(pipeline_parallel=2)
     again.load(folder / "one")
     restore_random_state(random)
     loss_curve(again, 1)
-    found["undisturbed"], found["resumed"] = full_weights(engine), full_weights(again)
+    results["undisturbed"], results["resumed"] = full_weights(engine), full_weights(again)
     none = make_dropout_engine(pipeline_parallel=2)
     none.module.eval()
-    found["without"] = loss_curve(none)
-    return found
+    results["without"] = loss_curve(none)
+    return results
 
 
 def test_dropout(tmp_path: Path) -> None:
     expected = train_with_equal_masks(1)
-    for found in run_ranks(run_with_dropout, 2, tmp_path):
-        for actual, reference in zip(found["alike"]["curve"], expected["curve"], strict=True):
+    for result in run_ranks(run_with_dropout, 2, tmp_path):
+        for actual, reference in zip(result["alike"]["curve"], expected["curve"], strict=True):
             assert actual == pytest.approx(reference, rel=1e-5)
         for name, weight in expected["weights"].items():
-            torch.testing.assert_close(found["alike"]["weights"][name], weight, atol=1e-5, rtol=1e-5, msg=name)
-        in_turn, others = found["layouts"][0], found["layouts"][1:]
+            torch.testing.assert_close(result["alike"]["weights"][name], weight, atol=1e-5, rtol=1e-5, msg=name)
+        in_turn, others = result["layouts"][0], result["layouts"][1:]
         for other in others:
             assert [each[0] for each in other] == pytest.approx([each[0] for each in in_turn], rel=1e-5)
-        # A single loss may come out alike by chance: of masks, which another PyTorch draws otherwise.
-        apart = [abs(one - other) for one, other in zip(sum(in_turn, ()), sum(found["without"], ()), strict=True)]
-        assert max(apart) > 1e-3, "nothing was dropped"
-        for name, weight in found["undisturbed"].items():
-            assert torch.equal(found["resumed"][name], weight), name
+        # A single loss may be equal by chance, because the masks depend on the version of PyTorch.
+        separate = [abs(one - other) for one, other in zip(sum(in_turn, ()), sum(result["without"], ()), strict=True)]
+        assert max(separate) > 1e-3, "nothing was dropped"
+        for name, weight in result["undisturbed"].items():
+            assert torch.equal(result["resumed"][name], weight), name
 
 
 def overflow_once(engine: Engine, path: str, at: int) -> list[int]:
-    """The gradient of what the module at `path` puts out overflows in one step; the box says which step it is."""
+    """Make the gradient of a module's output overflow in step `at`. Return a list with the current step."""
     steps = [0]
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
@@ -100,7 +100,7 @@ def overflow_once(engine: Engine, path: str, at: int) -> list[int]:
 def train_in_fp16(stages: int) -> list[dict[str, Any]]:
     """Train in fp16: with a scale that is too large at first, then with an overflow on one stage only."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for path in (None, "model.embed_tokens", "model.norm"):
         power = 24 if path is None else 12
         config = EngineConfig(
@@ -113,8 +113,8 @@ def train_in_fp16(stages: int) -> list[dict[str, Any]]:
             update = engine.update(make_batches(step), loss_of, COUNT)
             steps[0] += 1
             steps_taken.append((update.loss, update.skipped, engine.scaler.scale))
-        found.append({"steps": steps_taken, "weights": full_weights(engine), "skipped": engine.scaler.skipped})
-    return found
+        results.append({"steps": steps_taken, "weights": full_weights(engine), "skipped": engine.scaler.skipped})
+    return results
 
 
 def test_half_precision() -> None:

@@ -1,4 +1,4 @@
-"""One rank without FSDP2 does what one rank with it does."""
+"""One rank without FSDP2 gives the outputs and gradients of one rank with FSDP2."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from engine.parallel import dist, dtensors, zero
 
 
 class Tied(nn.Module):
-    """Blocks between an embedding and a head that are one weight; one parameter that does not learn."""
+    """Blocks between an embedding and a tied head, and one frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,11 +28,11 @@ class Tied(nn.Module):
         return self.head(hidden)
 
 
-def laid_out(dtype: Any, *, by_itself: bool) -> nn.Module:
+def build_module(dtype: Any, *, without_fsdp: bool) -> nn.Module:
     dist.start("test", device="cpu")
     torch.manual_seed(3)
     module = Tied()
-    if by_itself:
+    if without_fsdp:
         zero.attach_copies(module, sharding.precision_policy(dtype))
     else:
         zero.shard(module, stage=0, policy=sharding.precision_policy(dtype))
@@ -40,7 +40,7 @@ def laid_out(dtype: Any, *, by_itself: bool) -> nn.Module:
 
 
 def two_micro_batches(module: nn.Module) -> list[Tensor]:
-    """Outputs, gradients, and that the parameters are the masters again."""
+    """Return outputs and gradients of two micro-batches. Check that the parameters are the masters afterwards."""
     outputs = []
     for number, last in ((1, False), (2, True)):
         source = torch.Generator().manual_seed(number)
@@ -56,15 +56,15 @@ def two_micro_batches(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_outputs_and_gradients_are_those_of_fsdp(dtype: Any) -> None:
-    ours, theirs = (two_micro_batches(laid_out(dtype, by_itself=by_itself)) for by_itself in (True, False))
+def test_outputs_and_gradients_equal_fsdp(dtype: Any) -> None:
+    ours, theirs = (two_micro_batches(build_module(dtype, without_fsdp=without_fsdp)) for without_fsdp in (True, False))
     assert len(ours) == len(theirs) > 4
-    for found, wanted in zip(ours, theirs, strict=True):
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
-def test_stand_ins_follow_their_masters() -> None:
-    module = laid_out("bf16", by_itself=True)
+def test_compute_copies_follow_their_masters() -> None:
+    module = build_module("bf16", without_fsdp=True)
     ids, shift = torch.arange(4)[None], torch.zeros(8)
     with torch.no_grad():
         before = module(ids, shift)
@@ -77,20 +77,20 @@ def test_stand_ins_follow_their_masters() -> None:
     assert not torch.equal(before, after)
 
 
-def test_discarding_forgets_gradients_of_a_pass_left_half_done() -> None:
-    module = laid_out("bf16", by_itself=True)
+def test_discard_drops_gradients_of_an_interrupted_pass() -> None:
+    module = build_module("bf16", without_fsdp=True)
     zero.before_micro_batch(module, stage=0, last=False)
     module(torch.arange(4)[None], torch.zeros(8)).sum().backward()
     zero.before_micro_batch(module, stage=0, last=True)
     module(torch.arange(4)[None], torch.zeros(8))
     zero.discard(module)
     assert all(p.grad is None and p.dtype == torch.float32 for p in module.parameters())
-    fresh = laid_out("bf16", by_itself=True)
-    for found, wanted in zip(two_micro_batches(module), two_micro_batches(fresh), strict=True):
-        assert torch.equal(found, wanted)
+    fresh = build_module("bf16", without_fsdp=True)
+    for actual, expected in zip(two_micro_batches(module), two_micro_batches(fresh), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_a_look_between_backward_and_step_changes_nothing() -> None:
+def test_a_forward_between_backward_and_step_changes_nothing() -> None:
     weights = []
     for looks in (False, True):
         torch.manual_seed(3)
@@ -102,11 +102,11 @@ def test_a_look_between_backward_and_step_changes_nothing() -> None:
             done = engine.step()
             assert done is not None and done.grad_norm > 0
         weights.append([parameter.detach().clone() for parameter in engine.module.parameters()])
-    for found, wanted in zip(*weights, strict=True):
-        assert found.dtype == torch.float32 and torch.equal(found, wanted)
+    for actual, expected in zip(*weights, strict=True):
+        assert actual.dtype == torch.float32 and torch.equal(actual, expected)
 
 
-def test_a_module_without_memory_keeps_its_ties() -> None:
+def test_a_meta_module_keeps_its_tied_weights() -> None:
     with torch.device("meta"):
         blueprint = Tied()
     engine = Engine(blueprint, EngineConfig(dtype="bf16"), optimizer=OptimizerConfig(lr=0.1), fill=ones)

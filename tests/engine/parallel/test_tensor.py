@@ -1,4 +1,4 @@
-"""Tensor parallelism is a layout: losses, gradient norms and weights are those of one process, for any plan."""
+"""Tensor parallelism gives the losses, gradient norms and weights of one process, for every style of plan."""
 
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,13 @@ from tests.ranks import run_ranks
 STEPS, ROWS, VOCABULARY = 3, 4, 96
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},  # norms on each rank's own heads
-    "gpt_neox": {"attention_bias": True},  # biases, one matrix for queries, keys and values
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},  # norms of the rank's heads
+    "gpt_neox": {"attention_bias": True},  # biases, and a fused qkv matrix
     "phi3": {"pad_token_id": 0},  # outputs gathered, inputs split
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
     "qwen3_moe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # no plan of its own
-    "diffllama": {"num_key_value_heads": 2},  # a plan for the head alone
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # transformers has no plan
+    "diffllama": {"num_key_value_heads": 2},  # transformers has a plan for the head only
 }
 OPT_PLAN = {
     "decoder.layers.*.self_attn": "local_heads",
@@ -90,15 +90,15 @@ def weights(engine: Engine) -> dict[str, Tensor]:
     return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
 
 
-def told(engine: Engine) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def curves_and_weights(engine: Engine) -> tuple[list[float], list[float], dict[str, Tensor]]:
     return engine.losses, engine.norms, weights(engine)  # type: ignore[attr-defined]
 
 
-def same(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    assert found[1] == pytest.approx(wanted[1], rel=1e-4)
-    for name, weight in wanted[2].items():
-        torch.testing.assert_close(found[2][name], weight, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+def same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    assert actual[1] == pytest.approx(expected[1], rel=1e-4)
+    for name, weight in expected[2].items():
+        torch.testing.assert_close(actual[2][name], weight, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -115,12 +115,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def all_cases(tensor_parallel: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     torch.set_num_threads(1)
-    return [told(trained(family, **layout, tensor_parallel=tensor_parallel)) for family, layout in cases]
+    return [curves_and_weights(trained(family, **layout, tensor_parallel=tensor_parallel)) for family, layout in cases]
 
 
 def compiled() -> list[tuple[Tensor, Tensor]]:
-    """In one compiled graph: the sines of rows of several lengths, summed over the ranks and gathered; gradients."""
-    group, found = meshes.tensor_mesh(2).get_group(), []
+    """Compile a graph with a sum over the ranks and a gather. Return its outputs and gradients for three lengths."""
+    group, actual = meshes.tensor_mesh(2).get_group(), []
 
     @partial(torch.compile, backend="aot_eager", fullgraph=True)
     def summed(x: Tensor) -> Tensor:
@@ -132,12 +132,12 @@ def compiled() -> list[tuple[Tensor, Tensor]]:
         out = summed(x)
         out.sum().backward()
         assert x.grad is not None
-        found.append((out.detach(), x.grad))
-    return found
+        actual.append((out.detach(), x.grad))
+    return actual
 
 
 def overflowed() -> bool:
-    """Whether a step was skipped in which one rank's gradient of what both hold whole is not finite."""
+    """Return whether a step is skipped if the gradient of a replicated parameter is infinite on one rank."""
     engine = initialize(made("llama"), EngineConfig(dtype="fp16", tensor_parallel=2), optimizer=SGD)
 
     def infinite(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -148,59 +148,59 @@ def overflowed() -> bool:
     return engine.update([batch(0)], loss_of, ROWS).skipped
 
 
-def two() -> tuple[list[Any], list[tuple[Tensor, Tensor]], bool]:
+def train_on_two_ranks() -> tuple[list[Any], list[tuple[Tensor, Tensor]], bool]:
     return all_cases(2, CASES), compiled(), overflowed()
 
 
-def test_two_ranks_hold_each_matrix_between_them() -> None:
-    alone = all_cases(1, CASES)
-    for results, sines, skipped in run_ranks(two, 2):
-        assert skipped, "on every rank alike"
-        for found, wanted in zip(results, alone, strict=True):
-            same(found, wanted)
+def test_two_ranks_train_like_one_rank_with_split_matrices() -> None:
+    one_rank = all_cases(1, CASES)
+    for results, sines, skipped in run_ranks(train_on_two_ranks, 2):
+        assert skipped, "the step must be skipped on every rank"
+        for actual, expected in zip(results, one_rank, strict=True):
+            same(actual, expected)
         for out, gradient in sines:
             x = torch.arange(float(len(gradient)))
             torch.testing.assert_close(out, (2 * x.sin()).repeat(2))
             torch.testing.assert_close(gradient, 2 * x.cos())
 
 
-def four(folder: Path) -> dict[str, Any]:
-    """ZeRO-3 over two groups of two; a checkpoint that one process wrote, and one that it is to read."""
+def train_on_four_ranks(folder: Path) -> dict[str, Any]:
+    """Train ZeRO-3 over two tensor-parallel groups of two ranks. Load one process's checkpoint and save another."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = dict(zip(("qwen3", "mixtral"), all_cases(2, [CASES[1], CASES[4]]), strict=True))
+    results: dict[str, Any] = dict(zip(("qwen3", "mixtral"), all_cases(2, [CASES[1], CASES[4]]), strict=True))
     engine = trained("mixtral", zero_stage=3, tensor_parallel=2, steps=0)
     engine.load(folder / "one")
     advance(engine, 2)
     engine.save(folder / "four")
     held = {name: dtensors.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
-    whole = weights(engine)
+    full = weights(engine)
     refilled = dict(engine.module.named_parameters())
     for name, parameter in refilled.items():
         dtensors.local(parameter.detach()).fill_(torch.nan)
-        copy_local(parameter, whole[name])
-    return found | {"loaded": whole, "held": held, "refilled": weights(engine)}
+        copy_local(parameter, full[name])
+    return results | {"loaded": full, "held": held, "refilled": weights(engine)}
 
 
-def test_four_ranks_compose_it_with_zero_and_share_checkpoints_with_one(tmp_path: Path) -> None:
-    alone = {family: told(trained(family)) for family in ("qwen3", "mixtral")}
+def test_four_ranks_combine_it_with_zero_and_exchange_checkpoints(tmp_path: Path) -> None:
+    one_rank = {family: curves_and_weights(trained(family)) for family in ("qwen3", "mixtral")}
     engine = trained("mixtral", steps=2)
     engine.save(tmp_path / "one")
     advance(engine, 2)
-    for found in run_ranks(four, 4, tmp_path):
-        for family, wanted in alone.items():
-            same(found[family], wanted)
+    for actual in run_ranks(train_on_four_ranks, 4, tmp_path):
+        for family, expected in one_rank.items():
+            same(actual[family], expected)
         for name, weight in weights(engine).items():
-            torch.testing.assert_close(found["loaded"][name], weight, atol=2e-4, rtol=1e-3)
-            assert torch.equal(found["refilled"][name], found["loaded"][name]), name
+            torch.testing.assert_close(actual["loaded"][name], weight, atol=2e-4, rtol=1e-3)
+            assert torch.equal(actual["refilled"][name], actual["loaded"][name]), name
             split = "proj" in name or "lm_head" in name
-            assert found["held"][name] == weight.numel() // (4 if split else 2), name
+            assert actual["held"][name] == weight.numel() // (4 if split else 2), name
     back = trained("mixtral", steps=0)
     back.load(tmp_path / "four")
     for name, weight in weights(back).items():
-        assert torch.equal(weight, found["loaded"][name]), name
+        assert torch.equal(weight, actual["loaded"][name]), name
 
 
-def refused() -> list[str]:
+def collect_refusals() -> list[str]:
     messages = []
     config: dict[str, Any] = {"dtype": "fp32", "tensor_parallel": 2}
     for family, plan, more in (
@@ -224,10 +224,10 @@ def refused() -> list[str]:
     return [*messages, str(problem.value)]
 
 
-def test_what_cannot_be_split_is_refused_and_says_why() -> None:
-    for found in run_ranks(refused, 2):
+def test_modules_that_cannot_be_split_are_refused() -> None:
+    for actual in run_ranks(collect_refusals, 2):
         for message, part in zip(
-            found,
+            actual,
             (
                 "OPTForCausalLM comes without a tensor-parallel plan",
                 "tensor_parallel=2 does not divide the number of key-value heads",

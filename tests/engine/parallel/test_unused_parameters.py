@@ -1,4 +1,4 @@
-"""Parameters that only some ranks, some micro-batches or nobody uses: the weights are those of a plain loop."""
+"""Parameters that only some ranks, some micro-batches or no forward uses get the weights of a plain PyTorch loop."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
 ADAMW = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, decay="all", max_grad_norm=0.5)
-# Where the rows of a step go. Of two ranks one has the even rows, the other the odd ones; nobody goes to expert 4.
+# The expert of each row of a step. Two ranks have the even and the odd rows. No row uses expert 4.
 ROUTES = [[0, 1, 0, 1, 2, 1, 2, 1], [2, 1, 0, 3, 0, 3, 0, 3], [0, 0, 0, 0, 0, 0, 0, 0]]
 LAYOUTS: list[dict[str, Any]] = [
     *({"zero_stage": stage, "gradient_accumulation": steps} for stage in range(4) for steps in (1, 2)),
@@ -50,7 +50,7 @@ class Routed(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def made() -> nn.Module:
+def seeded_model() -> nn.Module:
     torch.manual_seed(1)
     return Routed()
 
@@ -62,15 +62,15 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def trained(layout: dict[str, Any], seen: list[Any]) -> dict[str, Tensor]:
     config = EngineConfig(**{"dtype": "fp32", **layout})
-    engine, world = initialize(made(), config, optimizer=ADAMW), dist.world()
+    engine, world = initialize(seeded_model(), config, optimizer=ADAMW), dist.world()
     seen.append(weakref.ref(engine.module))
     for step in range(len(ROUTES)):
         x, routes = (part[world.rank :: world.size].chunk(config.gradient_accumulation) for part in batch(step))
         for rows, to in zip(x, routes, strict=True):
             engine.backward(engine(rows, to).float().square().mean())
-            engine(rows, to)  # a look at the weights before they change: nothing of it may stay
+            engine(rows, to)  # a forward between backward and step must leave no state
             engine.step()
-        for rows, to in zip(x, routes, strict=True) if step == 0 else ():  # expert 4 is used by a step that is skipped
+        for rows, to in zip(x, routes, strict=True) if step == 0 else ():  # only a skipped step uses expert 4
             engine.backward(engine(torch.full_like(rows, torch.nan), torch.full_like(to, 4)).float().sum())
             engine.step()
     return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
@@ -79,15 +79,15 @@ def trained(layout: dict[str, Any], seen: list[Any]) -> dict[str, Tensor]:
 def all_layouts() -> list[dict[str, Tensor]]:
     torch.set_num_threads(1)
     seen: list[Any] = []
-    found = [trained(layout, seen) for layout in LAYOUTS]
+    actual = [trained(layout, seen) for layout in LAYOUTS]
     gc.collect()
-    assert not any(module() is not None for module in seen), "an engine that nobody has any more is kept"
-    return found
+    assert not any(module() is not None for module in seen), "an engine without references is not freed"
+    return actual
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, Tensor]:
-    model = made()
+def expected() -> dict[str, Tensor]:
+    model = seeded_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5)
     for step in range(len(ROUTES)):
         model(*batch(step)).square().mean().backward()
@@ -97,21 +97,21 @@ def wanted() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def check(found: list[dict[str, Tensor]], wanted: dict[str, Tensor]) -> None:
-    start = dict(made().named_parameters())
-    for layout, weights in zip(LAYOUTS, found, strict=True):
+def check(actual: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    start = dict(seeded_model().named_parameters())
+    for layout, weights in zip(LAYOUTS, actual, strict=True):
         tolerance = 0.03 if layout.get("dtype") == "bf16" else 1e-5
-        for name, weight in wanted.items():
+        for name, weight in expected.items():
             torch.testing.assert_close(
                 weights[name], weight, atol=tolerance, rtol=0.0, msg=lambda m, at=(layout, name): f"{at}: {m}"
             )
         assert torch.equal(weights["blocks.0.each.4.weight"], start["blocks.0.each.4.weight"])
 
 
-def test_one_rank(wanted: dict[str, Tensor]) -> None:
-    check(all_layouts(), wanted)
+def test_one_rank(expected: dict[str, Tensor]) -> None:
+    check(all_layouts(), expected)
 
 
-def test_two_ranks_that_use_different_experts(wanted: dict[str, Tensor]) -> None:
-    for found in run_ranks(all_layouts, 2):
-        check(found, wanted)
+def test_two_ranks_that_use_different_experts(expected: dict[str, Tensor]) -> None:
+    for actual in run_ranks(all_layouts, 2):
+        check(actual, expected)

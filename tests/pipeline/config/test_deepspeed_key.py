@@ -1,4 +1,4 @@
-"""`engine.deepspeed=FILE` on the command line: read once, kept in the configuration, laid over our own keys."""
+"""`engine.deepspeed=FILE` on the command line: its content is stored in the configuration and overrides other keys."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def raw(file: Any, **engine: Any) -> dict[str, Any]:
     return {**tiny_config().model_dump(mode="json", exclude={"engine"}), "engine": {"deepspeed": file, **engine}}
 
 
-def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) -> None:
+def test_a_file_is_stored_by_content_and_ignored_keys_are_named(tmp_path: Path) -> None:
     place = tmp_path / "ds.json"
     place.write_text(json.dumps(FILE))
     config = validate(raw(str(place)))
@@ -34,15 +34,16 @@ def test_a_file_is_kept_by_content_and_says_what_does_nothing(tmp_path: Path) ->
     assert stage_settings(config, "sft")["engine.deepspeed.optimizer.type"] == "Lion"
     assert not any("deepspeed" in key for key in stage_settings(tiny_config(), "sft"))
     eight_bits = {"zero_optimization": {"stage": 2, "zero_quantized_weights": True, "zero_quantized_gradients": False}}
-    said = stage_settings(validate(raw(FILE | eight_bits)), "sft")
-    assert [key for key in said if "zero_optimization" in key] == [
+    output = stage_settings(validate(raw(FILE | eight_bits)), "sft")
+    assert [key for key in output if "zero_optimization" in key] == [
         "engine.deepspeed.zero_optimization.zero_quantized_weights"
     ]
 
 
-def test_a_batch_that_is_not_the_stages_own_is_told() -> None:
-    told = [line for line in warnings(validate(raw({"train_batch_size": 16}))) if "train_batch_size=16" in line]
-    assert len(told) == 2 and "reward.batch_size=8 is: set reward.batch_size=16" in told[0]  # sft takes 16
+def test_a_batch_size_other_than_the_stages_causes_a_warning() -> None:
+    lines = [line for line in warnings(validate(raw({"train_batch_size": 16}))) if "train_batch_size=16" in line]
+    # The file's 16 is also the batch size of sft, so only two stages differ.
+    assert len(lines) == 2 and "reward.batch_size=8 is: set reward.batch_size=16" in lines[0]
 
 
 def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
@@ -76,10 +77,10 @@ ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
         (FILE | {"optimizer": {"type": "AdamW"}}, {"states": "bf16"}, "engine.deepspeed: states=bf16 needs dtype=bf16"),
     ],
 )
-def test_an_engine_that_only_file_and_keys_together_make_impossible(
+def test_combinations_of_file_and_keys_that_are_impossible_are_refused(
     file: dict[str, Any], engine: dict[str, Any], message: str
 ) -> None:
-    """Refused at the edge, of a model of PPO's own too; a reference trains nothing."""
+    """Refuse them when the configuration is read, also for a role of PPO. Frozen models have no optimizer."""
     with pytest.raises(UserError, match=message):
         validate(raw(file, **engine))
     own = {**engine, "deepspeed": file}
@@ -90,18 +91,18 @@ def test_an_engine_that_only_file_and_keys_together_make_impossible(
         validate(raw(None, **engine) | {"ppo": {"reference_engine": {"deepspeed": file}}})
 
 
-def test_keys_that_only_the_file_makes_possible() -> None:
-    """Which has the stage or the precision that they need."""
+def test_keys_that_are_valid_only_with_the_file_are_accepted() -> None:
+    """The file contains the ZeRO stage or the precision that the keys need."""
     for file, engine in (
         ({"zero_optimization": {"stage": 2}}, {"compress": "both", "dtype": "fp32"}),
         ({"bf16": {"enabled": True}}, {"states": "bf16"}),
     ):
         settings = validate(raw(file, **engine)).engine
-        made = EngineChoice(settings, OptimizerConfig(lr=1e-5)).layout()["config"]
-        assert (made.compress, made.states) == (settings.compress, settings.states)
+        layout = EngineChoice(settings, OptimizerConfig(lr=1e-5)).layout()["config"]
+        assert (layout.compress, layout.states) == (settings.compress, settings.states)
 
 
-def test_the_file_lies_over_the_stages_optimizer() -> None:
+def test_the_file_overrides_the_stages_optimizer() -> None:
     settings = EngineSettings(deepspeed=FILE, dtype="fp32", activation_checkpointing=True)
     own = OptimizerConfig(lr=1e-5, total_steps=9, weight_decay=0.1, max_grad_norm=0.3)
     layout = EngineChoice(settings, own).layout()

@@ -44,7 +44,7 @@ def name_of(*overrides: str) -> str | None:
     return recipe.name if recipe is not None else None
 
 
-def test_each_model_of_conf_has_its_class():
+def test_each_model_option_has_a_size_class():
     expected = {model: name for name, models in CLASSES.items() for model in models.split()}
     assert expected.keys() == set(groups()["model"]) - {"tiny"}
     assert {model: name_of(f"model={model}") for model in expected} == expected
@@ -52,7 +52,7 @@ def test_each_model_of_conf_has_its_class():
 
 
 @pytest.mark.parametrize(("model", "published"), [("llama-3.1-8b", 8.03e9), ("opt-350m", 331e6), ("gpt2", 124e6)])
-def test_counts_agree_with_published_sizes(model, published):
+def test_parameter_counts_equal_published_sizes(model, published):
     fields = yaml.safe_load((CONF / "model" / f"{model}.yaml").read_text(encoding="utf-8"))["architecture"]
     assert parameter_count(fields) == pytest.approx(published, rel=0.02)
 
@@ -99,14 +99,14 @@ def test_the_sequences_of_a_recipe_fit_the_positions_of_its_models():
             assert needed <= fields.get("max_position_embeddings", fields.get("n_positions", 1024)), (name, model)
 
 
-def test_settings_are_compared_with_the_named_recipe_or_that_of_the_model():
+def test_the_reference_recipe_is_the_named_one_or_that_of_the_model():
     names = [reference_recipe(["model=opt-13b", *words]) for words in ([], ["recipe=tiny"], ["~recipe"])]
     assert [recipe and recipe.name for recipe in names] == ["3b-to-15b", "tiny", "3b-to-15b"]
     with pytest.raises(UserError, match="recipe=nope is not an option of recipe"):
         reference_recipe(["recipe=nope"])
 
 
-def test_an_own_model_is_measured_by_its_config_and_the_line_names_the_reason(tmp_path):
+def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
     fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     job = compose_jobs(parse_command([f"model.path={tmp_path}"]))[0]

@@ -1,4 +1,4 @@
-"""Chat templates of the usual kinds, small tokenizers, and conversations, for the tests beside this file."""
+"""Chat templates of the usual kinds, small tokenizers and conversations for the tests of this folder."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -9,7 +9,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-BRACKETS = (  # the answer has no mark of its own, and a space around it
+BRACKETS = (  # no token marks the answer, and spaces surround it
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
@@ -20,7 +20,7 @@ NO_SYSTEM = (
     "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
 )
-THINKING = (  # an empty block of reasoning before the last answer only
+THINKING = (  # an empty reasoning block only before the last answer
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -30,7 +30,7 @@ NO_GENERATION_PROMPT = "{% for m in messages %}{{ '<' + m.role + '>' + m.content
 
 
 def tokenizer(template: str | None, *special: str, **keys: str) -> PreTrainedTokenizerFast:
-    """One token a byte, after `<s>` (bos), `</s>` (eos) and these special tokens."""
+    """Return a byte tokenizer with `<s>` (bos), `</s>` (eos) and these special tokens first."""
     backend = Tokenizer(models.BPE(vocab={}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

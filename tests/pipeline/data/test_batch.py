@@ -1,4 +1,4 @@
-"""Every example is planned exactly once, and tensors hold what went in."""
+"""Batches contain every example exactly once, and their tensors contain the tokens of the examples."""
 
 import random
 
@@ -28,7 +28,7 @@ def item(*ids: int, counts: str) -> TokenItem:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_plans_use_every_index_once_within_the_budget(ranks: int, packing: bool) -> None:
+def test_batches_contain_each_index_once_within_the_token_budget(ranks: int, packing: bool) -> None:
     rng = random.Random(ranks)
     for _ in range(150):
         n, longest = rng.randrange(0, 40), rng.choice([4, 30, 300])
@@ -39,7 +39,7 @@ def test_plans_use_every_index_once_within_the_budget(ranks: int, packing: bool)
         assert sorted(index for batches in cut for batch in batches for index in batch) == list(range(n))
         assert cut == divide_batch(lengths, ranks=ranks, budget=budget, packing=packing)
         for batches in cut:
-            assert all(batches[i] or not any(batches[i:]) for i in range(len(batches)))  # empty ones at the end
+            assert all(batches[i] or not any(batches[i:]) for i in range(len(batches)))  # empty batches are last
             for batch in batches:
                 assert shape(batch, lengths, packing) <= budget or len(batch) == 1
         if n >= ranks:
@@ -48,24 +48,24 @@ def test_plans_use_every_index_once_within_the_budget(ranks: int, packing: bool)
 
 
 def shape(batch: list[int], lengths: list[int], packing: bool) -> int:
-    """Tokens of the batch's tensor, padding included."""
+    """Return the number of tokens in the batch's tensor, including padding."""
     inside = [lengths[index] for index in batch]
     if not inside:
         return 0
     items = [item(*[1] * length, counts="1" * length) for length in inside]
-    made = pack_tokens(items, PAD) if packing else collate_tokens(items, PAD)
-    return made.input_ids.numel()
+    tensors = pack_tokens(items, PAD) if packing else collate_tokens(items, PAD)
+    return tensors.input_ids.numel()
 
 
-def test_empty_micro_batches_are_the_last_resort() -> None:
+def test_micro_batches_are_empty_only_if_unavoidable() -> None:
     assert divide_batch([5], ranks=2, budget=8, packing=False) == [[[0]], [[]]]
-    # rank 0 holds the long one and needs 1 micro-batch, rank 1 would need 2
+    # Rank 0 has the long example and needs one micro-batch; rank 1 would need two.
     cut = divide_batch([40, 9, 9, 9, 9, 9], ranks=2, budget=40, packing=False)
     assert [len(batches) for batches in cut] == [2, 2]
     assert cut[0] == [[0], []]
     cut = divide_batch([8, 8, 8, 8, 8, 8], ranks=1, budget=16, packing=False)
     assert cut == [[[0, 1], [2, 3], [4, 5]]]
-    # rank 1's row of two documents is halved, to keep step with rank 0, whose two don't fit one row
+    # Rank 1's row of two documents is divided, because rank 0 needs two rows for its documents.
     cut = divide_batch([8, 7, 3, 3], ranks=2, budget=10, packing=True)
     assert cut == [[[0], [3]], [[1], [2]]]
 
@@ -83,7 +83,7 @@ def test_packing_fills_micro_batches_evenly() -> None:
     assert divide_batch([6, 5, 4, 3, 2], ranks=1, budget=11, packing=True) == [[[0, 3, 4], [1, 2]]]
     assert divide_batch([6, 5, 4, 3, 2], ranks=1, budget=10, packing=True) == [
         [[0, 2], [1, 3, 4]]
-    ]  # even ones do not fit
+    ]  # equal parts do not fit
     assert divide_batch([12, 5], ranks=1, budget=10, packing=True) == [[[0], [1]]]
     lengths = [random.Random(i).randint(1, 50) for i in range(200)]
     (cut,) = divide_batch(lengths, ranks=1, budget=640, packing=True)
@@ -95,7 +95,7 @@ def test_packing_fills_micro_batches_evenly() -> None:
 def test_rows_of_one_document() -> None:
     batch = collate_tokens([item(5, 6, 7, counts="011"), item(8, 9, counts="11")], PAD)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, PAD]]
-    assert batch.scored.tolist() == [1, 2, 4]  # a first token has no prediction
+    assert batch.scored.tolist() == [1, 2, 4]  # the first token of a document is not predicted
     assert batch.documents is None and batch.input_ids.dtype == torch.long
 
 
@@ -106,7 +106,7 @@ def test_one_row_of_documents() -> None:
     assert batch.scored.tolist() == [1, 4, 6, 7, 8]
 
 
-def test_empty_batches_count_nothing() -> None:
+def test_empty_batches_have_no_scored_tokens() -> None:
     for batch in (collate_tokens([], PAD), pack_tokens([], PAD)):
         assert batch.input_ids.tolist() == [[PAD]] and not len(batch.scored)
     assert collate_pairs([], PAD).input_ids.tolist() == [[PAD], [PAD]]
@@ -128,7 +128,7 @@ def test_pairs_are_chosen_rows_then_rejected_rows() -> None:
     assert moved.input_ids.device.type == "meta" and moved.sources == ("a", "b")
 
 
-def test_pairs_in_one_row_share_what_they_begin_with() -> None:
+def test_pairs_in_one_row_share_their_common_prefix() -> None:
     batch = pack_pairs([FIRST, SECOND], PAD)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert batch.documents == Documents((1, 2, 1, 1, 4), (None, 0, 0, None, None))
@@ -140,15 +140,15 @@ def test_pairs_in_one_row_share_what_they_begin_with() -> None:
     ("chosen", "rejected", "shared"),
     [([1, 2, 3], [1, 2, 4], 2), ([1, 2, 3], [1, 2], 1), ([1], [1, 2], 0), ([5, 2], [6, 2], 0), ([1, 2], [1, 2], 1)],
 )
-def test_each_side_keeps_a_token_of_its_own(chosen: list[int], rejected: list[int], shared: int) -> None:
+def test_each_answer_has_a_token_outside_the_shared_prefix(chosen: list[int], rejected: list[int], shared: int) -> None:
     assert shared_tokens(PairItem(np.array(chosen), np.array(rejected), 0.0, "", 0)) == shared
 
 
-def test_epochs_follow_one_another() -> None:
+def test_batches_continue_over_epochs() -> None:
     n, size = 10, 4
-    taken = [index for step in range(10) for index in batch_indices(n, size, seed=3, step=step)]
+    used = [index for step in range(10) for index in batch_indices(n, size, seed=3, step=step)]
     for epoch in range(4):
-        assert taken[epoch * n : (epoch + 1) * n] == list(epoch_order(n, 3, epoch))
+        assert used[epoch * n : (epoch + 1) * n] == list(epoch_order(n, 3, epoch))
         assert sorted(epoch_order(n, 3, epoch)) == list(range(n))
     assert epoch_order(n, 3, 0) != epoch_order(n, 3, 1) != epoch_order(n, 4, 1)
     assert batch_indices(3, 7, seed=0, step=0) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]

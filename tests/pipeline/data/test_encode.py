@@ -1,4 +1,4 @@
-"""What is too long is cut or dropped, and counted."""
+"""Encoding: examples that are too long are truncated or dropped, and counted."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from tests.pipeline.data.templates import chat, tokenizer
 
-SHORT = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"  # one byte, one token
+SHORT = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"  # one token for each byte
 EOS = 1
 
 
@@ -18,39 +18,39 @@ def bytewise() -> ChatTokenizer:
     return ChatTokenizer(tokenizer(SHORT))
 
 
-def test_conversations_are_cut_from_the_right(bytewise: ChatTokenizer) -> None:
+def test_conversations_are_truncated_on_the_right(bytewise: ChatTokenizer) -> None:
     records = [Conversation(tuple(chat(*texts)), "s") for texts in (("abc", "de"), ("ab", "cdef"), ("abcdef", "g"))]
     items, notes = encode_conversations(bytewise, records, max_length=6)
-    # "abc</s>de</s>" has 7 tokens, "ab</s>cdef</s>" 8, of "abcdef</s>g</s>" the first 6 are the prompt's
+    # "abc</s>de</s>" has 7 tokens and "ab</s>cdef</s>" 8. The first 6 tokens of "abcdef</s>g</s>" are the prompt.
     assert [len(item.ids) for item in items] == [6, 6]
     assert [item.counts.tolist() for item in items] == [[False] * 4 + [True] * 2, [False] * 3 + [True] * 3]
     assert all(item.ids[-1] != EOS for item in items)
     assert notes == {"cut to max_length": 2, "no answer within max_length": 1}
-    whole, notes = encode_conversations(bytewise, records, max_length=100)
-    assert [int(item.ids[-1]) for item in whole] == [EOS] * 3 and not notes
+    full, notes = encode_conversations(bytewise, records, max_length=100)
+    assert [int(item.ids[-1]) for item in full] == [EOS] * 3 and not notes
 
 
-def test_all_tokens_may_count(bytewise: ChatTokenizer) -> None:
+def test_all_tokens_can_be_trained(bytewise: ChatTokenizer) -> None:
     (item,), _ = encode_conversations(
         bytewise, [Conversation(tuple(chat("abc", "de")), "s")], max_length=9, loss_on="all"
     )
     assert item.counts.tolist() == [True] * 7
 
 
-def test_documents_are_divided_and_every_token_counts(bytewise: ChatTokenizer) -> None:
+def test_documents_are_divided_and_every_token_is_trained(bytewise: ChatTokenizer) -> None:
     texts = ("abcdefgh", "xyz", "klmnopq")  # with </s> 9, 4 and 8 tokens
     records = [Document((Message("text", text),), "s") for text in texts]
     conversation = Conversation(tuple(chat("ab", "c")), "s")
     items, notes = encode_conversations(bytewise, [*records, conversation], max_length=4)
     rows = [item.ids.tolist() for item in items]
     ids = {text: [*bytewise.encode_answer(text)[:-1], EOS] for text in texts}
-    assert rows[:2] == [ids["abcdefgh"][:4], ids["abcdefgh"][4:8]]  # the last piece, </s> alone, predicts nothing
+    assert rows[:2] == [ids["abcdefgh"][:4], ids["abcdefgh"][4:8]]  # the last part, only </s>, has no predicted token
     assert rows[2:5] == [ids["xyz"], ids["klmnopq"][:4], ids["klmnopq"][4:]]
     assert all(all(item.counts) for item in items[:5]) and items[5].counts.tolist() == [False] * 3 + [True]
     assert notes == {"documents divided at max_length": 2, "cut to max_length": 1}
 
 
-def test_cut_answers_have_no_end(bytewise: ChatTokenizer) -> None:
+def test_truncated_answers_have_no_end_token(bytewise: ChatTokenizer) -> None:
     def pair(prompt: str, chosen: str, rejected: str) -> Preference:
         return Preference(tuple(chat(prompt)), chosen, rejected, "s", margin=0.5)
 
@@ -69,17 +69,17 @@ def test_long_prompts_are_dropped(bytewise: ChatTokenizer) -> None:
     assert notes == {"prompt longer than max_prompt_tokens": 1}
 
 
-def test_long_work_says_how_far_it_is(
+def test_long_encoding_prints_its_progress(
     bytewise: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter(range(0, 1000, 6))  # seconds, at each look
+    clock = iter(range(0, 1000, 6))  # seconds at each reading
     monkeypatch.setattr(encode.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(encode, "CHUNK", 2)
     encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")] * 9, max_tokens=20)
     assert capsys.readouterr().out.splitlines() == ["2 of 9 prompts tokenized", "6 of 9 prompts tokenized"]
 
 
-def test_nothing_left_is_refused(bytewise: ChatTokenizer) -> None:
+def test_data_without_any_usable_example_is_refused(bytewise: ChatTokenizer) -> None:
     with pytest.raises(UserError, match=r"None of 1 prompts fits within rollout.max_prompt_tokens=2 tokens: raise"):
         encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")], max_tokens=2)
     with pytest.raises(UserError, match=r"None of 1 held-out ones has an answer .* sft.max_length=3"):

@@ -1,4 +1,4 @@
-"""Files of every kind give the same rows; broken ones are refused with the place and what to do."""
+"""Files of every format give the same rows. Damaged files are refused with the position and a remedy."""
 
 import bz2
 import csv
@@ -42,7 +42,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "f.parquet")
     (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(lines(ROWS).encode()))
     (tmp_path / "j.jsonl.zst").write_bytes(pyarrow.compress(lines(ROWS).encode(), codec="zstd", asbytes=True))
-    (tmp_path / "k.jsonl").write_bytes(bz2.compress(lines(ROWS).encode()))  # the content tells
+    (tmp_path / "k.jsonl").write_bytes(bz2.compress(lines(ROWS).encode()))  # the content shows the compression
     (tmp_path / "l.json.xz").write_bytes(lzma.compress(lines(ROWS).encode()))
     write(tmp_path / "m.jsonl.gz", "\ufeff" + lines([{**row, "chosen": None} for row in ROWS]).replace("\n", "\r\n"))
     files, held_out = data_files(str(tmp_path), "data.path")
@@ -54,13 +54,13 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         assert table.columns == {"prompt", "completion"}
 
 
-def test_rows_know_their_line(tmp_path: Path) -> None:
+def test_rows_have_their_line_number(tmp_path: Path) -> None:
     table = read_table(write(tmp_path / "a.jsonl", '{"prompt": "a"}\n\n  \n{"prompt": "b"}\n'))
     assert [table.position(0), table.position(1)] == ["line 1", "line 4"]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "output"),
     [
         ("a.jsonl", "\n \n", "is empty"),
         ("a.jsonl", "[" * 100_000, r"a line is not a JSON object \(line 1: it is nested too deeply\), and no other"),
@@ -85,13 +85,13 @@ def test_rows_know_their_line(tmp_path: Path) -> None:
         ("a.txt", "hello", "the name has no known suffix"),
     ],
 )
-def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said) as refused:
+def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, output: str) -> None:
+    with pytest.raises(UserError, match=output) as refused:
         read_table(write(tmp_path / name, text))
     assert name in str(refused.value)
 
 
-def test_lines_that_are_no_rows_are_named(tmp_path: Path) -> None:
+def test_lines_that_are_not_rows_are_reported(tmp_path: Path) -> None:
     text = '{"prompt": "a"}\n{"prompt": oops}\n[1, 2]\n{"prompt": "b"}\n'
     table = read_table(write(tmp_path / "a.jsonl", text))
     assert list(table.rows) == [{"prompt": "a"}, {"prompt": "b"}] and table.position(1) == "line 4"
@@ -105,7 +105,7 @@ def test_lines_that_are_no_rows_are_named(tmp_path: Path) -> None:
     assert table.broken == (("line 3", "a line has more cells than the header (put a cell with commas in quotes)"),)
 
 
-def test_empty_cells_beyond_the_header_are_nothing(tmp_path: Path) -> None:
+def test_empty_cells_beyond_the_header_are_ignored(tmp_path: Path) -> None:
     table = read_table(write(tmp_path / "a.csv", "prompt,completion\na,b,,\n"))
     assert list(table.rows) == [{"prompt": "a", "completion": "b"}]
 
@@ -126,7 +126,7 @@ def test_a_folder_has_training_and_held_out_files(tmp_path: Path) -> None:
     assert [file.name for file in held_out] == ["validation.jsonl", "test.jsonl"]
 
 
-def test_a_set_that_was_saved_by_datasets(tmp_path: Path) -> None:
+def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
     parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path)
     (tmp_path / "train" / "cache-1.arrow").touch()
@@ -135,15 +135,15 @@ def test_a_set_that_was_saved_by_datasets(tmp_path: Path) -> None:
 
 
 def test_a_broken_archive_is_refused(tmp_path: Path) -> None:
-    whole = gzip.compress(lines(ROWS).encode())
-    for broken in (whole[:-12], whole[:20] + b"\xff\xff\xff" + whole[23:]):
+    full = gzip.compress(lines(ROWS).encode())
+    for broken in (full[:-12], full[:20] + b"\xff\xff\xff" + full[23:]):
         (tmp_path / "a.jsonl.gz").write_bytes(broken)
         with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read"):
             read_table(tmp_path / "a.jsonl.gz")
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "output"),
     [
         ("part-*.jsonl", "to a folder to read all its files"),
         ("a.jsonl,b.jsonl", r'list several files: "data.sources=\[\{path: A\}'),
@@ -151,8 +151,8 @@ def test_a_broken_archive_is_refused(tmp_path: Path) -> None:
         ("owner/a-set", r'write "data.sources=\[\{hub: owner/a-set\}\]"'),
     ],
 )
-def test_what_is_no_path_is_told_how_it_is_written(path: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_paths_are_refused_with_the_correct_form(path: str, output: str) -> None:
+    with pytest.raises(UserError, match=output):
         data_files(path, "data.path")
 
 
@@ -164,7 +164,7 @@ def test_a_missing_path_names_its_key(tmp_path: Path) -> None:
         data_files(str(tmp_path / "empty"), "data.path")
 
 
-def test_paths_are_looked_up_from_the_current_folder_then_the_checkout(
+def test_paths_are_relative_to_the_current_folder_then_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Each form of row becomes the right record; bad rows are counted, and refused above the limit."""
+"""Rows of each format become records. Bad rows are counted, and refused above the limit."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ def one(row: dict[str, Any], stage: str) -> Any:
 
 
 def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
-    """Messages of the user and the assistant in turn."""
+    """Return alternating messages of user and assistant."""
     turns = tuple(Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents))
     return ((Message("system", system), *turns)) if system else turns
 
@@ -52,7 +52,7 @@ def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
         (["id", "text"], "text"),
     ],
 )
-def test_columns_tell_the_form(columns: list[str], form: str) -> None:
+def test_columns_determine_the_format(columns: list[str], form: str) -> None:
     assert detect(columns) == form
 
 
@@ -61,7 +61,7 @@ def test_columns_tell_the_form(columns: list[str], form: str) -> None:
     [["text", "label"], ["messages", "Label"], ["prompt", "completion", "labels"], ["question", "answer", " label"]],
 )
 def test_a_label_that_training_would_ignore_is_refused(columns: list[str]) -> None:
-    """SFT would imitate the rows that the column marks as bad."""
+    """SFT would imitate the rows that the ignored column marks as bad."""
     with pytest.raises(
         UserError, match=rf"the column {columns[-1]} would be ignored.*columns: {{{columns[-1]}: note}}"
     ):
@@ -92,12 +92,12 @@ def test_tool_calls_are_refused_by_name(row: dict[str, Any]) -> None:
         to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
 
 
-def test_an_empty_list_of_tools_is_no_tool_call() -> None:
+def test_an_empty_list_of_tools_is_accepted() -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": None}]
     assert one({"messages": turns, "tools": "[]"}, "sft").messages == chat("q", "a")
 
 
-def test_a_text_is_a_document_of_sft_alone() -> None:
+def test_texts_are_documents_for_sft_only() -> None:
     assert one({"id": 1, "text": " Once. "}, "sft") == Document((Message("text", "Once."),), "s")
     assert stages_of("text", labels=True) == ("sft",)
 
@@ -107,14 +107,14 @@ def test_unknown_columns_are_named_with_the_forms() -> None:
         detect(["txt", "label"], "chats.csv")
 
 
-def test_a_column_in_capitals_is_told() -> None:
+def test_a_column_in_capitals_is_named() -> None:
     with pytest.raises(
         UserError, match=r" Completion, Prompt: write the name in lower case, without spaces around it\."
     ):
         detect([" Completion", "Prompt"], "chats.csv")
 
 
-def test_a_lacking_column_is_named() -> None:
+def test_a_missing_column_is_named() -> None:
     with pytest.raises(
         UserError, match=r"t: there is a column chosen, but no column rejected\. Columns found: chosen, prompt"
     ):
@@ -237,25 +237,25 @@ def test_bad_rows_are_counted_by_reason(row: dict[str, Any], reason: str) -> Non
     stage = "reward" if "chosen" in row else "sft"
     parsed = to_records(Table("t", [row], frozenset(row), [1]), stage, "s", bad_row_limit=1.0)
     assert not parsed.records
-    (found,) = parsed.skipped
-    assert reason in found
+    (actual,) = parsed.skipped
+    assert reason in actual
 
 
 def test_too_many_bad_rows_are_refused_with_counts_and_places() -> None:
     good = {"prompt": "a", "chosen": "g", "rejected": "b"}
     rows = [good] * 94 + [good | {"chosen": "b"}] * 4 + [good | {"chosen": ""}] * 2
     assert to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.06).skipped.total() == 6
-    said = r"t: 6 of 100 rows.*4 x chosen equals rejected \(first: row 95\), 2 x empty answer \(first: row 99\)"
-    with pytest.raises(UserError, match=said + r".*data\.bad_row_limit=0\.05"):
+    output = r"t: 6 of 100 rows.*4 x chosen equals rejected \(first: row 95\), 2 x empty answer \(first: row 99\)"
+    with pytest.raises(UserError, match=output + r".*data\.bad_row_limit=0\.05"):
         to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.05)
 
 
-def test_columns_of_nulls_are_none() -> None:
+def test_columns_of_nulls_are_ignored() -> None:
     row = {"prompt": "a", "completion": "b", "chosen": None, "rejected": None, "messages": None}
     assert len(to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0).records) == 1
 
 
-def test_neighbours_of_one_role_are_joined() -> None:
+def test_adjacent_messages_of_one_role_are_joined() -> None:
     assert messages_of([USER, USER, GOOD]) == chat("a\n\na", "g")
     assert turns_of("Human: a\n\nHuman: b\n\nAssistant: c") == chat("a\n\nb", "c")
 
@@ -266,7 +266,7 @@ def test_text_before_the_first_turn_is_refused() -> None:
 
 
 def test_labelled_answers_for_each_stage() -> None:
-    """SFT imitates desirable answers only, and refuses the others unless the preference stage learns from them."""
+    """SFT trains on desirable answers only. Others are refused unless the preference stage uses them."""
     texts = ["true", False, 1, "0"]
     rows = [{"prompt": "q", "completion": f"a {i}", "label": label} for i, label in enumerate(texts)]
     desirable = [Conversation(chat("q", f"a {i}"), "s") for i in (0, 2)]
@@ -282,6 +282,6 @@ def test_labelled_answers_for_each_stage() -> None:
 
 
 @pytest.mark.parametrize(("label", "reason"), [("good", "neither true nor false"), (2, "neither")])
-def test_labels_that_are_none(label: Any, reason: str) -> None:
+def test_invalid_labels_are_counted(label: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         to_records(table_of("t", [{"prompt": "q", "answer": "a", "label": label}]), "sft", "s", bad_row_limit=0.0)

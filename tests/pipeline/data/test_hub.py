@@ -1,4 +1,4 @@
-"""Data of the hub: the real client against a stand-in on loopback, with a cache, and without a connection."""
+"""Data sets of the hub: the real client with a hub on loopback, with a cache, and without a connection."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from tests.stand_in_hub import StandInHub, hh_rlhf, serve, ultrafeedback
 
 ROOT = Path(__file__).parents[3]
-SECONDS = 240  # for a process
+SECONDS = 240  # limit of one process
 STAGES = """
 import sys
 from pipeline.config.check import validate
@@ -41,15 +41,17 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInHub]:
 def run(environment: dict[str, str], *words: str) -> tuple[int, str]:
     command = [sys.executable, "-c", STAGES, *words]
     path = {"PATH": "", "PYTHONPATH": str(ROOT), "HOME": "/nowhere"}
-    done = subprocess.run(command, env=path | environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode in (0, 2), done.stderr
-    return done.returncode, done.stdout
+    result = subprocess.run(
+        command, env=path | environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert result.returncode in (0, 2), result.stderr
+    return result.returncode, result.stdout
 
 
-def test_a_real_model_reads_real_preferences_and_says_which(hub: StandInHub) -> None:
-    """A second process finds them in the cache when the hub is gone, and the stages divide them."""
-    status, said = run(hub.environment, "model=opt-1.3b")
-    first, *stages = said.splitlines()
+def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub) -> None:
+    """A second process reads them from the cache without the hub. The stages divide the rows."""
+    status, output = run(hub.environment, "model=opt-1.3b")
+    first, *stages = output.splitlines()
     assert status == 0
     assert first == (
         "data: ultrafeedback (HuggingFaceH4/ultrafeedback_binarized), 1,000 rows and 7 held-out rows, licence mit"
@@ -57,32 +59,32 @@ def test_a_real_model_reads_real_preferences_and_says_which(hub: StandInHub) -> 
     rows = [line.split() for line in stages]
     assert [row[:2] for row in rows] == [["sft", "Conversation"], ["reward", "Preference"], ["ppo", "Prompt"]]
     assert sum(int(row[2]) for row in rows) == 1000 and all(row[3] == "7" for row in rows)
-    gone = hub.environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # the discard service: no one listens
-    assert run(gone, "model=opt-1.3b") == (0, said)
-    status, said = run(gone, "model=opt-1.3b", "data=hh-rlhf")
-    assert status == 2 and "python train.py model=opt-1.3b data=ultrafeedback\n" in said
-    assert "a data set in the cache of this machine (ultrafeedback)" in said
+    offline = hub.environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # no process listens on this port
+    assert run(offline, "model=opt-1.3b") == (0, output)
+    status, output = run(offline, "model=opt-1.3b", "data=hh-rlhf")
+    assert status == 2 and "python train.py model=opt-1.3b data=ultrafeedback\n" in output
+    assert "a data set in the cache of this machine (ultrafeedback)" in output
 
 
 def test_dialogues_of_hh_rlhf_serve_all_stages(hub: StandInHub) -> None:
-    status, said = run(hub.environment, "model=opt-1.3b", "data=hh-rlhf")
+    status, output = run(hub.environment, "model=opt-1.3b", "data=hh-rlhf")
     assert status == 0
-    assert said.startswith("data: hh-rlhf (Anthropic/hh-rlhf), 60 rows and 5 held-out rows, licence mit\n")
+    assert output.startswith("data: hh-rlhf (Anthropic/hh-rlhf), 60 rows and 5 held-out rows, licence mit\n")
 
 
 def test_without_a_hub_three_commands_are_offered(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    status, said = run(environment, "model=opt-1.3b", "data=ultrafeedback", "stage=all")
+    status, output = run(environment, "model=opt-1.3b", "data=ultrafeedback", "stage=all")
     assert status == 2
-    assert said.startswith("HuggingFaceH4/ultrafeedback_binarized (split train_prefs) cannot be downloaded")
-    commands = [line.strip() for line in said.splitlines() if line.startswith("  python")]
+    assert output.startswith("HuggingFaceH4/ultrafeedback_binarized (split train_prefs) cannot be downloaded")
+    commands = [line.strip() for line in output.splitlines() if line.startswith("  python")]
     assert commands == [
         f"python train.py model=opt-1.3b stage=all {data}"
         for data in ("data.path=FILE", "data.path=FOLDER", "data=demo")
     ]
-    assert "--include '*train_prefs*' '*test_prefs*' --local-dir FOLDER" in said
+    assert "--include '*train_prefs*' '*test_prefs*' --local-dir FOLDER" in output
 
 
 def test_a_data_set_that_is_not_on_the_hub_is_refused(hub: StandInHub) -> None:
-    status, said = run(hub.environment, "model=opt-1.3b", "data.sources=[{hub: me/nothing}]")
-    assert status == 2 and "me/nothing (split train) cannot be downloaded from the hub: DatasetNotFoundError" in said
+    status, output = run(hub.environment, "model=opt-1.3b", "data.sources=[{hub: me/nothing}]")
+    assert status == 2 and "me/nothing (split train) cannot be downloaded from the hub: DatasetNotFoundError" in output

@@ -1,4 +1,4 @@
-"""Stages get disjoint, checked records from every kind of source; no prompt stands on both sides."""
+"""Stages get disjoint records from every kind of source. No prompt is both trained and held out."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def prompts(records: list[Any]) -> set[bytes]:
     return {digest(record) for record in records}
 
 
-def test_one_file_serves_all_stages_by_disjoint_prompts(tmp_path: Path) -> None:
+def test_one_file_gives_all_stages_disjoint_prompts(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "p.jsonl", pairs(range(1000)) * 2), eval_fraction=0.1)
     loaded = {stage: load_stage(data, stage, seed=1) for stage in STAGES}
     kinds = {"sft": Conversation, "reward": Preference, "ppo": Prompt}
@@ -51,15 +51,15 @@ def test_one_file_serves_all_stages_by_disjoint_prompts(tmp_path: Path) -> None:
     assert len(held_out) == pytest.approx(100, abs=30)
     assert sum(len(part) for part in train.values()) + len(held_out) == 1000
     assert len(train["reward"]) == pytest.approx(2 * len(train["sft"]), rel=0.3)
-    assert len(loaded["reward"].train) == 2 * len(train["reward"])  # the same pair twice stays twice
-    assert len(loaded["ppo"].train) == len(train["ppo"])  # the same prompt twice is one prompt
+    assert len(loaded["reward"].train) == 2 * len(train["reward"])  # equal pairs are not merged
+    assert len(loaded["ppo"].train) == len(train["ppo"])  # equal prompts are merged
     assert loaded["ppo"].skipped["repeats another row"] == 1000
-    dpo = load_stage(data, "dpo", seed=1)  # in place of a reward model and PPO
+    dpo = load_stage(data, "dpo", seed=1)  # DPO replaces the reward model and PPO
     assert prompts(dpo.train) == train["reward"] | train["ppo"] and prompts(dpo.held_out) == held_out
     assert type(dpo.train[0]) is Preference and len(dpo.train) == 2 * len(prompts(dpo.train))
 
 
-def test_splits_depend_on_text_alone(tmp_path: Path) -> None:
+def test_splits_depend_only_on_the_text(tmp_path: Path) -> None:
     one = DataConfig(name="x", path=write(tmp_path / "a.jsonl", pairs(range(300))))
     other = DataConfig(name="x", path=write(tmp_path / "b.jsonl", pairs(range(299, -1, -1))))
     first, second = load_stage(one, "sft", seed=1), load_stage(other, "sft", seed=7)
@@ -69,7 +69,7 @@ def test_splits_depend_on_text_alone(tmp_path: Path) -> None:
 
 
 def threads(count: int) -> list[dict[str, Any]]:
-    """Conversations of one to four questions. Each thread has a row per length, with another case in the short rows."""
+    """Return conversations of one to four questions: one row for each length, with other letter cases in short rows."""
     rows = []
     for thread in range(count):
         turns = [
@@ -84,7 +84,7 @@ def threads(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def test_conversations_with_one_first_turn_stay_together(tmp_path: Path) -> None:
+def test_conversations_with_the_same_first_turn_are_in_one_split(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "c.jsonl", threads(400)), eval_fraction=0.1)
     loaded = {stage: load_stage(data, stage, seed=1) for stage in ("sft", "ppo")}
     turns = {stage: {first_turn(record) for record in records.train} for stage, records in loaded.items()}
@@ -98,8 +98,8 @@ def test_conversations_with_one_first_turn_stay_together(tmp_path: Path) -> None
         for record in loaded["sft"].train
         for end in range(1, len(record.messages), 2)
     }
-    asked = {tuple(message.content.lower() for message in prompt.messages) for prompt in loaded["ppo"].held_out}
-    assert not asked & trained  # SFT imitates every answer of a conversation, not only the last one
+    prompted = {tuple(message.content.lower() for message in prompt.messages) for prompt in loaded["ppo"].held_out}
+    assert not prompted & trained  # SFT trains on every answer of a conversation, not only on the last one
 
 
 def test_a_thread_of_a_test_file_is_held_out_of_the_training_file(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_thread_of_a_test_file_is_held_out_of_the_training_file(tmp_path: Path
     assert records.skipped == {"prompt is held out": len(rows) - len(records.train)}
 
 
-def test_rows_that_serve_one_stage_are_not_shared_out(tmp_path: Path) -> None:
+def test_rows_of_a_single_stage_are_not_divided(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "q.jsonl", [{"prompt": f"q {i}"} for i in range(200)]))
     records = load_stage(data, "ppo", seed=1)
     assert len(records.train) + len(records.held_out) == 200
@@ -136,11 +136,11 @@ def test_a_held_out_prompt_is_held_out_of_every_source_and_stage(tmp_path: Path)
     assert prompts(loaded["sft"].held_out) == prompts(loaded["ppo"].held_out)
     assert len(loaded["sft"].held_out) == 100
     about_test = {key for key in prompts(loaded["reward"].held_out) if key in prompts(loaded["sft"].held_out)}
-    assert len(about_test) == 100  # pairs about questions of the test file measure, and do not train
+    assert len(about_test) == 100  # pairs about questions of the test file are held out
     assert loaded["sft"].skipped["prompt is held out"] >= 50
 
 
-def test_without_a_hash_split_nothing_but_the_held_out_file_is_set_aside(tmp_path: Path) -> None:
+def test_without_a_hash_split_only_the_held_out_file_is_held_out(tmp_path: Path) -> None:
     data = of({"path": write(tmp_path / "a.jsonl", chats(range(100))), "stages": ["sft"],
                "eval_path": write(tmp_path / "b.jsonl", chats(range(90, 120)))})  # fmt: skip
     records = load_stage(data, "sft", seed=1)
@@ -148,14 +148,14 @@ def test_without_a_hash_split_nothing_but_the_held_out_file_is_set_aside(tmp_pat
     assert records.skipped == {"prompt is held out": 10}
 
 
-def test_a_held_out_prompt_is_asked_once(tmp_path: Path) -> None:
+def test_held_out_prompts_are_unique(tmp_path: Path) -> None:
     test = write(tmp_path / "b.jsonl", chats(range(10)) * 2)
     data = of({"path": write(tmp_path / "a.jsonl", chats(range(10, 50))), "eval_path": test, "stages": ["sft", "ppo"]})
     assert len(load_stage(data, "ppo", seed=1).held_out) == 10
     assert len(load_stage(data, "sft", seed=1).held_out) == 20
 
 
-def test_what_a_tiny_file_holds_out_is_held_out_of_the_others(tmp_path: Path) -> None:
+def test_the_held_out_prompt_of_a_tiny_file_is_removed_from_other_sources(tmp_path: Path) -> None:
     rows = [row for row in chats(range(1000)) if held_out_point(digest_of_question(row)) > 0.5]
     tiny, large = (
         write(tmp_path / "a.jsonl", rows[:8]),
@@ -184,7 +184,7 @@ def digest_of_question(row: dict[str, Any]) -> bytes:
     return digest_of([Message("user", row["question"])])
 
 
-def test_sources_mix_by_weight_and_the_seed_chooses(tmp_path: Path) -> None:
+def test_sources_are_mixed_by_weight_and_seed(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.jsonl", chats(range(1000))), write(tmp_path / "b.jsonl", chats(range(1000, 1100)))]
     sources = [{"path": path, "stages": ["sft"], "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
     records = load_stage(of(*sources), "sft", seed=1)
@@ -195,7 +195,7 @@ def test_sources_mix_by_weight_and_the_seed_chooses(tmp_path: Path) -> None:
     assert other.train != records.train and other.held_out == records.held_out
 
 
-def test_a_folder_of_several_forms_gives_each_stage_what_it_can_use(tmp_path: Path) -> None:
+def test_a_folder_of_several_formats_gives_each_stage_its_rows(tmp_path: Path) -> None:
     write(tmp_path / "chats.jsonl", chats(range(100)))
     write(tmp_path / "pairs.jsonl", pairs(range(100, 200)))
     data = DataConfig(name="x", path=str(tmp_path), stage_shares={"sft": 1, "reward": 1, "ppo": 1})
@@ -204,13 +204,13 @@ def test_a_folder_of_several_forms_gives_each_stage_what_it_can_use(tmp_path: Pa
     assert all(isinstance(record, Preference) for record in records.train)
 
 
-def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
+def test_data_without_rows_for_the_stage_is_refused(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "chats.jsonl", chats(range(100))))
-    said = (
+    output = (
         r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) has completions.*=sft.*"
         r"ppo\.reward_model=false.*rename"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=output):
         load_stage(data, "reward", seed=1)
     with pytest.raises(UserError, match="no source lists the stage"):
         load_stage(of({"path": data.path, "stages": ["sft"]}), "ppo", seed=1)
@@ -220,15 +220,15 @@ def test_data_without_what_the_stage_needs_is_refused(tmp_path: Path) -> None:
         load_stage(DataConfig(name="x"), "sft", seed=1)
 
 
-def test_a_source_that_is_not_there_is_left_out_of_the_stages_that_do_not_read_it(tmp_path: Path) -> None:
-    told = {"path": write(tmp_path / "a.jsonl", chats(range(50))), "stages": ["sft"]}
-    data = of(told, {"path": str(tmp_path / "absent.jsonl"), "stages": ["reward"]})
-    assert load_stage(data, "sft", seed=1) == load_stage(of(told), "sft", seed=1)
+def test_a_missing_source_is_ignored_by_stages_that_do_not_read_it(tmp_path: Path) -> None:
+    message = {"path": write(tmp_path / "a.jsonl", chats(range(50))), "stages": ["sft"]}
+    data = of(message, {"path": str(tmp_path / "absent.jsonl"), "stages": ["reward"]})
+    assert load_stage(data, "sft", seed=1) == load_stage(of(message), "sft", seed=1)
     with pytest.raises(UserError, match=r"data\.sources\.1\.path=.*no such file"):
         load_stage(data, "dpo", seed=1)
 
 
-def test_texts_and_conversations_serve_sft_together(tmp_path: Path) -> None:
+def test_texts_and_conversations_are_mixed_for_sft(tmp_path: Path) -> None:
     texts = [{"text": f"Once, {i} dwarfs lived in a forest."} for i in range(100)]
     data = of({"path": write(tmp_path / "texts.jsonl", texts)}, {"path": write(tmp_path / "a.jsonl", chats(range(50)))})
     records = load_stage(data, "sft", seed=1)
@@ -250,7 +250,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
         load_stage(of(source | {"columns": {"wrong": "prompt"}}), "sft", seed=1)
 
 
-def test_the_demo_has_rows_of_its_own_for_each_stage() -> None:
+def test_the_demo_has_separate_rows_for_each_stage() -> None:
     data = of({"builtin": "demo"}, demo_examples=200)
     for stage in STAGES:
         records = load_stage(data, stage, seed=1)
@@ -259,7 +259,7 @@ def test_the_demo_has_rows_of_its_own_for_each_stage() -> None:
         assert "reserved for other stages" not in records.skipped
 
 
-def test_an_unreachable_hub_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Datasets:
         @staticmethod
         def load_dataset(*args: Any, **keys: Any) -> None:
@@ -283,7 +283,7 @@ def test_hub_sets_are_read_by_split(monkeypatch: pytest.MonkeyPatch) -> None:
     assert records.train[0].source == "a/b"
 
 
-def test_a_local_copy_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_copy_is_preferred_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     hub = datasets.Dataset.from_list(chats(range(100, 150)))
@@ -314,7 +314,7 @@ def test_gsm8k() -> None:
     assert loaded["reward"].train and loaded["reward"] == loaded["dpo"] and loaded["reward"].held_out
 
 
-def test_labelled_answers_serve_the_preference_stage_that_learns_from_labels(tmp_path: Path) -> None:
+def test_labelled_answers_are_used_by_kto(tmp_path: Path) -> None:
     rows = [{"prompt": f"q {i}", "completion": f"a {i} {j}", "label": j == 0} for i in range(60) for j in range(2)]
     data = DataConfig(name="x", path=write(tmp_path / "a.jsonl", rows))
     parts = {stage: load_stage(data, stage, seed=1, labels=True) for stage in ("sft", "dpo")}

@@ -1,4 +1,4 @@
-"""Splits are fixed functions of the prompt's text."""
+"""Splits are deterministic functions of the prompt's text."""
 
 import hashlib
 
@@ -10,18 +10,18 @@ from pipeline.data.records import Conversation, Message, Preference, Prompt
 USER = Message("user", "How much is 2 + 2?")
 
 
-def test_the_points_are_read_from_sha256() -> None:
+def test_split_points_are_bytes_of_sha256() -> None:
     key = digest(Prompt((USER,), "a"))
     assert key == hashlib.sha256(b"user\x1fHow much is 2 + 2?").digest()
     assert held_out_point(key) == pytest.approx(int(key.hex()[:16], 16) / 16**16, abs=1e-12)
     assert stage_point(key) == pytest.approx(int(key.hex()[16:32], 16) / 16**16, abs=1e-12)
 
 
-def test_a_prompt_is_the_same_in_every_record_and_source() -> None:
+def test_a_prompt_has_the_same_digest_in_every_record_and_source() -> None:
     conversation = Conversation((USER, Message("assistant", "4")), "b")
     assert digest(conversation) == digest(Prompt((USER,), "a")) == digest(Preference((USER,), "4", "5", "c"))
     assert digest(Prompt((Message("system", USER.content),), "a")) != digest(Prompt((USER,), "a"))
-    assert digest(Prompt((Message("user", "Grüße \ud800"),), "a"))  # half of a surrogate pair, as JSON may hold
+    assert digest(Prompt((Message("user", "Grüße \ud800"),), "a"))  # a lone surrogate, which JSON may contain
 
 
 def test_the_first_turn_is_the_system_message_and_the_first_question() -> None:
@@ -34,7 +34,7 @@ def test_the_first_turn_is_the_system_message_and_the_first_question() -> None:
     assert first_turn(Conversation((system, USER, answer, Message("user", "Why?"), answer), "b")) == with_system
 
 
-def test_shares_are_kept_and_independent_of_the_held_out_share() -> None:
+def test_shares_are_exact_and_independent_of_the_held_out_share() -> None:
     keys = [digest(Prompt((Message("user", str(i)),), "a")) for i in range(20_000)]
     held_out = {key for key in keys if held_out_point(key) < 0.1}
     assert len(held_out) / len(keys) == pytest.approx(0.1, abs=0.01)
@@ -52,7 +52,7 @@ def test_shares_are_renormalised_over_the_stages_served() -> None:
     assert {stage_of(key, {"sft": 1.0, "reward": 0.0}) for key in keys} == {"sft"}
 
 
-def test_a_mix_repeats_nothing_and_uses_the_scarcest_source_whole() -> None:
+def test_a_mix_has_no_repeats_and_uses_the_scarcest_source_fully() -> None:
     assert mixed_sizes([100, 300], [1, 1]) == [100, 100]
     assert mixed_sizes([100, 300], [1, 3]) == [100, 300]
     assert mixed_sizes([100, 300], [2, 1]) == [100, 50]

@@ -1,4 +1,4 @@
-"""Rows of a task of reasoning-gym: with a stand-in for the package, and with the package where it is installed."""
+"""Rows of reasoning-gym tasks: with a stub of the package, and with the package if it is installed."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
 class Sums:
-    """A task with 100 questions, whose row i depends on seed + i, as in reasoning-gym."""
+    """A task with 100 questions. Row i depends on seed + i, as in reasoning-gym."""
 
     def __init__(self, seed: int, size: int, largest: int = 100) -> None:
         if largest > 100:
@@ -50,7 +50,7 @@ def questions(stage: str, seed: int) -> list[str]:
     return [each.messages[0].content for each in records if isinstance(each, Conversation | Prompt)]
 
 
-def test_no_question_serves_two_splits_and_rows_have_what_the_score_needs(package: None) -> None:
+def test_no_question_is_in_two_splits_and_rows_have_the_scoring_data(package: None) -> None:
     held_out = load_held_out(data(), seed=1, rows=True)
     sft, ppo = (questions(stage, seed=1) for stage in ("sft", "ppo"))
     splits = [{prompt.messages[0].content for prompt in held_out}, {*sft}, {*ppo}]
@@ -63,7 +63,7 @@ def test_no_question_serves_two_splits_and_rows_have_what_the_score_needs(packag
     assert isinstance(first, Conversation) and first.messages[1].content == str(int(first.messages[0].content[:2]) + 1)
 
 
-def test_seeds_draw_other_rows_and_the_same_seed_the_same(package: None) -> None:
+def test_rows_depend_on_the_seed_only(package: None) -> None:
     assert questions("ppo", seed=1) == questions("ppo", seed=1)
     overlap = {*questions("ppo", seed=1)} & {*questions("ppo", seed=2)}
     assert len(overlap) < 0.8 * len(questions("ppo", seed=1))  # neighbouring seeds of the task share nearly all rows
@@ -80,7 +80,7 @@ def test_mistakes_name_the_key(package: None, monkeypatch: pytest.MonkeyPatch) -
         load_stage(data(), "sft", seed=1)
 
 
-def test_the_task_is_part_of_the_inputs_of_a_stage_only_where_it_generates_rows() -> None:
+def test_the_task_is_an_input_only_of_stages_that_use_its_rows() -> None:
     model = {"name": "m", "hub": "a/b"}
     tasks = RunConfig(model=model, data=data(rows=70))  # type: ignore[arg-type]
     assert stage_settings(tasks, "sft")["data.task.rows"] == 70
@@ -104,7 +104,7 @@ def test_the_task_of_the_option_with_the_package() -> None:
         assert score.score(row["answer"], row) == 1 and 0.5 < score.score(answers[2], row) < 1.1
 
 
-def test_no_answer_is_run_as_code(tmp_path: Path) -> None:
+def test_answers_are_never_executed(tmp_path: Path) -> None:
     gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install '.[tasks]')")
     score = load_function(f"{CONF.parent}/examples/rewards/reasoning_tasks.py:score")
     row = gym.create_dataset("countdown", size=1, seed=1)[0]

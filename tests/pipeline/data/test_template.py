@@ -1,4 +1,4 @@
-"""Templates of all the usual kinds are taken apart so that training and generation see the same text."""
+"""Chat templates of the usual kinds are split so that training and generation see the same text."""
 
 import logging
 import resource
@@ -50,7 +50,7 @@ def test_a_prompt_ends_where_the_answer_begins() -> None:
         assert "".join(text for text, _ in segments(hf, chat("a", "b", "c"))) == rendered
 
 
-def test_thinking_blocks_count_the_last_answer_only_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_thinking_templates_train_only_the_last_answer_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(tokenizer(THINKING))
     with caplog.at_level(logging.WARNING):
         for roles in (("user", "assistant", "user"), ("user", "assistant", "user", "assistant", "user")):
@@ -75,12 +75,12 @@ def test_a_template_without_a_generation_prompt() -> None:
     ]
 
 
-def test_space_around_answers_is_left_to_the_template() -> None:
+def test_spaces_around_answers_belong_to_the_template() -> None:
     assert segments(tokenizer(BRACKETS), chat("a", "b")) == [("<s>[INST] a [/INST]", False), ("b", True)]
     assert segments(tokenizer(BRACKETS), chat("a", "b", "c"))[0][0] == "<s>[INST] a [/INST] b </s>[INST] c [/INST]"
 
 
-def test_a_template_without_a_system_role_lets_the_user_say_it() -> None:
+def test_without_a_system_role_the_user_message_contains_the_system_message() -> None:
     assert segments(tokenizer(NO_SYSTEM), chat("a", "b", system="s")) == [
         ("<s><turn>user\ns\n\na<end>\n<turn>model\n", False),
         ("b", True),
@@ -89,8 +89,8 @@ def test_a_template_without_a_system_role_lets_the_user_say_it() -> None:
         segments(tokenizer(NO_SYSTEM), [Message("user", "a"), Message("user", "b")])
 
 
-def test_a_template_that_takes_lists_of_parts_gets_them() -> None:
-    """As models of several media have; over a text its loop finds nothing to write."""
+def test_templates_for_lists_of_parts_get_lists() -> None:
+    """Multimodal models have such templates. For a string, their loop would write nothing."""
     parts = (
         "{% for m in messages %}{{ '<' + m.role + '>' }}"
         "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
@@ -104,7 +104,7 @@ def test_a_template_that_takes_lists_of_parts_gets_them() -> None:
     ]
 
 
-def test_a_template_that_leaves_out_what_is_said_is_refused() -> None:
+def test_a_template_that_drops_messages_is_refused() -> None:
     deaf = "{% for m in messages %}{{ '<' + m.role + '>' }}{% endfor %}"
     with pytest.raises(UserError, match=r"turns user: it supports neither .* omits a content.*model\.chat_template"):
         segments(tokenizer(deaf), chat("a"))
@@ -112,7 +112,7 @@ def test_a_template_that_leaves_out_what_is_said_is_refused() -> None:
     assert segments(tokenizer(no_system), chat("a", "b", system="s")) == [("s\n\na</s>", False), ("b", True)]
 
 
-def test_dates_do_not_move() -> None:
+def test_dates_in_templates_are_fixed() -> None:
     template = (
         "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -121,7 +121,7 @@ def test_dates_do_not_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "output"),
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
@@ -141,15 +141,15 @@ def test_dates_do_not_move() -> None:
         ("{{ 1 | round(precision=-99999) }}", r"computes \*\* with integers of more than 4096 bits"),
     ],
 )
-def test_templates_are_bounded(template: str, said: str) -> None:
-    """A template comes with a model: neither its time nor its memory may depend on what it contains."""
+def test_templates_are_bounded(template: str, output: str) -> None:
+    """A template may come from an unknown model, so its time and memory are limited."""
     limits, tracer = resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=output):
         segments(tokenizer(template + "{% for m in messages %}{{ m.content }}{% endfor %}"), chat("a"))
     assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == (limits, tracer)
 
 
-def test_lines_of_filters_and_seconds_of_the_processor_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filter_output_and_processor_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     end = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(templates, "_MOST_LINES", 2000)
     with pytest.raises(UserError, match="does not end within 2000 steps"):

@@ -1,4 +1,4 @@
-"""Rows that lie one after another are what was put in."""
+"""Rows that are stored in one array are returned unchanged."""
 
 import pickle
 
@@ -10,7 +10,7 @@ from pipeline.data.encode import TokenRows
 ROWS = [[3, 1, 70000], [], [5], [-2, 9]]
 
 
-def test_rows_come_back_as_they_went_in() -> None:
+def test_rows_are_returned_unchanged() -> None:
     rows = TokenRows()
     for row in ROWS:
         rows.append(row)

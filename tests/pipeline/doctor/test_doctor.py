@@ -28,7 +28,7 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_the_screen_shows_what_is_trained_on_what(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_screen_shows_the_rows_of_each_stage(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor([*SETTINGS, f"data.path={pairs}", "data.bad_row_limit=0.5", "sft.micro_batch_tokens=256"]) == 0
     screen = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in screen.splitlines() if line.startswith("  ")}
@@ -43,7 +43,7 @@ def test_the_screen_shows_what_is_trained_on_what(pairs: Path, capsys: pytest.Ca
     assert example.endswith(".<|end|>]") and "\x1b" not in screen
     assert "sft.lr=1: OUTSIDE 0.00033 to 0.003 (recipe=tiny: 0.001)" in screen
     assert screen.count("memory: about") == screen.count("time: about") == 2
-    assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder
+    assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder is created
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class Answer:
 
 
 class EchoEngine:
-    """Answers with the prompt's last id and the stream that it was given, the longest prompt first."""
+    """An engine that answers with the prompt's last id and its stream, the longest prompt first."""
 
     def __init__(self) -> None:
         self.flip = self
@@ -36,7 +36,7 @@ class EchoEngine:
         return sorted(range(len(lengths)), key=lambda place: -lengths[place])
 
     def generate(self, prompts: list[list[int]], _: Sampling, streams: list[int], text: Any) -> list[Answer]:
-        assert text([1, 2]) == "1 2"  # what stop strings are looked for in
+        assert text([1, 2]) == "1 2"  # the text in which stop strings are searched
         return [Answer([ids[-1], stream]) for ids, stream in zip(prompts, streams, strict=True)]
 
 
@@ -50,7 +50,7 @@ class NumberTokenizer:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_answers_come_in_the_prompts_order_with_their_place_as_stream(keep: bool) -> None:
+def test_answers_are_in_the_order_of_the_prompts_with_the_index_as_stream(keep: bool) -> None:
     engine: Any = EchoEngine()
     tokenizer: Any = NumberTokenizer()
     assert answers_of(engine, tokenizer, PROMPTS, [SAMPLING] * 2, keep=keep) == [["0 0", "1 1", "2 2"]] * 2
@@ -58,15 +58,15 @@ def test_answers_come_in_the_prompts_order_with_their_place_as_stream(keep: bool
     assert engine.kept == [keep] * 2
 
 
-def test_every_evaluation_leaves_the_grades_of_each_answer(tmp_path: Path) -> None:
+def test_every_evaluation_writes_the_grades_of_each_answer(tmp_path: Path) -> None:
     for step in (0, 5):
         sampled, greedy = (
             Evaluation(["a", "b"], [0.5, -1.0], [1.0, 0.25 + step]),
             Evaluation(["a", "b"], None, [0.0, 1.0]),
         )
         write_grades(tmp_path, step, {1.0: sampled, 0.0: greedy})
-    found = [(one.step, one.temperature, one.scores, one.gold) for one in read_grades(tmp_path / GRADES)]
-    assert found == [
+    actual = [(one.step, one.temperature, one.scores, one.gold) for one in read_grades(tmp_path / GRADES)]
+    assert actual == [
         (0, 1.0, (0.5, -1.0), (1.0, 0.25)), (0, 0.0, (), (0.0, 1.0)),
         (5, 1.0, (0.5, -1.0), (1.0, 5.25)), (5, 0.0, (), (0.0, 1.0)),
     ]  # fmt: skip

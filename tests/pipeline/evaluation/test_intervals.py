@@ -23,7 +23,7 @@ def test_paired_difference_agrees_with_the_normal_interval() -> None:
     assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.01 * half)
 
 
-def test_pairing_is_what_makes_a_difference_clear() -> None:
+def test_pairing_narrows_the_interval() -> None:
     before = [float(n) for n in range(50)]
     after = [value + 0.5 + (0.1 if at % 2 else -0.1) for at, value in enumerate(before)]
     _, low, high = paired_difference(before, after)
@@ -34,7 +34,7 @@ def test_pairing_is_what_makes_a_difference_clear() -> None:
 
 @pytest.mark.parametrize("size", [8, 60])
 def test_the_interval_covers_the_true_mean_in_95_of_100_samples(size: int) -> None:
-    """A percentile bootstrap covers it in 88 to 92 of 100 samples of 8 values."""
+    """A percentile bootstrap covers the mean in only 88 to 92 of 100 samples of 8 values."""
     noise = np.random.default_rng(11)
     hits = 0
     for _ in range(4000):
@@ -44,7 +44,7 @@ def test_the_interval_covers_the_true_mean_in_95_of_100_samples(size: int) -> No
 
 
 def test_quantiles_of_the_t_distribution() -> None:
-    """The values of a printed table (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2)."""
+    """Compare with the table in the NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2."""
     table = {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 7: 2.365, 10: 2.228, 30: 2.042, 100: 1.984}
     for freedom, quantile in table.items():
         assert t_quantile(freedom) == pytest.approx(quantile, rel=2e-3)
@@ -52,7 +52,7 @@ def test_quantiles_of_the_t_distribution() -> None:
         assert t_quantile(freedom, 0.998) == pytest.approx(quantile, rel=4e-3)
 
 
-def test_the_interval_is_the_same_every_time_and_undefined_for_one_prompt() -> None:
+def test_the_interval_is_deterministic_and_undefined_for_one_prompt() -> None:
     assert paired_difference([0, 1, 2], [1, 1, 5]) == paired_difference([0, 1, 2], [1, 1, 5])
     mean, low, high = paired_difference([0.25], [0.75])
     assert mean == 0.5
@@ -68,7 +68,7 @@ def test_a_difference_of_unequal_or_no_values_is_refused() -> None:
 
 
 def test_wilsons_interval_by_hand() -> None:
-    """8 of 10: the figures of Wilson's formula with z = 1.959964, and of no success at all."""
+    """Compare 8 of 10 and 0 of n with Wilson's formula for z = 1.959964."""
     assert wilson_interval(8, 10) == pytest.approx((0.490162, 0.943318), abs=1e-6)
     assert wilson_interval(0, 10) == pytest.approx((0.0, 1.959964**2 / (10 + 1.959964**2)), abs=1e-6)
     assert wilson_interval(10, 10)[1] == pytest.approx(1.0)
@@ -77,25 +77,25 @@ def test_wilsons_interval_by_hand() -> None:
         wilson_interval(0, 0)
 
 
-def test_seeds_with_prompts_of_their_own_by_hand() -> None:
-    """Means 2, 4 and 9, so 5 with a standard error of sqrt(13 / 3); within 2, between 2 * 13 = 26."""
-    found = mean_over_seeds([{"a": 1.0, "b": 3.0}, {"c": 3.0, "d": 5.0}, {"e": 8.0, "f": 10.0}])
+def test_seeds_with_different_prompts_by_hand() -> None:
+    """Seed means 2, 4, 9 give mean 5 and standard error sqrt(13 / 3). Mean squares: within 2, between 2 * 13 = 26."""
+    actual = mean_over_seeds([{"a": 1.0, "b": 3.0}, {"c": 3.0, "d": 5.0}, {"e": 8.0, "f": 10.0}])
     half = 4.302653 * math.sqrt(13 / 3)
-    assert (found.mean, found.low, found.high) == pytest.approx((5.0, 5.0 - half, 5.0 + half), rel=1e-4)
-    assert found.seed_deviation == pytest.approx(math.sqrt((26 - 2) / 2))
-    assert found.prompt_deviation == pytest.approx(math.sqrt(2))
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((5.0, 5.0 - half, 5.0 + half), rel=1e-4)
+    assert actual.seed_deviation == pytest.approx(math.sqrt((26 - 2) / 2))
+    assert actual.prompt_deviation == pytest.approx(math.sqrt(2))
 
 
 def test_seeds_with_the_same_prompts_by_hand() -> None:
     """Rows 1 2 6 and 3 6 6: seed means 3 and 5, prompt means 2, 4, 6; squares 6, 8 and 2."""
-    found = mean_over_seeds([{"a": 1.0, "b": 2.0, "c": 6.0}, {"c": 6.0, "b": 6.0, "a": 3.0}])
+    actual = mean_over_seeds([{"a": 1.0, "b": 2.0, "c": 6.0}, {"c": 6.0, "b": 6.0, "a": 3.0}])
     square = 6 + 8 - 2
     freedom = math.floor(square**2 / (6**2 / 1 + 8**2 / 2 + 2**2 / 2))  # 144 / 70 = 2.06
     assert freedom == 2
     half = 4.302653 * math.sqrt(square / 6)
-    assert (found.mean, found.low, found.high) == pytest.approx((4.0, 4.0 - half, 4.0 + half), rel=1e-4)
-    assert found.seed_deviation == pytest.approx(math.sqrt((6 - 2) / 3))
-    assert found.prompt_deviation == pytest.approx(math.sqrt((8 - 2) / 2 + 2))
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((4.0, 4.0 - half, 4.0 + half), rel=1e-4)
+    assert actual.seed_deviation == pytest.approx(math.sqrt((6 - 2) / 3))
+    assert actual.prompt_deviation == pytest.approx(math.sqrt((8 - 2) / 2 + 2))
     with pytest.raises(ValueError, match="at least two seeds"):
         mean_over_seeds([{"a": 1.0, "b": 2.0}])
 
@@ -103,13 +103,13 @@ def test_seeds_with_the_same_prompts_by_hand() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("seeds", "prompts"), [(0.0, 0.3), (0.3, 0.3), (0.3, 0.0)])
 def test_the_interval_over_seeds_covers_the_true_mean(shared: bool, seeds: float, prompts: float) -> None:
-    """With three seeds; an interval over the prompts of one seed would cover it in far fewer samples."""
+    """There are three seeds. An interval over the prompts of one seed would cover the mean in far fewer samples."""
     noise = np.random.default_rng(7)
     hits = 0
     for _ in range(1000):
         values = noise.normal(0, seeds, (3, 1)) + noise.normal(0, prompts, (1 if shared else 3, 24))
         values = values + noise.normal(0, 0.3, (3, 24))
         rows = [{(0 if shared else seed, at): v for at, v in enumerate(row)} for seed, row in enumerate(values)]
-        found = mean_over_seeds(rows)
-        hits += found.low < 0 < found.high
+        actual = mean_over_seeds(rows)
+        hits += actual.low < 0 < actual.high
     assert hits / 1000 >= 0.93

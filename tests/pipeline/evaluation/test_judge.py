@@ -74,7 +74,7 @@ def test_a_pair_judge_is_checked_before_any_stage(tmp_path: Path) -> None:
     assert not any("pair_judge" in line for line in warnings(config))
 
 
-def test_the_final_answers_are_compared_with_those_of_sft(tmp_path: Path) -> None:
+def test_final_answers_are_compared_with_those_of_sft(tmp_path: Path) -> None:
     prompts, folder = rows_of(2), tmp_path / "ppo"
     folder.mkdir()
     write_samples(folder / "samples.jsonl", [Sample(p.messages, {"sft": "old"}, temperature=1.0) for p in prompts])
@@ -85,7 +85,9 @@ def test_the_final_answers_are_compared_with_those_of_sft(tmp_path: Path) -> Non
     own: Any = {1.0: grade(["newer", "n"]), 0.0: grade(["newer", "n"])}
     longer = pair_judge(tmp_path / "a.py", "return float(len(first) > len(second))")
     compare_models(prompts, folder, own, grade, longer)
-    found = {(s.prompt[0].content, s.temperature): dict(s.preferences) for s in read_samples(folder / "samples.jsonl")}
-    assert found == {  # at temperature 0 there is no answer of SFT to compare with
+    results = {
+        (s.prompt[0].content, s.temperature): dict(s.preferences) for s in read_samples(folder / "samples.jsonl")
+    }
+    assert results == {  # at temperature 0, SFT has no answer for a comparison
         ("0", 1.0): {"ppo": (1.0, 1.0)}, ("1", 1.0): {"ppo": (0.0, 0.0)}, ("0", 0.0): {}, ("1", 0.0): {},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The parts of a reward model's report card, against numbers worked out by hand."""
+"""The parts of a reward model's report card against numbers by hand."""
 
 import math
 
@@ -21,7 +21,7 @@ from pipeline.evaluation.report_card import (
 
 
 def scored(margin: float, extra: int = 0, source: str = "a") -> Scored:
-    """A pair with this margin, whose chosen answer has so many tokens more than the rejected one."""
+    """Return a pair with this margin whose chosen answer has `extra` more tokens than the rejected answer."""
     sides = np.zeros(20 + extra, dtype=np.int32), np.zeros(20, dtype=np.int32)
     return Scored(PairItem(*sides, 0.0, source, 2), 1.0 + margin, 1.0)
 
@@ -33,8 +33,8 @@ def interval(successes: int, count: int) -> dict[str, object]:
 
 def test_a_share_has_wilsons_interval() -> None:
     """8 of 10: 0.490162 to 0.943318 by Wilson's formula with z = 1.959964."""
-    found = share([True] * 8 + [False] * 2)
-    assert found == {"share": 0.8, "low": pytest.approx(0.490162, abs=1e-6), "high": pytest.approx(0.943318, abs=1e-6),
+    actual = share([True] * 8 + [False] * 2)
+    assert actual == {"share": 0.8, "low": pytest.approx(0.490162, abs=1e-6), "high": pytest.approx(0.943318, abs=1e-6),
                      "count": 10}  # fmt: skip
     assert share([]) is None
 
@@ -42,7 +42,7 @@ def test_a_share_has_wilsons_interval() -> None:
 def test_accuracy_by_source_and_by_which_answer_is_longer() -> None:
     pairs = [scored(1, 3), scored(-1, 2), scored(2, -1, "b"), scored(0, -4, "b"), scored(1, 0, "b")]
     assert accuracy(pairs) == {
-        "all": interval(3, 5),  # a tie is not right
+        "all": interval(3, 5),  # a tie is not a success
         "by_source": {"a": interval(1, 2), "b": interval(2, 3)},
         "chosen_longer": interval(1, 2),
         "rejected_longer": interval(1, 2),
@@ -53,12 +53,12 @@ def test_accuracy_by_source_and_by_which_answer_is_longer() -> None:
 def test_calibration_by_hand() -> None:
     """sigmoid(ln 1.6) = 0.615 is in the second of the bins 0.5, 0.6, ..., 1; sigmoid(ln 19) = 0.95 in the last."""
     margins = [math.log(1.6), -math.log(1.6), math.log(19), math.log(19), -math.log(19), math.log(19)]
-    found = calibration(margins)
-    assert found is not None
-    first, last = found["bins"]
+    actual = calibration(margins)
+    assert actual is not None
+    first, last = actual["bins"]
     assert first == {"confidence": pytest.approx(1.6 / 2.6), **interval(1, 2)}
     assert last == {"confidence": pytest.approx(0.95), **interval(3, 4)}
-    assert found["error"] == pytest.approx((2 * abs(1.6 / 2.6 - 0.5) + 4 * abs(0.95 - 0.75)) / 6)
+    assert actual["error"] == pytest.approx((2 * abs(1.6 / 2.6 - 0.5) + 4 * abs(0.95 - 0.75)) / 6)
     assert calibration([]) is None
     huge = calibration([800.0, -800.0, math.log(19)])  # the last bin includes a confidence of 1
     assert huge is not None and huge["error"] == pytest.approx(2.95 / 3 - 2 / 3) and len(huge["bins"]) == 1
@@ -72,27 +72,27 @@ def test_margins_by_quartile_of_the_difference_in_length() -> None:
     ]  # fmt: skip
     # The margins -1.5 and -1.0: t with one degree of freedom is 12.7062, the standard error 0.25.
     assert groups[0]["low"] == pytest.approx(-1.25 - 12.7062 * 0.25, rel=1e-5)
-    (alone,) = margin_by_length([scored(1.0, 2)])
-    assert alone == {"extra_tokens": 2.0, "margin": 1.0, "low": None, "high": None, "count": 1}
+    (single,) = margin_by_length([scored(1.0, 2)])
+    assert single == {"extra_tokens": 2.0, "margin": 1.0, "low": None, "high": None, "count": 1}
     assert margin_by_length([]) == []
 
 
 def test_agreement_with_the_judge_by_hand() -> None:
     """Ranks 1 2 3 4 against 2 1 4 3: 1 - 6 * 4 / (4 * 15) = 0.6. Second answers to x and y count in pairs only."""
     first = [Judged("w", 0.1, 0.3), Judged("x", 0.2, 0.1), Judged("y", 0.3, 0.9), Judged("z", 0.4, 0.5)]
-    found = agreement([*first, Judged("x", 0.9, 0.2), Judged("y", 0.5, 0.8), Judged("z", 0.0, 0.5)])
-    assert found is not None
+    actual = agreement([*first, Judged("x", 0.9, 0.2), Judged("y", 0.5, 0.8), Judged("z", 0.0, 0.5)])
+    assert actual is not None
     half = 1.959964 * math.sqrt(1.06)
-    assert found["rank_correlation"] == pytest.approx(0.6) and found["answers"] == 4
-    assert found["rank_correlation_low"] == pytest.approx(math.tanh(math.atanh(0.6) - half))
-    assert found["rank_correlation_high"] == pytest.approx(math.tanh(math.atanh(0.6) + half))
-    assert found["same_prompt"] == interval(1, 2)  # x agrees, y does not, and z has equal gold scores
+    assert actual["rank_correlation"] == pytest.approx(0.6) and actual["answers"] == 4
+    assert actual["rank_correlation_low"] == pytest.approx(math.tanh(math.atanh(0.6) - half))
+    assert actual["rank_correlation_high"] == pytest.approx(math.tanh(math.atanh(0.6) + half))
+    assert actual["same_prompt"] == interval(1, 2)  # x agrees, y disagrees, and z has equal gold scores
     assert agreement([]) is None
 
 
 def test_changed_answers_are_compared_with_the_complete_ones() -> None:
-    found = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0], penalty=1.0)
-    assert found == {"mean": 2.0, "std": pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 1 + 9) / 4)), "count": 4,
+    actual = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0], penalty=1.0)
+    assert actual == {"mean": 2.0, "std": pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 1 + 9) / 4)), "count": 4,
                      "penalty": 1.0, "above_complete": interval(1, 4)}  # fmt: skip
     without = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0])
     assert without is not None and without["above_complete"] == interval(3, 4)

@@ -5,7 +5,7 @@ from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from tests.pipeline.report.made_runs import HOSTILE
 
 
-def test_samples_survive_the_file(tmp_path: Path) -> None:
+def test_samples_are_written_and_read_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     samples = [
         Sample((Message("system", "Be brief."), Message("user", HOSTILE)), {"base": "", "sft": HOSTILE}, {"sft": -1.5}),
@@ -16,7 +16,7 @@ def test_samples_survive_the_file(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
-def test_lines_that_are_no_samples_are_left_out(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     write_samples(path, [Sample((Message("user", "hi"),), {"sft": "hello"})])
     with path.open("a") as lines:
@@ -25,6 +25,6 @@ def test_lines_that_are_no_samples_are_left_out(tmp_path: Path) -> None:
     assert read_samples(tmp_path / "missing.jsonl") == []
 
 
-def test_scores_that_are_no_finite_numbers_are_left_out() -> None:
+def test_scores_that_are_not_finite_are_skipped() -> None:
     row = {"prompt": [], "answers": {}, "scores": {"a": float("nan"), "b": None, "c": True, "d": 2}, "gold": None}
     assert Sample.from_row(row).scores == {"d": 2.0}

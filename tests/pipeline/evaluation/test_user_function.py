@@ -1,4 +1,4 @@
-"""A reward function is found, checked and called; what is wrong with it is said in one message, early if it can be."""
+"""User reward functions are loaded, checked and called. Each error is one message, if possible before training."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from tests.tiny import tiny_config
 ROW = {"prompt": "p" * 500, "answer": "#### 7"}
 
 
-def written(folder: Path, text: str) -> str:
+def write_function(folder: Path, text: str) -> str:
     (folder / "mine.py").write_text(text)
     return f"{folder}/mine.py:score"
 
@@ -45,36 +45,38 @@ def written(folder: Path, text: str) -> str:
         ("raise SystemExit", "can't be run: SystemExit"),
     ],
 )
-def test_what_can_not_serve_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_unusable_functions_are_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        load_function(written(tmp_path, text))
+        load_function(write_function(tmp_path, text))
 
 
 @pytest.mark.parametrize("where", ["mine.py", "mine.txt:score", "mine:score", "mine.py:", "mine.py:a b"])
-def test_how_it_is_written(where: str) -> None:
+def test_the_form_of_the_key(where: str) -> None:
     with pytest.raises(UserError, match=r"write FILE\.py:NAME"):
         load_function(where)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no file .*none\.py"):
         load_function(f"{tmp_path}/none.py:score")
 
 
-def test_the_file_is_run_as_it_stands(tmp_path: Path) -> None:
-    """Changed within a second, to another text of the same length; and nothing is left beside it."""
+def test_the_current_text_of_the_file_is_executed(tmp_path: Path) -> None:
+    """The file changes within a second to another text of the same length. No cache file is written."""
     for digit in "123":
-        assert load_function(written(tmp_path, f"def score(answer, row): return {digit}")).score("", {}) == int(digit)
+        assert load_function(write_function(tmp_path, f"def score(answer, row): return {digit}")).score("", {}) == int(
+            digit
+        )
     assert [file.name for file in tmp_path.iterdir()] == ["mine.py"]
 
 
-def test_classes_and_partial_functions_serve(tmp_path: Path) -> None:
+def test_classes_and_partial_functions_are_accepted(tmp_path: Path) -> None:
     text = (
         "from dataclasses import dataclass\nfrom functools import partial\n@dataclass\nclass Scale:\n    by: float\n"
         "    def __call__(self, answer, row): return self.by * len(answer)\nscore = Scale(2.0)\n"
         "def plain(answer, row, by): return by\nfixed = partial(plain, by=3)\n"
     )
-    assert load_function(written(tmp_path, text)).score("abc", {}) == 6.0
+    assert load_function(write_function(tmp_path, text)).score("abc", {}) == 6.0
     assert load_function(f"{tmp_path}/mine.py:fixed").score("abc", {}) == 3.0
 
 
@@ -83,9 +85,9 @@ def giving(value: Any, **rest: Any) -> UserFunction:
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), Fraction(1)])
-def test_numbers_of_all_kinds_are_taken(value: Any) -> None:
-    found = giving(value).score("a", ROW)
-    assert found == 1.0 and type(found) is float
+def test_all_number_types_are_accepted(value: Any) -> None:
+    actual = giving(value).score("a", ROW)
+    assert actual == 1.0 and type(actual) is float
 
 
 @pytest.mark.parametrize(
@@ -97,17 +99,17 @@ def test_numbers_of_all_kinds_are_taken(value: Any) -> None:
         (torch.ones(2), r"returned tensor\(\[1., 1.\]\), not a number"),
         (math.nan, "returned nan, not a finite number"),
         (-math.inf, "returned -inf, not a finite number"),
-        (1e39, r"returned 1e\+39, not a finite number"),  # of fp32
+        (1e39, r"returned 1e\+39, not a finite number"),  # not finite in fp32
         pytest.param(10**400, r"returned 10+\.\.\., not a number", id="huge"),
     ],
 )
-def test_what_is_no_finite_number_is_refused(value: Any, message: str) -> None:
+def test_results_that_are_not_finite_numbers_are_refused(value: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"^ppo.reward_function=mine.py:score {message}"):
         giving(value).score("a", ROW)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
-def test_a_judge_gives_0_to_1(value: float) -> None:
+def test_a_judge_must_return_0_to_1(value: float) -> None:
     assert [giving(number, key=JUDGE).score("a", ROW) for number in (0, 0.5, True)] == [0.0, 0.5, 1.0]
     with pytest.raises(
         UserError, match=f"^evaluation.judge=mine.py:score returned {value}, not a number from 0 to 1 for"
@@ -116,8 +118,8 @@ def test_a_judge_gives_0_to_1(value: float) -> None:
 
 
 def test_several_rewards_by_name(tmp_path: Path) -> None:
-    found = load_function(written(tmp_path, "def score(answer, row): return row['value']"), threads=2)
-    assert found.parts([("a", {"value": {"x": 1, "y": 2.5}}), ("b", {"value": 3})]) == [
+    actual = load_function(write_function(tmp_path, "def score(answer, row): return row['value']"), threads=2)
+    assert actual.parts([("a", {"value": {"x": 1, "y": 2.5}}), ("b", {"value": 3})]) == [
         {"x": 1.0, "y": 2.5},
         {"function": 3.0},
     ]
@@ -127,28 +129,32 @@ def test_several_rewards_by_name(tmp_path: Path) -> None:
         ({1: 2}, "not names"),
     ):
         with pytest.raises(UserError, match=message):
-            found.rewards("a", {"value": value})
-    with pytest.raises(UserError, match="returned dict, not a number"):  # a judge gives one number
-        replace(found, key=JUDGE).score("a", {"value": {"x": 1.0}})
+            actual.rewards("a", {"value": value})
+    with pytest.raises(UserError, match="returned dict, not a number"):  # a judge must return one number
+        replace(actual, key=JUDGE).score("a", {"value": {"x": 1.0}})
 
 
 def test_an_error_names_line_answer_and_row_shortened(tmp_path: Path) -> None:
-    function = load_function(written(tmp_path, "def score(answer, row):\n    return float(answer.split()[900])\n"))
+    function = load_function(
+        write_function(tmp_path, "def score(answer, row):\n    return float(answer.split()[900])\n")
+    )
     with pytest.raises(UserError) as caught:
         function.score("word " * 200, ROW)
-    said = str(caught.value)
-    assert "mine.py:score raised IndexError: list index out of range (line 2) for the answer 'word word" in said
-    assert "answer: '#### 7'" in said and "prompt: 'ppp" in said and len(said) < 700
-    with pytest.raises(UserError, match=r"raised OSError: no answer from the judge \(line 2\)"):  # in one line
+    output = str(caught.value)
+    assert "mine.py:score raised IndexError: list index out of range (line 2) for the answer 'word word" in output
+    assert "answer: '#### 7'" in output and "prompt: 'ppp" in output and len(output) < 700
+    with pytest.raises(
+        UserError, match=r"raised OSError: no answer from the judge \(line 2\)"
+    ):  # the message has one line
         failing = "def score(answer, row):\n    raise OSError('no answer\\n from the judge')"
-        load_function(written(tmp_path, failing)).score("a", ROW)
+        load_function(write_function(tmp_path, failing)).score("a", ROW)
     with pytest.raises(UserError, match="raised SystemExit"):
-        load_function(written(tmp_path, "import sys\ndef score(answer, row): sys.exit(0)")).score("a", ROW)
+        load_function(write_function(tmp_path, "import sys\ndef score(answer, row): sys.exit(0)")).score("a", ROW)
 
 
-def test_what_a_call_does_to_its_row_stays_there(tmp_path: Path) -> None:
+def test_a_call_cannot_change_the_row(tmp_path: Path) -> None:
     text = "def score(answer, row):\n    row['list'].append(1)\n    return len(row['list']) + len(row.pop('prompt'))\n"
-    function, row = load_function(written(tmp_path, text)), {"prompt": "p", "list": []}
+    function, row = load_function(write_function(tmp_path, text)), {"prompt": "p", "list": []}
     assert [function.score("a", row) for _ in range(3)] == [2.0, 2.0, 2.0]
     assert row == {"prompt": "p", "list": []}
 
@@ -178,33 +184,34 @@ def here(answer, row):
 """
 
 
-def test_threads_call_at_once_and_keep_the_order(tmp_path: Path) -> None:
-    written(tmp_path, WAITING)
+def test_threads_call_concurrently_and_preserve_the_order(tmp_path: Path) -> None:
+    write_function(tmp_path, WAITING)
     calls = [(str(n), ROW) for n in range(8)]
     assert load_function(f"{tmp_path}/mine.py:together", 2).scores(calls) == [float(n) for n in range(8)]
-    assert load_function(f"{tmp_path}/mine.py:here").scores(calls) == [1.0] * 8  # one thread is no other one
+    # With one thread, the calls run in the main thread.
+    assert load_function(f"{tmp_path}/mine.py:here").scores(calls) == [1.0] * 8
 
 
-def test_of_calls_that_fail_in_threads_the_first_is_told_and_no_more_are_begun(tmp_path: Path) -> None:
-    """The second fails while the first waits."""
-    written(tmp_path, WAITING)
+def test_a_failed_call_in_threads_stops_further_calls(tmp_path: Path) -> None:
+    """The second call fails while the first waits."""
+    write_function(tmp_path, WAITING)
     function = load_function(f"{tmp_path}/mine.py:failing", 2)
     with pytest.raises(UserError, match=r"raised OSError: 0 .*command again: .*PPO resumes from the last checkpoint"):
         function.scores([(str(n), ROW) for n in range(500)])
     assert len(function.call.__globals__["made"]) < 500
 
 
-def test_only_a_function_brings_rows_along() -> None:
+def test_prompts_have_rows_only_with_a_function() -> None:
     with_rows = tiny_config(ppo={"reward_function": "mine.py:score"})
-    for config, kept in ((tiny_config(), False), (with_rows, True)):
+    for config, has_rows in ((tiny_config(), False), (with_rows, True)):
         records = stage_records(config, "ppo")
         for prompt in (*records.train[:5], *records.held_out[:5]):
-            assert (prompt.row is not None) == kept
-            assert not kept or prompt.row["prompt"][-1]["content"] == prompt.messages[-1].content
-        assert not kept or records.train == stage_records(tiny_config(), "ppo").train
+            assert (prompt.row is not None) == has_rows
+            assert not has_rows or prompt.row["prompt"][-1]["content"] == prompt.messages[-1].content
+        assert not has_rows or records.train == stage_records(tiny_config(), "ppo").train
 
 
-def test_a_row_has_every_column_as_it_was_read(tmp_path: Path) -> None:
+def test_a_row_has_all_columns_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         "".join(f'{{"question": "q{n}?", "answer": "#### {n}", "level": [{n}, null]}}\n' for n in range(30))
     )
@@ -215,15 +222,15 @@ def test_a_row_has_every_column_as_it_was_read(tmp_path: Path) -> None:
         assert prompt.row == {"question": f"q{n}?", "answer": f"#### {n}", "level": [n, None]}
 
 
-def test_a_judge_gets_the_rows_of_held_out_prompts_and_comes_before_the_gold_scorer(tmp_path: Path) -> None:
-    """Training prompts leave their rows behind: nobody scores them by a function."""
-    where = written(tmp_path, "def score(answer, row): return len(answer) / len(row['prompt'][-1]['content'])")
+def test_a_judge_replaces_the_gold_scorer_and_gets_held_out_rows(tmp_path: Path) -> None:
+    """Training prompts have no rows, because no function scores them."""
+    where = write_function(tmp_path, "def score(answer, row): return len(answer) / len(row['prompt'][-1]['content'])")
     config = tiny_config(evaluation={"prompts": 8, "judge": where, "judge_threads": 2})
     tokenizer = train_tokenizer(["some words"] * 9, 300)
     prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
     assert judge is not None and judge.threads == 2 and len(prompts) == 8
     assert judged(prompts, ["abc"] * 8, judge) == [3 / len(prompt.messages[-1].content) for prompt in prompts]
-    assert judged(prompts, ["abc"] * 8, None) == [0.0] * 8  # the demo's own
+    assert judged(prompts, ["abc"] * 8, None) == [0.0] * 8  # the demo's gold scorer
     assert judged([*prompts[:7], replace(prompts[7], row=None)], ["abc"] * 8, judge) is None
     assert all(prompt.row is None for prompt in stage_records(config, "ppo").train)
 
@@ -233,10 +240,10 @@ def test_a_judge_gets_the_rows_of_held_out_prompts_and_comes_before_the_gold_sco
     [
         ({"completion": "a"}, {"stages": ["sft"]}),
         ({"chosen": "a", "rejected": "b"}, {"stages": ["reward"]}),
-        ({"chosen": "a", "rejected": "b"}, {"stage_shares": {"reward": 1.0}}),  # PPO trains on nothing of it
+        ({"chosen": "a", "rejected": "b"}, {"stage_shares": {"reward": 1.0}}),  # PPO uses no row of this source
     ],
 )
-def test_held_out_prompts_are_judged_whatever_stage_their_rows_serve(
+def test_held_out_prompts_of_every_stage_are_judged(
     answers: dict[str, str], data: dict[str, Any], tmp_path: Path
 ) -> None:
     rows = [{"prompt": f"q{n}?", **answers} for n in range(40)]
@@ -256,7 +263,7 @@ def config_of(*words: str) -> Any:
 ALONE = ("ppo.reward_model=false", "ppo.reward_function=mine.py:score")
 
 
-def test_a_function_alone_needs_no_reward_stage() -> None:
+def test_with_a_function_only_there_is_no_reward_stage() -> None:
     assert wanted_stages(config_of(*ALONE)) == ["sft", "ppo"]
     assert wanted_stages(config_of(ALONE[1])) == ["sft", "reward", "ppo"]
     assert wanted_stages(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
@@ -277,21 +284,21 @@ def test_a_function_alone_needs_no_reward_stage() -> None:
         ((*ALONE, "reward=x/y"), "reward=x/y selects a reward model, but ppo.reward_model=false"),
     ],
 )
-def test_what_contradicts_is_refused(words: tuple[str, ...], message: str) -> None:
+def test_contradictory_keys_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as caught:
         config_of(*words)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_it_is_looked_at_before_the_first_stage(
+def test_the_function_is_checked_before_the_first_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    where = written(tmp_path, "def score(answer): return 1")
+    where = write_function(tmp_path, "def score(answer): return 1")
     assert main(["model=gpt2", "data=demo", "tracking=none", f"ppo.reward_function={where}"]) == 2
     assert capsys.readouterr().err.startswith(f"error: ppo.reward_function={where}: score can't be called")
     assert not Path("runs").exists()
-    check_paths(config_of("stage=sft", f"ppo.reward_function={where}"))  # which this command does not come to
+    check_paths(config_of("stage=sft", f"ppo.reward_function={where}"))  # this command does not run PPO
     with pytest.raises(UserError, match=f"^evaluation.judge={where}: score can't be called"):
         check_paths(config_of("stage=sft", f"evaluation.judge={where}"))
     check_paths(config_of("stage=reward", f"evaluation.judge={where}"))

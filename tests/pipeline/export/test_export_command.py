@@ -1,4 +1,4 @@
-"""`zerochat export`: a folder with a card, adapters on top of their base, an upload to a stand-in hub, GGUF files."""
+"""`zerochat export`: folders with a model card, adapters, uploads to a hub on loopback, and GGUF files."""
 
 import json
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy(folder: Path, text: str) -> list[int]:
-    """Transformers' own greedy tokens for a question, without code of this project."""
+    """Return transformers' greedy tokens for a question, without code of this project."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return continued(model, tokenizer, text)
@@ -87,7 +87,7 @@ def test_a_folder_has_a_card_and_the_same_greedy_tokens(run: Path, tmp_path: Pat
         "- Base model: apache-2.0",
     ):  # fmt: skip
         assert line in card.text, card.text
-    assert main([str(run), "--to", "folder", "--output", str(out)]) == 2  # never into a folder with files
+    assert main([str(run), "--to", "folder", "--output", str(out)]) == 2  # a folder with files is refused
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
@@ -167,7 +167,7 @@ def test_gguf_runs_the_converter_or_prints_the_commands(
     assert f"does not support the tokenizer of {model}" in capsys.readouterr().err
 
 
-def test_what_is_no_stage_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_stages_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "m", 0)
     assert main([str(tmp_path / "m"), "--to", "folder"]) == 2
     assert "is not a stage of a run, so its data and results are unknown" in capsys.readouterr().err

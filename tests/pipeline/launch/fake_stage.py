@@ -1,12 +1,14 @@
-"""A stage for the launcher's tests: no torch, and FAKE_STAGE says how it behaves.
+"""A stage without torch for the tests of the launcher. The variable FAKE_STAGE selects its behaviour.
 
-ok: leaves a model and a summary. Anything else is "behaviour" or "behaviour:rank" for one rank alone:
-user (a UserError), crash (a RuntimeError), unread (as a print to a pipe without a reader), kill (SIGKILL to itself),
-slow (sleeps a second), hang (sleeps long), deaf (likewise, and ignores signals),
-exit (ends with status 0 without a result, as os._exit(0) in a user's function does),
-stopped (SIGSTOP to itself) and mixed (another collective): the other ranks wait in a collective,
-echo (rank 1 has a UserError, rank 0 crashes because of it), lost (likewise, but rank 1 exits with status 0).
-Of several behaviours, such as "kill:0,stopped:1", each start takes the next one; after the last, "ok".
+"ok" writes a model and a summary. Other values are "BEHAVIOUR", or "BEHAVIOUR:RANK" for a single rank:
+
+- user: a UserError; crash: a RuntimeError; unread: a print to a pipe without a reader; kill: SIGKILL to itself
+- slow: sleep for a second; hang: sleep for a long time; deaf: like hang, and ignore signals
+- exit: status 0 without a result, as after os._exit(0) in a user's function
+- stopped: SIGSTOP to itself, mixed: another collective; the other ranks wait in a collective
+- echo: rank 1 has a UserError and rank 0 crashes because of it; lost: likewise, but rank 1 exits with status 0
+
+With several behaviours, such as "kill:0,stopped:1", each start uses the next one, and "ok" after the last.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A stage that runs alone reads all rows; the stages of one run divide them."""
+"""A single stage reads all rows. The stages of one run divide the rows."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.tiny import tiny_config
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """80 conversations for every stage that can read them."""
+    """Return a configuration with 80 conversations for all stages."""
     file = tmp_path / "chats.jsonl"
     rows = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(80)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -26,16 +26,16 @@ def record(run_dir: Path, stage: str, config: RunConfig) -> None:
     (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
 
-def test_a_stage_alone_reads_every_row_that_is_not_held_out(config: RunConfig, tmp_path: Path) -> None:
-    alone = with_stage_shares(config, tmp_path / "run", ["sft"])
-    records = load_stage(alone.data, "sft", seed=1)
+def test_a_single_stage_reads_every_row_that_is_not_held_out(config: RunConfig, tmp_path: Path) -> None:
+    single = with_stage_shares(config, tmp_path / "run", ["sft"])
+    records = load_stage(single.data, "sft", seed=1)
     assert len(records.train) + len(records.held_out) == 80 and not records.skipped
     assert len(load_stage(config.data, "sft", seed=1).train) < 40
     assert with_stage_shares(config, tmp_path / "run", ["sft", "ppo"]).data.stage_shares == {"sft": 0.2, "ppo": 0.4}
     assert with_stage_shares(config, tmp_path / "run", ["dpo"]).data.stage_shares == {"reward": 0.4, "ppo": 0.4}
 
 
-def test_shares_of_the_user_stay(config: RunConfig, tmp_path: Path) -> None:
+def test_shares_of_the_user_are_used(config: RunConfig, tmp_path: Path) -> None:
     own = config.data.model_copy(update={"stage_shares": {"sft": 0.5, "ppo": 0.5}})
     config = config.model_copy(update={"data": own})
     assert with_stage_shares(config, tmp_path / "run", ["sft"]) is config
@@ -45,17 +45,17 @@ def test_a_later_stage_of_a_run_does_not_read_the_prompts_of_an_earlier_one(conf
     run = tmp_path / "run"
     stages = ["sft", "reward", "ppo"]
     record(run, "sft", with_stage_shares(config, run, stages))
-    whole = {"sft": 0.2, "reward": 0.4, "ppo": 0.4}
-    assert with_stage_shares(config, run, ["ppo"]).data.stage_shares == whole
-    elsewhere = config.model_copy(update={"actor": str(run / "sft")})
-    assert with_stage_shares(elsewhere, tmp_path / "other", ["ppo"]).data.stage_shares == whole
+    full = {"sft": 0.2, "reward": 0.4, "ppo": 0.4}
+    assert with_stage_shares(config, run, ["ppo"]).data.stage_shares == full
+    other_run = config.model_copy(update={"actor": str(run / "sft")})
+    assert with_stage_shares(other_run, tmp_path / "other", ["ppo"]).data.stage_shares == full
     (run / "sft" / "model").mkdir()
-    elsewhere = config.model_copy(update={"actor": str(run / "sft" / "model")})
-    assert with_stage_shares(elsewhere, tmp_path / "other", ["ppo"]).data.stage_shares == whole
+    other_run = config.model_copy(update={"actor": str(run / "sft" / "model")})
+    assert with_stage_shares(other_run, tmp_path / "other", ["ppo"]).data.stage_shares == full
     assert config.data.path is not None
     other_data = config.data.model_copy(update={"path": config.data.path + ".gz"})
-    elsewhere = elsewhere.model_copy(update={"data": other_data})
-    assert with_stage_shares(elsewhere, tmp_path / "other", ["ppo"]).data.stage_shares == {"ppo": 0.4}
+    other_run = other_run.model_copy(update={"data": other_data})
+    assert with_stage_shares(other_run, tmp_path / "other", ["ppo"]).data.stage_shares == {"ppo": 0.4}
 
 
 def test_generated_data_have_rows_for_each_stage_and_no_shares(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks are started, watched and ended together, however they or their launcher end."""
+"""The launcher starts, watches and ends its ranks, for every end of a rank or of a launcher."""
 
 import json
 import os
@@ -29,7 +29,7 @@ ROOT = HERE.parents[2]
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """A run folder whose three stages are `fake_stage.py`."""
+    """Create a run folder whose three stages are `fake_stage.py`."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setattr(processes, "MODULES", dict.fromkeys(("sft", "reward", "ppo"), "fake_stage"))
     stage_dir = tmp_path / "run" / "sft"
@@ -43,7 +43,7 @@ def ends(run_dir: Path, world: int = 2):
     return launch_stage("sft", run_dir, own_ranks(world, gpus=0))
 
 
-def test_ranks_learn_who_they_are(fake, monkeypatch):
+def test_ranks_get_their_environment(fake, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     assert ends(fake).status == 0
@@ -57,13 +57,13 @@ def test_ranks_learn_who_they_are(fake, monkeypatch):
     assert env[0]["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # a lost store prints no C++ stacks
 
 
-def test_a_mistake_of_the_user_is_said_once(fake, monkeypatch):
+def test_a_user_error_is_printed_once(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "user")
     end = ends(fake)
     assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
 
 
-def test_output_without_a_reader_is_no_crash(fake, monkeypatch):
+def test_output_without_a_reader_does_not_crash(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "unread:0")
     end = ends(fake)
     assert end.status == 2 and end.message.startswith("the program that reads the output has ended")
@@ -75,7 +75,7 @@ def test_output_without_a_reader_is_no_crash(fake, monkeypatch):
     assert command.wait() == 1
 
 
-def test_the_cause_is_told_from_its_echo(fake, monkeypatch):
+def test_the_first_cause_is_reported_not_its_consequences(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "echo")
     end = ends(fake)
     assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
@@ -108,7 +108,7 @@ def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, monkeypatch, 
     assert not _alive(fake, 0)
 
 
-def test_a_crash_says_how_to_go_on(tmp_path):
+def test_a_crash_prints_how_to_resume(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
     assert save_traceback(killed, tmp_path) == "; run the same command again to restart the stage"
@@ -120,7 +120,7 @@ def test_a_crash_says_how_to_go_on(tmp_path):
     assert save_traceback(StageEnd(2, "a mistake"), tmp_path) == ""
 
 
-def test_other_launchers_failure_ends_the_ranks_here(fake, monkeypatch):
+def test_a_failure_of_another_launcher_ends_the_local_ranks(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "hang")
     end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda states: "failed")
     assert (end.status, end.message) == (1, "")
@@ -142,9 +142,9 @@ sys.exit(processes.launch_stage("sft", Path(sys.argv[1]), own_ranks(2, gpus=0)).
 
 
 def _launcher(run_dir: Path, behaviour: str, before: str = "") -> subprocess.Popen[bytes]:
-    """A launcher in a process of its own, when both ranks have started. `before` is Python that it runs first."""
+    """Return a launcher process when both ranks have started. The launcher runs the Python code `before` first."""
     for number in (0, 1):
-        (run_dir / "sft" / f"rank-{number}.json").unlink(missing_ok=True)  # of an earlier launcher
+        (run_dir / "sft" / f"rank-{number}.json").unlink(missing_ok=True)  # files of an earlier launcher
     env = {**os.environ, "FAKE_STAGE": behaviour, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir), before], env=env)
     deadline = time.monotonic() + 30
@@ -190,30 +190,30 @@ def test_signals_reach_the_ranks(fake, number, status):
     assert _gone_within(fake, 0.5)
 
 
-def test_a_rank_that_is_asked_to_stop_stops_all(fake):
+def test_a_stop_signal_to_one_rank_stops_all(fake):
     launcher = _launcher(fake, "hang")
     os.kill(_pid(fake, 1), signal.SIGTERM)
     assert launcher.wait(10) == 143
     assert _gone_within(fake, 0.5)
 
 
-def test_a_launcher_that_others_know_to_be_stopped_stops(fake, monkeypatch):
+def test_a_launcher_stops_when_others_report_its_stop(fake, monkeypatch):
     monkeypatch.setenv("FAKE_STAGE", "hang")
 
-    def others(_states):  # before its handlers are installed, the signal would end the rank as any process
+    def others(_states):  # the signal would end a rank that has not installed its handlers
         return "stopped" if _has_started(fake, 0) else ""
 
     end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=others)
     assert (end.status, end.message) == (143, "")
 
 
-def test_nohup_is_heeded(fake):
+def test_nohup_is_respected(fake):
     launcher = _launcher(fake, "slow", "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     launcher.send_signal(signal.SIGHUP)
     assert launcher.wait(10) == 0
 
 
-def test_ranks_that_do_not_listen_are_killed(fake):
+def test_ranks_that_ignore_signals_are_killed(fake):
     launcher = _launcher(fake, "deaf")
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(10) == 130
@@ -221,7 +221,7 @@ def test_ranks_that_do_not_listen_are_killed(fake):
     launcher = _launcher(fake, "deaf", "processes.PATIENCE, processes.GRACE_AFTER_FAILURE = 60.0, 0.1")
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.3)
-    launcher.send_signal(signal.SIGTERM)  # says nothing new
+    launcher.send_signal(signal.SIGTERM)  # a repeated signal changes nothing
     time.sleep(0.6)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
@@ -236,24 +236,24 @@ def test_ranks_die_with_a_killed_launcher(fake):
     assert _gone_within(fake, 3)
 
 
-# Who the ranks are
+# Ranks and their environment
 
 
-def test_torchruns_rank_is_taken():
-    place = {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+def test_the_rank_of_torchrun_is_used():
+    address = {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     rank = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    found = given_ranks({**place, **rank, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert found == Ranks(4, 3, 1, 1, 2, "h", 7, "torchrun", True, "1")
-    assert not found.leads
+    actual = given_ranks({**address, **rank, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert actual == Ranks(4, 3, 1, 1, 2, "h", 7, "torchrun", True, "1")
+    assert not actual.leads
 
 
-def test_slurms_rank_is_taken():
+def test_the_rank_of_slurm_is_used():
     env = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    found = given_ranks({**env, "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4321"})
-    assert found == Ranks(8, 5, 1, 1, 4, "gpu07", ranks.SLURM_PORT + 321, "Slurm")
+    actual = given_ranks({**env, "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4321"})
+    assert actual == Ranks(8, 5, 1, 1, 4, "gpu07", ranks.SLURM_PORT + 321, "Slurm")
 
 
-def test_a_batch_script_of_slurm_is_no_rank():
+def test_a_batch_script_of_slurm_is_not_a_rank():
     assert given_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
     assert given_ranks({}) is None
 
@@ -266,7 +266,7 @@ def test_the_first_host_of_slurms_list(hosts, first):
     assert first_host(hosts) == first
 
 
-def test_one_process_a_gpu():
+def test_one_process_for_each_gpu():
     assert own_ranks(None, gpus=0).world == 1
     assert own_ranks(None, gpus=4).world == 4
     assert own_ranks(2, gpus=4).world == 2
@@ -275,13 +275,13 @@ def test_one_process_a_gpu():
 
 
 def test_ranks_belong_to_whoever_started_them():
-    given = given_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"})
+    environment = given_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"})
     with pytest.raises(UserError, match="torchrun started 2"):
-        check_given(given, 4)
-    check_given(given, 2)
+        check_given(environment, 4)
+    check_given(environment, 2)
 
 
-# Whole commands
+# Complete commands
 
 
 ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x"]
@@ -294,45 +294,47 @@ NAMES = {
 
 
 def _rank_of(kind: str, rank: int, port: int, cwd: Path, *more: str, **env: str) -> Worker:
-    """The command that one of two ranks gives."""
-    given = dict(zip(NAMES[kind], (str(rank), "2", str(rank)), strict=True))
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+    """Start the command of one of two ranks."""
+    environment = dict(zip(NAMES[kind], (str(rank), "2", str(rank)), strict=True))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
     modules = dict.fromkeys(processes.MODULES, "fake_stage")
-    return Worker(launch, cwd, [*ARGUMENTS, *more], modules, environment={**given, **place, **env})
+    return Worker(launch, cwd, [*ARGUMENTS, *more], modules, environment={**environment, **address, **env})
 
 
-def test_ranks_that_slurm_started_go_through_the_stages_together(tmp_path):
+def test_ranks_started_by_slurm_run_all_stages(tmp_path):
     (tmp_path / "scorer").mkdir()
     (tmp_path / "scorer" / "config.json").write_text("{}")
     port = ranks.free_port()
     started = [_rank_of("Slurm", rank, port, tmp_path, "reward=scorer", FAKE_STAGE_TORCH="1") for rank in (1, 0)]
-    said = [process.communicate(timeout=100)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
+    output = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], output
     stages = json.loads((tmp_path / "runs" / "x" / "manifest.json").read_text())["stages"]
     assert {stage: record["status"] for stage, record in stages.items()} == {"sft": "finished", "ppo": "finished"}
-    assert said[0] == ""
-    assert "python chat.py runs/x" in said[1]
+    assert output[0] == ""
+    assert "python chat.py runs/x" in output[1]
     assert (tmp_path / "runs" / "x" / "ppo" / "rank-1.json").exists()
 
 
-def test_a_failing_rank_ends_the_launchers_of_all(tmp_path):
+def test_a_failing_rank_ends_all_launchers(tmp_path):
     port = ranks.free_port()
     began = time.monotonic()
     started = [_rank_of("torchrun", rank, port, tmp_path, FAKE_STAGE="crash:1") for rank in (0, 1)]
-    said = [process.communicate(timeout=100)[0] for process in started]
+    output = [process.communicate(timeout=100)[0] for process in started]
     assert time.monotonic() - began < 30
-    assert [process.returncode for process in started] == [1, 1], said
-    (line,) = [line for line in (said[0] + said[1]).splitlines() if "error" in line]
-    assert line.startswith(f"error: sft: rank 1 (host {socket.gethostname()}): RuntimeError: a bug") and line in said[0]
+    assert [process.returncode for process in started] == [1, 1], output
+    (line,) = [line for line in (output[0] + output[1]).splitlines() if "error" in line]
+    assert (
+        line.startswith(f"error: sft: rank 1 (host {socket.gethostname()}): RuntimeError: a bug") and line in output[0]
+    )
 
 
-def test_a_mistake_before_any_work_is_said_by_the_first_rank_alone(tmp_path):
+def test_only_rank_zero_prints_a_mistake_before_any_work(tmp_path):
     port = ranks.free_port()
     started = [_rank_of("torchrun", rank, port, tmp_path, "data.path=none.jsonl") for rank in (0, 1)]
-    said = [process.communicate(timeout=100)[0] for process in started]
+    output = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [2, 2]
-    assert said[1] == ""
-    assert said[0].startswith("error: data.path=none.jsonl: there is no such file")
+    assert output[1] == ""
+    assert output[0].startswith("error: data.path=none.jsonl: there is no such file")
 
 
 def test_a_long_error_in_another_alphabet_fits_into_the_pipe(monkeypatch):

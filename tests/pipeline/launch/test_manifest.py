@@ -1,4 +1,7 @@
-"""What runs, what is skipped, what goes on, what is kept: whole commands with stages that do nothing."""
+"""Which stages a command runs, skips or resumes, and which files it preserves. The stages do nothing.
+
+The tests run complete commands.
+"""
 
 import json
 import os
@@ -31,21 +34,21 @@ FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Run a command line in an empty folder: (exit status, what it said)."""
+    """Return a function that runs a command line in an empty folder and returns (exit status, output)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
         environment = {"PYTHONPATH": str(HERE), "FAKE_STAGE": stage}
         launcher = Worker(launch, tmp_path, [*BASE, *arguments], FAKE_STAGES, environment=environment)
-        said, _ = launcher.communicate()
-        return launcher.returncode, said
+        output, _ = launcher.communicate()
+        return launcher.returncode, output
 
     return run
 
 
 @pytest.fixture
 def train_here(tmp_path, monkeypatch, capsys):
-    """Likewise in this process, whose functions a test can replace."""
+    """Return the same function for commands in this process, whose functions a test can replace."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setattr(processes, "MODULES", FAKE_STAGES)
@@ -53,14 +56,14 @@ def train_here(tmp_path, monkeypatch, capsys):
     def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
         monkeypatch.setenv("FAKE_STAGE", stage)
         status = main([*BASE, *arguments])
-        said = capsys.readouterr()
-        return status, said.out + said.err
+        output = capsys.readouterr()
+        return status, output.out + output.err
 
     return run
 
 
 def starts(run_dir: str, stage: str) -> int:
-    """How often a stage was brought to its end in its folder."""
+    """Return how often a stage was completed in its folder."""
     return len((Path("runs") / run_dir / stage / "starts").read_text())
 
 
@@ -68,32 +71,32 @@ def record(run_dir: str, stage: str) -> dict:
     return json.loads((Path("runs") / run_dir / "manifest.json").read_text())["stages"][stage]
 
 
-def test_a_run_leaves_what_scripts_count_on(train):
-    status, said = train("name=x")
+def test_a_run_writes_the_documented_files(train):
+    status, output = train("name=x")
     assert status == 0
-    assert "sft     eval_loss 0.25  gold_score 0.5\n" in said
-    assert "model   runs/x/ppo/model\n" in said
-    assert "talk    python chat.py runs/x\n" in said
+    assert "sft     eval_loss 0.25  gold_score 0.5\n" in output
+    assert "model   runs/x/ppo/model\n" in output
+    assert "talk    python chat.py runs/x\n" in output
     for stage in ("sft", "reward", "ppo"):
-        kept = yaml.safe_load((Path("runs/x") / stage / "config.yaml").read_text())
-        assert (kept["name"], kept["model"]["name"]) == ("x", "gpt2")
+        stored = yaml.safe_load((Path("runs/x") / stage / "config.yaml").read_text())
+        assert (stored["name"], stored["model"]["name"]) == ("x", "gpt2")
         assert record("x", stage)["status"] == "finished"
     assert record("x", "sft")["consumed"]["models"] == {"base": "hub:openai-community/gpt2"}
-    made = {stage: record("x", stage)["produced"]["model"] for stage in ("sft", "reward")}
-    assert record("x", "ppo")["consumed"]["models"] == {"actor": made["sft"], "reward": made["reward"]}
+    models = {stage: record("x", stage)["produced"]["model"] for stage in ("sft", "reward")}
+    assert record("x", "ppo")["consumed"]["models"] == {"actor": models["sft"], "reward": models["reward"]}
 
 
 def test_a_finished_stage_is_skipped(train):
     train("name=x")
-    status, said = train("name=x", "sft.log_every=5", "sft.micro_batch_tokens=4096", "engine=zero3", "debug=true")
+    status, output = train("name=x", "sft.log_every=5", "sft.micro_batch_tokens=4096", "engine=zero3", "debug=true")
     assert status == 0
-    assert said.count("skipped") == 3 and "judge" not in said
+    assert output.count("skipped") == 3 and "judge" not in output
     assert starts("x", "sft") == 1
-    # A judge that a finished PPO did not have is told how to come in.
+    # A judge that a finished PPO stage did not have causes a message with the way to add it.
     Path("mine.py").write_text("def grade(answer, row): return 1.0")
     judge = "evaluation.judge=mine.py:grade"
-    said = train("name=x", judge)[1]
-    assert f"ppo: finished before with the same settings, skipped; {judge} has not judged" in said
+    output = train("name=x", judge)[1]
+    assert f"ppo: finished before with the same settings, skipped; {judge} has not judged" in output
     shutil.rmtree("runs/x/ppo/model")
     Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
     assert "ppo: resumes" in train("name=x", judge)[1]
@@ -105,8 +108,8 @@ def test_a_finished_stage_is_skipped(train):
     assert "the file of evaluation.judge changed; earlier grades are those of the old" in train("name=x", judge)[1]
 
 
-def test_a_newer_program_leaves_finished_stages_finished(train):
-    """Which has keys that the older one did not have, and knows of some that they change no result."""
+def test_a_newer_version_does_not_repeat_finished_stages(train):
+    """The newer version has additional keys, and some of them change no result."""
     train("name=x", "sft.lr=2e-5")
     file = Path("runs/x/manifest.json")
     content = json.loads(file.read_text())
@@ -116,33 +119,33 @@ def test_a_newer_program_leaves_finished_stages_finished(train):
         consumed["settings"]["rollout.keep"] = False
         consumed["config"] = "of another program"
     file.write_text(json.dumps(content))
-    _, said = train("name=x", "sft.lr=2e-5")
-    assert said.count("skipped") == 3
-    _, said = train("name=x", "sft.lr=2e-5", "ppo.kl_in=loss")
-    assert "ppo: runs again (ppo.kl_in was None, is loss)" in said
+    _, output = train("name=x", "sft.lr=2e-5")
+    assert output.count("skipped") == 3
+    _, output = train("name=x", "sft.lr=2e-5", "ppo.kl_in=loss")
+    assert "ppo: runs again (ppo.kl_in was None, is loss)" in output
 
 
-def test_a_changed_stage_runs_again_and_so_do_those_after_it(train):
+def test_a_changed_stage_and_later_stages_run_again(train):
     train("name=x")
     before = record("x", "sft")["produced"]["model"]
-    _, said = train("name=x", "sft.lr=5e-5")
-    assert "sft: runs again (sft.lr was 2e-05, is 5e-05); its old folder is now runs/x/sft.1" in said
-    assert "reward: runs again (its sft model changed)" in said
-    assert "ppo: runs again (its actor model changed" in said
+    _, output = train("name=x", "sft.lr=5e-5")
+    assert "sft: runs again (sft.lr was 2e-05, is 5e-05); its old folder is now runs/x/sft.1" in output
+    assert "reward: runs again (its sft model changed)" in output
+    assert "ppo: runs again (its actor model changed" in output
     assert record("x", "sft")["produced"]["model"] != before
     assert (Path("runs/x/sft.1/model/config.json")).exists()
     train("name=x", "sft.lr=6e-5")
     assert sorted(path.name for path in Path("runs/x").glob("sft*")) == ["sft", "sft.1", "sft.2"]
 
 
-def test_a_change_of_one_stage_leaves_the_others(train):
+def test_a_change_of_one_stage_does_not_repeat_the_others(train):
     train("name=x")
-    _, said = train("name=x", "ppo.kl_coef=0.2")
-    assert said.count("skipped") == 2
-    assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in said
+    _, output = train("name=x", "ppo.kl_coef=0.2")
+    assert output.count("skipped") == 2
+    assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in output
 
 
-def test_neither_a_reference_that_is_watched_nor_threads_change_a_result(train):
+def test_a_logged_reference_and_threads_are_not_settings(train):
     train("name=x", "ppo.kl_coef=0", "ppo.reference=true", "ppo.reward_threads=4")
     assert train("name=x", "ppo.kl_coef=0")[1].count("skipped") == 3
 
@@ -154,13 +157,13 @@ def test_changed_data_runs_again_with_a_new_tokenizer(train):
     train("name=x", "data.path=a.jsonl", "stage=sft", "sft.lr=3e-5")
     assert Path("runs/x/tokenizer").exists()
     Path("a.jsonl").write_text('{"prompt": "2"}\n')
-    _, said = train("name=x", "data.path=a.jsonl", "stage=sft", "sft.lr=3e-5")
-    assert "sft: runs again (the data changed)" in said
+    _, output = train("name=x", "data.path=a.jsonl", "stage=sft", "sft.lr=3e-5")
+    assert "sft: runs again (the data changed)" in output
     assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_another_template_makes_another_tokenizer_where_the_stages_folder_is_gone_too(train, stage):
+def test_another_template_makes_another_tokenizer(train, stage):
     Path("t.jinja").write_text("")
     train("name=x", f"stage={stage}")
     Path("runs/x/tokenizer").mkdir()
@@ -172,48 +175,50 @@ def test_another_template_makes_another_tokenizer_where_the_stages_folder_is_gon
     assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
 
 
-def test_a_model_that_is_gone_is_made_again_from_the_newest_checkpoint(train):
+def test_a_missing_model_is_exported_again_from_the_newest_checkpoint(train):
     train("name=x")
-    made = record("x", "sft")["produced"]
+    models = record("x", "sft")["produced"]
     (Path("runs/x/sft/checkpoints/step-8")).mkdir(parents=True)
     shutil.rmtree("runs/x/sft/model")
     for stage in ("reward", "ppo"):
-        status, said = train("name=x", f"stage={stage}")
-        assert status == 2 and "runs/x/sft/model is missing, although the sft stage has finished: run stage=sft" in said
-    status, said = train("name=x")
-    assert (status, said.count("skipped")) == (0, 2)
-    assert "sft: resumes, 1 process (its model is gone; it is exported again from the newest checkpoint)" in said
-    assert record("x", "sft")["produced"] == made and not Path("runs/x/sft.1").exists()
+        status, output = train("name=x", f"stage={stage}")
+        assert (
+            status == 2 and "runs/x/sft/model is missing, although the sft stage has finished: run stage=sft" in output
+        )
+    status, output = train("name=x")
+    assert (status, output.count("skipped")) == (0, 2)
+    assert "sft: resumes, 1 process (its model is gone; it is exported again from the newest checkpoint)" in output
+    assert record("x", "sft")["produced"] == models and not Path("runs/x/sft.1").exists()
     shutil.rmtree("runs/x/sft/model")
     shutil.rmtree("runs/x/sft/checkpoints")
-    _, said = train("name=x")
-    assert "sft: runs again (its model and its checkpoints are gone); its old folder is now runs/x/sft.1" in said
+    _, output = train("name=x")
+    assert "sft: runs again (its model and its checkpoints are gone); its old folder is now runs/x/sft.1" in output
 
 
-def test_a_model_that_was_damaged_is_not_gone_on_from(train):
+def test_a_damaged_model_is_refused(train):
     train("name=x")
     file = Path("runs/x/sft/model/config.json")
     file.write_text(file.read_text()[:-5])
-    status, said = train("name=x")
-    assert status == 2 and "runs/x/sft/model is not as the sft stage made it" in said
+    status, output = train("name=x")
+    assert status == 2 and "runs/x/sft/model is not as the sft stage made it" in output
     assert record("x", "reward")["status"] == "finished" and not Path("runs/x/reward.1").exists()
 
 
-def test_bit_rot_in_a_finished_model_is_noticed_before_the_next_stage(train):
-    """A disk may change bytes without a change of size and time. A stage that is skipped reads nothing."""
+def test_changed_bytes_of_a_finished_model_are_detected(train):
+    """A disk may change bytes without changing size and time. A skipped stage does not read the files."""
     train("name=x")
     file = Path("runs/x/sft/model/config.json")
     before = file.stat()
     file.write_text(file.read_text().replace("lr", "rl"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert train("name=x")[1].count("skipped") == 3
-    status, said = train("name=x", "ppo.lr=3e-5")
-    assert status == 2 and "runs/x/sft/model is not as the sft stage made it" in said
+    status, output = train("name=x", "ppo.lr=3e-5")
+    assert status == 2 and "runs/x/sft/model is not as the sft stage made it" in output
     assert record("x", "ppo")["status"] == "finished" and not Path("runs/x/ppo.1").exists()
 
 
 def local_model(folder: str) -> str:
-    """Make a folder with what the launcher reads of a model, and return the override that selects it."""
+    """Write the model files that the launcher reads, and return the override that selects the model."""
     Path(folder).mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (Path(folder) / name).write_text(f"{name} of {folder}")
@@ -221,8 +226,8 @@ def local_model(folder: str) -> str:
 
 
 @pytest.mark.parametrize("changed", ["m/tokenizer.json", "m/model.safetensors", "t/tokenizer.json", "t.jinja"])
-def test_changed_files_of_a_model_run_again_what_depends_on_them(train, changed):
-    """New weights never meet an old tokenizer."""
+def test_changed_files_of_a_model_repeat_the_dependent_stages(train, changed):
+    """New weights are never used with an old tokenizer."""
     words = ["name=x", local_model("m")]
     if not changed.startswith("m/"):
         local_model("t")
@@ -233,9 +238,9 @@ def test_changed_files_of_a_model_run_again_what_depends_on_them(train, changed)
     assert train(*words)[1].count("skipped") == 3
     file = Path(changed)
     file.write_text(file.read_text() + " 2")
-    _, said = train(*words)
+    _, output = train(*words)
     reason = "its base model changed" if changed == "m/model.safetensors" else "the tokenizer's files changed"
-    assert f"sft: runs again ({reason}" in said and "runs/x/sft.1" in said
+    assert f"sft: runs again ({reason}" in output and "runs/x/sft.1" in output
     assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
     assert train(*words)[1].count("skipped") == 3
 
@@ -245,31 +250,33 @@ def test_a_reward_model_from_the_base_model_needs_the_tokenizer_of_the_same_file
     train(*words, "stage=sft")
     assert train(*words, "stage=reward")[0] == 0
     Path("m/tokenizer.json").write_text("another")
-    status, said = train(*words, "stage=reward")
-    assert status == 2 and "changed since the sft stage made runs/x/tokenizer: run stage=sft" in said
-    status, said = train(*words)
-    assert status == 0 and "sft: runs again" in said and "reward: runs again" in said
+    status, output = train(*words, "stage=reward")
+    assert status == 2 and "changed since the sft stage made runs/x/tokenizer: run stage=sft" in output
+    status, output = train(*words)
+    assert status == 0 and "sft: runs again" in output and "reward: runs again" in output
 
 
-def test_a_lost_manifest_does_not_change_the_model_that_the_reward_model_starts_from(train):
+def test_without_manifest_the_reward_model_starts_from_the_same_model(train):
     train("name=x")
     Path("runs/x/manifest.json").unlink()
     Path("runs/x/tokenizer").mkdir()
-    status, said = train("name=x", "stage=reward")
-    assert status == 2 and "runs/x/sft/model exists, but runs/x/manifest.json has no record of the sft stage" in said
+    status, output = train("name=x", "stage=reward")
+    assert status == 2 and "runs/x/sft/model exists, but runs/x/manifest.json has no record of the sft stage" in output
     assert train("name=x", "stage=reward", "reward.init=base")[0] == 0
-    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]  # of unknown files
+    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == [
+        "tokenizer.1"
+    ]  # the tokenizer of unknown files
     assert "sft: runs again (its record is gone)" in train("name=x")[1]
 
 
 def test_the_evaluations_that_the_guard_reads_are_inputs_of_an_unfinished_ppo(train):
-    """They decide when the guard stops and which step is the best. A finished stage has used them."""
+    """They determine when the guard stops and which step is the best. A finished stage has used them already."""
     Path("mine.py").write_text("def grade(answer, row): return 1.0")
     words = ("name=x", "stage=ppo", "actor=m", "reward=m")
     local_model("m")
     train(*words, stage="crash")
-    said = train(*words, "evaluation.judge=mine.py:grade", stage="crash")[1]
-    assert "ppo: runs again (evaluation.judge was None, is" in said
+    output = train(*words, "evaluation.judge=mine.py:grade", stage="crash")[1]
+    assert "ppo: runs again (evaluation.judge was None, is" in output
     assert "ppo: resumes" in train(*words, "evaluation.judge=mine.py:grade", stage="crash")[1]
     with open("mine.py", "a") as file:
         file.write("\n# changed")
@@ -281,7 +288,7 @@ def test_the_evaluations_that_the_guard_reads_are_inputs_of_an_unfinished_ppo(tr
     "key",
     ["evaluation.judge=a.py:b", "evaluation.prompts=9", "evaluation.temperatures=[1]", "ppo.eval_every=3"],
 )
-def test_evaluations_count_where_the_guard_or_the_export_reads_them(key):
+def test_evaluations_are_settings_if_guard_or_export_read_them(key):
     def settings(*more: str) -> dict:
         return stage_settings(validate(compose([*BASE, *more])), "ppo")
 
@@ -308,19 +315,19 @@ FUNCTION = "def score(answer, row): return {}.0"
 def test_a_changed_reward_function_makes_ppo_run_again(train):
     file, words = Path("mine.py"), ("name=x", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
     file.write_text(FUNCTION.format(1))
-    _, said = train(*words)
-    assert "ppo: starts" in said and "reward:" not in said and not Path("runs/x/reward").exists()
+    _, output = train(*words)
+    assert "ppo: starts" in output and "reward:" not in output and not Path("runs/x/reward").exists()
     assert set(record("x", "ppo")["consumed"]["models"]) == {"actor"}
     assert train(*words)[1].count("skipped") == 2
     file.write_text(FUNCTION.format(2))
-    _, said = train(*words)
-    assert "ppo: runs again (the reward function's file changed); its old folder is now runs/x/ppo.1" in said
-    assert said.count("skipped") == 1 and "sft: finished" in said
+    _, output = train(*words)
+    assert "ppo: runs again (the reward function's file changed); its old folder is now runs/x/ppo.1" in output
+    assert output.count("skipped") == 1 and "sft: finished" in output
     Path("mine.py").rename("other.py")
     assert "ppo: runs again (ppo.reward_function was" in train(*words[:2], "ppo.reward_function=other.py:score")[1]
 
 
-def test_an_unfinished_ppo_with_another_function_begins_anew(train):
+def test_an_unfinished_ppo_with_another_function_restarts(train):
     file, words = Path("mine.py"), ("name=x", "ppo.reward_function=mine.py:score")
     train("name=x")
     file.write_text(FUNCTION.format(1))
@@ -333,23 +340,23 @@ def test_an_unfinished_ppo_with_another_function_begins_anew(train):
     assert not Path("runs/x/ppo/checkpoint").exists()
 
 
-def test_an_unfinished_stage_goes_on_in_its_folder(train):
-    status, said = train("name=x", stage="crash")
+def test_an_unfinished_stage_resumes_in_its_folder(train):
+    status, output = train("name=x", stage="crash")
     assert status == 1
-    assert "sft: rank 0: RuntimeError: a bug (runs/x/sft/error.txt has the traceback" in said
+    assert "sft: rank 0: RuntimeError: a bug (runs/x/sft/error.txt has the traceback" in output
     assert record("x", "sft")["status"] == "stopped"
     Path("runs/x/sft/checkpoint").touch()
-    status, said = train("name=x")
-    assert (status, "sft: resumes" in said) == (0, True)
+    status, output = train("name=x")
+    assert (status, "sft: resumes" in output) == (0, True)
     assert Path("runs/x/sft/checkpoint").exists()
 
 
 def test_the_same_command_without_a_name_continues_its_run(train):
     train(stage="crash")
     (run,) = Path("runs").iterdir()
-    status, said = train()
+    status, output = train()
     assert (status, list(Path("runs").iterdir())) == (0, [run])
-    assert f"run folder: {run} (resumes" in said
+    assert f"run folder: {run} (resumes" in output
     train()
     assert len(list(Path("runs").iterdir())) == 2
 
@@ -363,21 +370,23 @@ def test_another_command_without_a_name_is_another_run(train):
 
 def test_a_run_folder_of_another_model_is_refused(train):
     train("name=x", "stage=sft")
-    status, said = train("name=x", "model=opt-125m")
+    status, output = train("name=x", "model=opt-125m")
     assert status == 2
-    assert "runs/x belongs to another configuration: it was made with model=gpt2, not model=opt-125m" in said
+    assert "runs/x belongs to another configuration: it was made with model=gpt2, not model=opt-125m" in output
     assert starts("x", "sft") == 1
 
 
-def test_ppo_says_what_it_lacks(train):
-    status, said = train("name=x", "stage=ppo")
+def test_ppo_names_missing_models(train):
+    status, output = train("name=x", "stage=ppo")
     assert status == 2
-    assert "a new run has no finished sft stage. Select a run that has one (name=, run_dir=), set actor=FOLDER" in said
+    assert (
+        "a new run has no finished sft stage. Select a run that has one (name=, run_dir=), set actor=FOLDER" in output
+    )
     assert not Path("runs/x").exists()
     train("name=x", "stage=reward")
-    status, said = train("name=x", "stage=ppo")
+    status, output = train("name=x", "stage=ppo")
     assert status == 2
-    assert "Run stage=sft (or stage=all) with the same run folder first, or set actor=FOLDER" in said
+    assert "Run stage=sft (or stage=all) with the same run folder first, or set actor=FOLDER" in output
     assert record("x", "reward")["status"] == "finished"
 
 
@@ -395,52 +404,55 @@ def test_run_dir_can_be_anywhere(train, tmp_path):
 
 
 def test_every_run_of_a_multirun_has_its_folder(train):
-    status, said = train("-m", "seed=1,2", "stage=sft", "name=x")
+    status, output = train("-m", "seed=1,2", "stage=sft", "name=x")
     assert status == 0
     assert sorted(run.name for run in Path("runs").iterdir()) == ["x-seed=1", "x-seed=2"]
-    status, said = train("-m", "seed=1,2", "stage=sft", "name=x")
-    assert said.count("skipped") == 2
+    status, output = train("-m", "seed=1,2", "stage=sft", "name=x")
+    assert output.count("skipped") == 2
     end = "-- sft of 2 runs\nseed=1  eval_loss 0.25  gold_score 0.5\nseed=2  eval_loss 0.25  gold_score 0.5\n"
-    assert said.endswith(end)
+    assert output.endswith(end)
     assert "-- sft of" not in train("-m", "seed=1", "stage=sft", "name=y")[1]
     x, y = Path("runs/x-seed=1"), Path("runs/x-seed=2")
-    swept = {"stage=sft": ("sft", x), "stage=reward": ("reward", y)}  # each by its own last stage
+    swept = {"stage=sft": ("sft", x), "stage=reward": ("reward", y)}  # each run ends with another stage
     end = "-- sft and reward of 2 runs\nstage=sft     eval_loss 0.25  gold_score 0.5\nstage=reward"
     assert compare_runs(swept) == end
 
 
-def test_a_multirun_without_a_name_leaves_what_is_finished(train):
+def test_a_multirun_without_a_name_skips_finished_runs(train):
     train("-m", "seed=1,2", "stage=sft")
     first, second = sorted(Path("runs").iterdir())
     shutil.rmtree(second)
-    shutil.rmtree(first / "sft" / "model")  # as a run that was stopped has none
+    shutil.rmtree(first / "sft" / "model")  # an interrupted run has no model
     (first / "sft" / "checkpoints" / "step-1").mkdir(parents=True)
-    status, said = train("-m", "seed=1,2,3", "stage=sft")
-    assert status == 0 and f"run folder: {first} (resumes the unfinished run" in said
+    status, output = train("-m", "seed=1,2,3", "stage=sft")
+    assert status == 0 and f"run folder: {first} (resumes the unfinished run" in output
     assert [run.name.split("-")[2] for run in sorted(Path("runs").iterdir())] == ["seed=1", "seed=2", "seed=3"]
-    status, said = train("-m", "seed=1,2,3", "stage=sft")
+    status, output = train("-m", "seed=1,2,3", "stage=sft")
     assert (
-        said.count("(the run is finished and stays unchanged; name=NAME starts another run)")
-        == said.count("skipped")
+        output.count("(the run is finished and stays unchanged; name=NAME starts another run)")
+        == output.count("skipped")
         == 3
     )
     assert len(list(Path("runs").iterdir())) == 3
-    train("seed=1", "stage=sft")  # a command of its own begins a run of its own
+    train("seed=1", "stage=sft")  # a single command starts a new run
     assert len(list(Path("runs").iterdir())) == 4
 
 
 def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
-    status, said = train("-m", "seed=1,2", "stage=sft", stage="user")
+    status, output = train("-m", "seed=1,2", "stage=sft", stage="user")
     assert status == 2
-    assert not list(Path("runs").iterdir())  # nothing was done in them
-    assert "2 of 2 runs failed: seed=1; seed=2" in said and "-- sft of 2 runs\nseed=1  failed\nseed=2  failed\n" in said
+    assert not list(Path("runs").iterdir())  # no run folder was created
+    assert (
+        "2 of 2 runs failed: seed=1; seed=2" in output
+        and "-- sft of 2 runs\nseed=1  failed\nseed=2  failed\n" in output
+    )
 
 
-def test_nobody_works_in_a_locked_folder(train):
+def test_a_locked_folder_is_refused(train):
     held = open_folder(validate(compose([*BASE, "name=x"])), ["sft"])
-    status, said = train("name=x")
+    status, output = train("name=x")
     assert status == 2
-    assert f"runs/x is in use by process {os.getpid()}" in said
+    assert f"runs/x is in use by process {os.getpid()}" in output
     held.close()
     assert train("name=x", "stage=sft")[0] == 0
 
@@ -451,26 +463,26 @@ def test_the_lock_ends_with_its_process(tmp_path):
         f"lock = _lock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
     )
     locked = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[2], check=False)
-    assert locked.returncode == -9  # it came as far as that, the lock in hand
+    assert locked.returncode == -9  # the process was killed while it held the lock
     config = validate(compose([*BASE, f"run_dir={tmp_path}"]))
     open_folder(config, ["sft"]).close()
 
 
-def test_a_full_disk_is_said(train_here, monkeypatch):
+def test_a_full_disk_is_one_message(train_here, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "stop", full)
-        status, said = train_here("name=x", "stage=sft", stage="user")
-    assert (status, said.count("error: ")) == (2, 1)  # of what happened first
+        status, output = train_here("name=x", "stage=sft", stage="user")
+    assert (status, output.count("error: ")) == (2, 1)  # only the first error
     monkeypatch.setattr("pipeline.files.os.fsync", full)
-    status, said = train_here("name=x", "stage=sft")
+    status, output = train_here("name=x", "stage=sft")
     assert status == 2
-    assert "the disk is full" in said
+    assert "the disk is full" in output
     Path("runs/mine").mkdir()
     train_here("name=mine", "stage=sft")
-    assert [path.name for path in Path("runs").iterdir()] == ["mine"]  # what was there before stays
+    assert [path.name for path in Path("runs").iterdir()] == ["mine"]  # existing files remain
 
 
 @pytest.mark.parametrize(
@@ -480,17 +492,17 @@ def test_a_full_disk_is_said(train_here, monkeypatch):
      '{"identity": {}, "asked": 3, "stages": {}}',
      '{"identity": {}, "asked": "", "stages": {"sft": {"status": "finished", "consumed": {"settings": []}}}}'],
 )  # fmt: skip
-def test_a_broken_manifest_is_said(train, content):
+def test_a_damaged_manifest_is_one_message(train, content):
     train("name=x", "stage=sft")
     Path("runs/x/manifest.json").write_text(content)
-    status, said = train("name=x", "stage=sft")
+    status, output = train("name=x", "stage=sft")
     assert status == 2
-    lines = [line for line in said.splitlines() if not line.startswith("recipe=")]
+    lines = [line for line in output.splitlines() if not line.startswith("recipe=")]
     assert "manifest.json cannot be read" in lines[-1] and len(lines) <= 2
     assert Path("runs/x/sft/model").exists()
 
 
-def test_reward_starts_where_it_is_told(train):
+def test_the_reward_model_starts_from_the_configured_model(train):
     train("name=x", "stage=sft")
 
     def start(*more: str) -> dict:
@@ -501,7 +513,7 @@ def test_reward_starts_where_it_is_told(train):
     assert start("reward_model=opt-125m") == {"base": None}
 
 
-def test_only_what_matters_is_a_setting():
+def test_only_keys_that_change_results_are_settings():
     def settings(*more: str) -> dict:
         return stage_settings(validate(compose([*BASE, *more])), "ppo")
 
@@ -514,7 +526,7 @@ def test_only_what_matters_is_a_setting():
     assert all(settings(override) != plain for override in (*other, "ppo.actor_engine.dtype=fp32"))
 
 
-def test_folder_hashes_know_names_and_contents(tmp_path):
+def test_folder_hashes_depend_on_names_and_contents(tmp_path):
     folder, cache = tmp_path / "m", HashCache(tmp_path / "cache")
     (folder / "sub").mkdir(parents=True)
     (folder / "a").write_text("1")
@@ -533,7 +545,7 @@ def test_folder_hashes_know_names_and_contents(tmp_path):
         assert HashCache(tmp_path / "cache").tree(folder) == cache.tree(folder)
 
 
-def test_a_manifest_is_written_whole(tmp_path, monkeypatch):
+def test_a_manifest_is_written_atomically(tmp_path, monkeypatch):
     manifest = Manifest(tmp_path)
     manifest.save()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))

@@ -1,4 +1,4 @@
-"""A stage that hangs ends with its own status and one line that names the rank; `restarts` starts it again."""
+"""A stage that hangs ends with its own exit status and one line that names the rank. `restarts` starts it again."""
 
 import errno
 import json
@@ -62,7 +62,7 @@ work()
 
 
 def state(rank: int, **changes: object) -> RankState:
-    """A rank that waits in its twelfth collective."""
+    """Return the state of a rank that waits in its twelfth collective."""
     waits = RankState(rank, "one", 100 + rank, 70.0, 60.0, 3, "generate", 12, "gather_objects", inside=True)
     return replace(waits, **changes)
 
@@ -71,7 +71,7 @@ def state(rank: int, **changes: object) -> RankState:
     ("idle", "stopped", "hang_seconds", "hung"),
     [
         ((70, 70), (), None, True),
-        ((70, 62), (), None, False),  # 60 s and 3 s for the stacks
+        ((70, 62), (), None, False),  # the limit of 60 s and 3 s for the stacks
         ((5, 700), (), None, False),
         ((5, 5), (1,), None, False),
         ((6, 6), (1,), 2.0, True),
@@ -84,7 +84,7 @@ def test_a_stage_hangs_if_no_rank_makes_progress(idle, stopped, hang_seconds, hu
     assert not is_hung([], hang_seconds)
 
 
-def test_the_largest_limit_counts_but_not_for_a_stopped_process():
+def test_the_largest_limit_holds_except_for_a_stopped_process():
     states = [state(0, idle=100.0, limit=1800.0), state(1, idle=100.0)]
     assert not is_hung(states, None)
     assert is_hung([states[0], replace(states[1], is_stopped=True)], None)
@@ -96,7 +96,7 @@ def test_a_stopped_rank_is_named():
     assert "no rank has made progress for 70 s" in line and "rank 0" not in line and "rank 2" not in line
 
 
-def test_a_rank_outside_of_the_collective_is_named_with_its_own_call():
+def test_a_rank_outside_of_the_collective_is_named_with_its_call():
     line = report([state(0), state(1, inside=False, stack=FRAMES)])
     assert "rank 1 (host one" in line and "rank 0" not in line
     assert line.endswith("it runs score (/home/me/rewards.py, line 9)")
@@ -113,7 +113,7 @@ def test_ranks_in_different_collectives_are_all_named():
     assert "in collective 12, gather_objects" in line and "in collective 13, all_reduce[4]" in line
 
 
-def test_ranks_in_the_same_collective_lack_a_connection():
+def test_if_all_ranks_wait_in_one_collective_the_connection_is_named():
     assert "a connection between hosts is cut: rank 0" in report([state(0), state(1)])
 
 
@@ -124,7 +124,7 @@ def test_the_frames_of_a_dump_are_shown():
     assert FRAMES in text and "no stack: the process does not run Python code" in text
 
 
-def test_the_cause_of_several_ends_is_the_lost_rank():
+def test_the_lost_rank_is_the_cause_of_several_ends():
     crash = StageEnd(CRASHED, "connection closed", order=END_ORDER["crashed"], time=1.0)
     later = replace(crash, message="also closed", time=2.0)
     lost = StageEnd(CRASHED, "rank 3 was killed", order=END_ORDER["lost"])
@@ -156,9 +156,9 @@ def test_limits_of_the_machine_have_advice(problem, advice):
 def test_a_blocked_disk_does_not_delay_the_message(tmp_path, monkeypatch):
     monkeypatch.setattr(failure, "DISK_TIMEOUT", 0.05)
     end = StageEnd(HUNG, "rank 0 hangs", "its stack")
-    os.mkfifo(tmp_path / "error.txt")  # to open it waits for a reader
+    os.mkfifo(tmp_path / "error.txt")  # opening a FIFO blocks until there is a reader
     assert f"the disk of {tmp_path} has not answered for 0 s: run the same" in failure.save_traceback(end, tmp_path)
-    with open(tmp_path / "error.txt") as reader:  # the disk answers
+    with open(tmp_path / "error.txt") as reader:  # the open of the other end returns
         assert reader.read() == "its stack"
     (tmp_path / "error.txt").unlink()
     monkeypatch.setattr(failure, "DISK_TIMEOUT", 60.0)
@@ -182,7 +182,7 @@ def test_a_rank_with_busy_threads_survives_the_request_for_its_stack(tmp_path):
 
 
 def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypatch):
-    """The rank is a process that registers what a worker registers, and a pipe as NCCL makes it."""
+    """The rank is a process with the signal handlers of a worker and with a pipe like NCCL's."""
     monkeypatch.setattr(watchdog.tempfile, "gettempdir", lambda: str(tmp_path))
     watch = RankWatch(3)
     environment = watch.flight_recorder(tmp_path / "run")
@@ -194,10 +194,10 @@ def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypat
     process = subprocess.Popen([sys.executable, "-c", IDLE, str(row), str(stack)], pass_fds=(row, stack), cwd=ROOT)
     try:
         deadline = time.monotonic() + 60
-        while not (found := watch.look(process.pid)).stack:
+        while not (actual := watch.look(process.pid)).stack:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert "in wait_for_ever" in found.stack and found.idle > found.limit == 0.0
+        assert "in wait_for_ever" in actual.stack and actual.idle > actual.limit == 0.0
         assert os.read(reader, 10) == b"1"
     finally:
         process.kill()
@@ -207,7 +207,7 @@ def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypat
     assert not os.path.exists(pipe)
 
 
-# Whole commands, of which fake_stage.py is the stage
+# Complete commands with fake_stage.py as their stage
 
 ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x", "stage=sft", "engine.hang_seconds=2"]
 
@@ -281,12 +281,12 @@ def _config(stage: Path) -> None:
 
 
 def _given(rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
-    """The environment of one of two ranks that torchrun starts."""
+    """Return the environment that torchrun gives one of two ranks."""
     given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return {**given, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
-def test_launchers_of_several_machines_start_a_lost_rank_again(tmp_path):
+def test_launchers_of_several_machines_restart_a_lost_rank(tmp_path):
     port = ranks.free_port()
     started = [start(tmp_path, "restarts=2", FAKE_STAGE="kill:1,stopped:0", **_given(rank, port)) for rank in (0, 1)]
     first, second = (worker.communicate()[0] for worker in started)
@@ -301,8 +301,8 @@ MAIN = "import sys\nfrom pipeline.launch import processes\nprocesses.MODULES['sf
 MAIN += "from pipeline.launch.command import main\nsys.exit(main(sys.argv[1:]))"
 
 
-def test_a_host_that_is_cut_off_ends_the_job_on_all_hosts(tmp_path):
-    reason = hosts.why_not()
+def test_a_disconnected_host_ends_the_job_on_all_hosts(tmp_path):
+    reason = hosts.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "FAKE_STAGE": "hang", "CUDA_VISIBLE_DEVICES": ""}
@@ -316,7 +316,7 @@ def test_a_host_that_is_cut_off_ends_the_job_on_all_hosts(tmp_path):
         while not all((tmp_path / "run" / "sft" / f"rank-{rank}.json").exists() for rank in (0, 1)):
             assert time.monotonic() < deadline and all(process.poll() is None for process in running)
             time.sleep(0.05)
-        hosts.cut_off(both[1])
+        hosts.disconnect(both[1])
         outputs = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [HUNG, HUNG], outputs
     assert "the launcher of rank 1 (host" in failures(outputs[0])[0] and len(failures(outputs[0])) == 1

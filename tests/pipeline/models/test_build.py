@@ -75,8 +75,8 @@ def test_a_checkpoint_without_a_head_serves_a_model_that_ties_its_own(family: st
     assert not any(name.startswith(("model.", "transformer.")) for name in names)
     ids = ids_of(2, 9)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    found = logprobs_of(build_policy(source_in(tmp_path), frozen()), ids)
-    torch.testing.assert_close(found, own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+    actual = logprobs_of(build_policy(source_in(tmp_path), frozen()), ids)
+    torch.testing.assert_close(actual, own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
 
 
 def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Pa
 def test_a_saved_reward_model_keeps_its_head(family: str, tmp_path: Path) -> None:
     model = classifier(config_of(family))
     model.save_pretrained(tmp_path)
-    found = whole(build_scorer(source_in(tmp_path), frozen(), pad_id=0))
-    assert torch.equal(found["model.score.weight"], model.score.weight)
+    actual = whole(build_scorer(source_in(tmp_path), frozen(), pad_id=0))
+    assert torch.equal(actual["model.score.weight"], model.score.weight)
 
 
 def test_a_mixture_of_experts_becomes_a_reward_model(tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ def test_an_untied_model_without_its_head(tmp_path: Path) -> None:
         build_policy(source_in(tmp_path), frozen())
 
 
-@pytest.mark.parametrize(("family", "wanted"), [("llama", "(40, 32)"), ("mixtral", "(4, 80, 32)")])
-def test_wrong_shapes(family: str, wanted: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "expected"), [("llama", "(40, 32)"), ("mixtral", "(4, 80, 32)")])
+def test_wrong_shapes(family: str, expected: str, tmp_path: Path) -> None:
     language_model(config_of(family)).save_pretrained(tmp_path)
     config_of(family, intermediate_size=40).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"config\.json") as told:
+    with pytest.raises(UserError, match=r"config\.json") as error:
         build_policy(source_in(tmp_path), frozen())
-    assert wanted in str(told.value) and len(str(told.value)) < 800
+    assert expected in str(error.value) and len(str(error.value)) < 800
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
@@ -227,8 +227,10 @@ def test_tensors_without_a_use_are_named_unless_they_are_expected(
     )
     assert "does not use" not in capsys.readouterr().err
     build_policy(source_in(saved(tmp_path / "c", lambda t: t.update({"model.nrom.weight": torch.ones(32)}))), frozen())
-    said = capsys.readouterr().err
-    assert "does not use 1 tensors of the files, for example model.nrom.weight; did you mean model.norm.weight?" in said
+    output = capsys.readouterr().err
+    assert (
+        "does not use 1 tensors of the files, for example model.nrom.weight; did you mean model.norm.weight?" in output
+    )
 
 
 def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
@@ -249,9 +251,9 @@ def test_a_reward_model_is_no_actor(tmp_path: Path) -> None:
 def test_families_that_cannot_score(family: str, what: str) -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
     config = config_of(family) if family in FAMILIES else AutoConfig.for_model(family, **shape)
-    with pytest.raises(UserError, match=what) as told:
+    with pytest.raises(UserError, match=what) as error:
         build_scorer(source_drawn(config), frozen(), pad_id=0)
-    assert len(str(told.value)) < 420
+    assert len(str(error.value)) < 420
 
 
 def test_a_family_without_sdpa_names_the_key() -> None:

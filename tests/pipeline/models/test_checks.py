@@ -96,8 +96,8 @@ def scored(engine: Engine, ids: Tensor) -> Tensor:
 def test_policies_of_odd_families_are_the_models(family: str, tmp_path: Path) -> None:
     """One whose backbone can't be reached by itself, one with positions of its own, one that wants a mask."""
     engine, model = policy_of(family, tmp_path)
-    found = verify(engine, max_length=32)
-    assert found.packing == (family == "deepseek_v2")
+    actual = verify(engine, max_length=32)
+    assert actual.packing == (family == "deepseek_v2")
     ids = ids_of(2, 9)
     torch.testing.assert_close(scored(engine, ids), own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(engine(ids, after_first(ids))[0], own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
@@ -131,7 +131,7 @@ def test_a_model_that_can_tell_how_long_its_row_is_is_refused(tmp_path: Path) ->
         verify(engine, max_length=32)
 
 
-def test_positions_kept_for_padding_are_none_to_use(tmp_path: Path) -> None:
+def test_positions_reserved_for_padding_are_not_used(tmp_path: Path) -> None:
     engine, _ = policy_of("roberta", tmp_path)
     verify(engine, max_length=63)
     expected = "RobertaForCausalLM supports sequences of 63 tokens, not 64: .*for padding"

@@ -46,10 +46,10 @@ def test_every_part_is_that_of_the_loaded_model(family: str, tmp_path: Path) -> 
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     files = Noting(tmp_path)
     converted = ConvertedFolder(files, model)
-    wanted = model.state_dict()
-    assert set(wanted) - set(files.shapes), "nothing to convert"
-    assert dict(converted.shapes) == {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    for name, tensor in wanted.items():
+    expected = model.state_dict()
+    assert set(expected) - set(files.shapes), "nothing to convert"
+    assert dict(converted.shapes) == {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    for name, tensor in expected.items():
         files.read_names.clear()
         part = part_of(tensor)
         assert torch.equal(converted.read(name, part), read_region(tensor, part)), name
@@ -58,18 +58,18 @@ def test_every_part_is_that_of_the_loaded_model(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"),
+    ("lost", "output"),
     [
         (("0.mlp.experts.2.w3", "0.block_sparse_moe.experts.2.w3"), "what belongs to it"),
         ((".experts.3.",), r"has shape \(3, 96, 32\), the model wants \(4, 96, 32\)"),
     ],
 )
-def test_an_expert_that_lacks_is_told(lost: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_an_expert_that_lacks_is_told(lost: tuple[str, ...], output: str, tmp_path: Path) -> None:
     language_model(config_of("mixtral")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in lost)}
     assert len(left) < len(tensors)
     save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=output) as error:
         build_policy(source_in(tmp_path), frozen())
-    assert "config.json does not belong" in str(told.value)
+    assert "config.json does not belong" in str(error.value)

@@ -33,7 +33,7 @@ from tests.pipeline.models.tiny import (
     source_in,
     trained,
 )
-from tests.pretended_gpu import flash
+from tests.simulated_gpu import flash
 
 LENGTHS = (7, 4, 12, 1, 5)
 WINDOWED: dict[str, dict[str, Any]] = {
@@ -50,9 +50,9 @@ def sequences() -> list[Tensor]:
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    found = {name: dtensors.full_tensor(p.grad).cpu().clone() for name, p in engine.module.named_parameters()}
+    results = {name: dtensors.full_tensor(p.grad).cpu().clone() for name, p in engine.module.named_parameters()}
     engine.optimizer.zero_grad()
-    return found
+    return results
 
 
 def policy_in(folder: Path, family: str, **changes: Any) -> Engine:
@@ -69,18 +69,18 @@ def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(3))
     weights = weights.to(dist.world().device)
     own = attention_of(engine.module.lm, before)
-    apart = [engine(row, after_first(row), temperature=temperature) for row in sequences()]
-    logprobs, entropies = (torch.cat(part) for part in zip(*apart, strict=True))
+    separate = [engine(row, after_first(row), temperature=temperature) for row in sequences()]
+    logprobs, entropies = (torch.cat(part) for part in zip(*separate, strict=True))
     engine.backward((weights * logprobs + 0.3 * weights.flip(0) * entropies).sum())
-    wanted = gradients(engine)
+    expected = gradients(engine)
     attention_of(engine.module.lm, own)
     row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS)
-    found, spread = engine(row, scored_of(documents, row), temperature=temperature, documents=documents)
-    torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
+    actual, spread = engine(row, scored_of(documents, row), temperature=temperature, documents=documents)
+    torch.testing.assert_close(actual, logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(spread, entropies, atol=1e-5, rtol=1e-5)
-    engine.backward((weights * found + 0.3 * weights.flip(0) * spread).sum())
+    engine.backward((weights * actual + 0.3 * weights.flip(0) * spread).sum())
     for name, gradient in gradients(engine).items():
-        torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_a_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
@@ -97,11 +97,11 @@ def test_a_token_whose_experts_rounding_turned_is_no_token_that_saw_what_follows
     numbers, calls = checks._numbers, []
 
     def turned(*asked: Any) -> Tensor:
-        found = numbers(*asked)
-        calls.append(found)
+        actual = numbers(*asked)
+        calls.append(actual)
         if len(calls) == 2:
-            found[[1, 4]] += 1.0
-        return found
+            actual[[1, 4]] += 1.0
+        return actual
 
     monkeypatch.setattr(checks, "_numbers", turned)
     verify(policy_in(tmp_path, "llama"), max_length=32)
@@ -112,10 +112,10 @@ def test_a_token_whose_experts_rounding_turned_is_no_token_that_saw_what_follows
 def test_every_family_takes_documents_or_says_so(family: str, tmp_path: Path) -> None:
     engine = policy_in(tmp_path, family)
     before = engine.module.lm.config._attn_implementation
-    found = verify(engine, max_length=32)
-    assert found.packing == engine.module.packs == (family != "bloom")  # it has no positions to give
-    assert found.packing == (not any("padded" in note for note in found.notes))
-    assert (engine.module.lm.config._attn_implementation == NAME) == found.packing
+    actual = verify(engine, max_length=32)
+    assert actual.packing == engine.module.packs == (family != "bloom")  # it has no positions to give
+    assert actual.packing == (not any("padded" in note for note in actual.notes))
+    assert (engine.module.lm.config._attn_implementation == NAME) == actual.packing
     if family in TRAINED:
         check_policy(engine, before)
 
@@ -131,7 +131,7 @@ def test_the_kernel_for_cpus_does_what_operators_do(
     model = language_model(config_of(family, **windowed)).eval()  # no dropout
     assert attention.use_documents(model)
     row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS, prefixes)
-    used, found = [], []
+    used, actual = [], []
 
     def by_kernel(*inputs: Any, **rest: Any) -> Tensor | None:
         used.append(ragged_attention(*inputs, **rest))
@@ -144,11 +144,11 @@ def test_the_kernel_for_cpus_does_what_operators_do(
         monkeypatch.setattr(attention.kernels, "ragged_attention", way)
         out = model.base_model(row, position_ids=documents.positions(torch.device("cpu")), documents=documents)[0]
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
-        found.append([out.detach(), *(p.grad.clone() for p in model.base_model.parameters())])
+        actual.append([out.detach(), *(p.grad.clone() for p in model.base_model.parameters())])
         model.zero_grad()
     assert all(out is not None for out in used)
     assert len(used) == (0 if family == "gemma2" else model.config.num_hidden_layers)  # a cap is left to operators
-    for mine, theirs in zip(*found, strict=True):
+    for mine, theirs in zip(*actual, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
@@ -181,18 +181,18 @@ def test_two_answers_share_one_pass_over_their_prompt(family: str, tmp_path: Pat
     before = engine.module.model.config._attn_implementation
     assert verify(engine, max_length=32).packing
     attention_of(engine.module.model, before)
-    apart = [engine(row)[0] for row in (torch.cat([prompt, first], 1), torch.cat([prompt, second], 1), other)]
-    (apart[0][-1] - 2 * apart[1][-1] + 3 * apart[2][1]).backward()
-    wanted = gradients(engine)
+    separate = [engine(row)[0] for row in (torch.cat([prompt, first], 1), torch.cat([prompt, second], 1), other)]
+    (separate[0][-1] - 2 * separate[1][-1] + 3 * separate[2][1]).backward()
+    expected = gradients(engine)
     attention_of(engine.module.model, NAME)
     documents = Documents((6, 4, 9, 5), (None, 0, 0, None))
     values = engine(torch.cat([prompt, first, second, other], 1), documents=documents)[0]
-    torch.testing.assert_close(values[:10], apart[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(values[10:19], apart[1][6:], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(values[19:], apart[2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values[:10], separate[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values[10:19], separate[1][6:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values[19:], separate[2], atol=1e-5, rtol=1e-5)
     (values[9] - 2 * values[18] + 3 * values[20]).backward()
     for name, gradient in gradients(engine).items():
-        torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_padded_rows_are_as_before(tmp_path: Path) -> None:
@@ -255,10 +255,13 @@ def test_the_kernel_of_gpus_computes_the_same(
 
     ways = {"recomputed": partial(checkpoint, fast, use_reentrant=False),
             "compiled": torch.compile(fast, backend="aot_eager", fullgraph=True)}  # fmt: skip
-    found, wanted = ways.get(again, fast)(*inputs), slow(*inputs)
-    upstream = torch.randn(wanted.shape, generator=generator)
-    gradients = torch.autograd.grad(found, inputs, upstream.bfloat16()), torch.autograd.grad(wanted, inputs, upstream)
-    torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=2e-2)
+    actual, expected = ways.get(again, fast)(*inputs), slow(*inputs)
+    upstream = torch.randn(expected.shape, generator=generator)
+    gradients = (
+        torch.autograd.grad(actual, inputs, upstream.bfloat16()),
+        torch.autograd.grad(expected, inputs, upstream),
+    )
+    torch.testing.assert_close(actual.float(), expected, atol=2e-2, rtol=2e-2)
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=4e-2, rtol=4e-2)
 
@@ -268,7 +271,7 @@ def test_attention_over_documents_by_hand(window: int | None) -> None:
     documents = Documents((3, 2, 4), (None, 0, None))
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2, 2))
-    found, _ = document_attention(
+    actual, _ = document_attention(
         torch.nn.Identity(), query, key, value, documents=documents, scaling=0.3, sliding_window=window
     )
     order = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (2, 0), (2, 1), (2, 2), (2, 3)]  # document, position
@@ -282,5 +285,5 @@ def test_attention_over_documents_by_hand(window: int | None) -> None:
         ]
         for head in range(4):
             scores = (key[0, head // 2, seen] @ query[0, head, place]) * 0.3
-            wanted = scores.softmax(0) @ value[0, head // 2, seen]
-            torch.testing.assert_close(found[0, place, head], wanted, atol=1e-6, rtol=1e-5)
+            expected = scores.softmax(0) @ value[0, head // 2, seen]
+            torch.testing.assert_close(actual[0, place, head], expected, atol=1e-6, rtol=1e-5)

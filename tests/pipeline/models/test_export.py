@@ -63,8 +63,8 @@ def adapted_logprobs(base: Path, adapter: Path, ids: Tensor) -> Tensor:
     return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, atol=3e-5, rtol=1e-5)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-5)
 
 
 def moved(engine: Engine) -> Engine:
@@ -225,25 +225,25 @@ def test_an_export_that_cannot_write_changes_nothing(
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     """ZeRO-3: load every model, score, train a little, export; draw random weights."""
     torch.set_num_threads(1)
-    ids, found, made = ids_of(2, 9), {}, tokenizer()
+    ids, actual, made = ids_of(2, 9), {}, tokenizer()
     for family in MODELS:
         source = source_in(folder / family)
         engine = build_policy(source, trained(zero_stage=3, lr=0.02))
         with engine.scoring() as module:
-            found[family] = logprobs_of(module, ids)
+            actual[family] = logprobs_of(module, ids)
         export_policy(moved(engine), source, made, folder / f"{family}-out")
     source = source_in(folder / "llama")
     engine = moved(build_policy(source, trained(zero_stage=3, lr=0.1, lora=LORA)))
     with engine.scoring() as module:
-        found["lora"] = logprobs_of(module, ids)
+        actual["lora"] = logprobs_of(module, ids)
     export_policy(engine, source, made, folder / "lora-out", lora=LORA)
     scorer = build_scorer(source, frozen(zero_stage=3), pad_id=0)
-    found["values"] = scorer(ids)
+    actual["values"] = scorer(ids)
     export_scorer(scorer, source, made, folder / "scorer-out", extra={})
     for seed in (1, 2):
         drawn = build_policy(source_drawn(config_of("opt"), seed), trained(zero_stage=3))
-        found[f"drawn-{seed}"] = {n: dtensors.full_tensor(p.detach()) for n, p in drawn.module.named_parameters()}
-    return found
+        actual[f"drawn-{seed}"] = {n: dtensors.full_tensor(p.detach()) for n, p in drawn.module.named_parameters()}
+    return actual
 
 
 def test_two_ranks_load_train_and_export_what_one_does(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_two_ranks_load_train_and_export_what_one_does(tmp_path: Path) -> None:
     close(first["values"], build_scorer(source_in(tmp_path / "llama"), frozen(), pad_id=0)(ids).cpu())
     close(first["values"], build_scorer(source_in(tmp_path / "scorer-out"), frozen(), pad_id=0)(ids).cpu())
     for seed in (1, 2):
-        alone = build_policy(source_drawn(config_of("opt"), seed), frozen())
-        for name, parameter in alone.module.named_parameters():
+        single = build_policy(source_drawn(config_of("opt"), seed), frozen())
+        for name, parameter in single.module.named_parameters():
             for result in (first, second):
                 assert torch.equal(result[f"drawn-{seed}"][name], dtensors.full_tensor(parameter.detach()).cpu()), name
     embedding = "lm.model.decoder.embed_tokens.weight"

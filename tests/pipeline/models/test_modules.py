@@ -45,16 +45,16 @@ def test_policy_gives_the_log_softmax_of_the_models_own_logits(family: str, tmp_
     model = language_model(config_of(family))
     model.save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), frozen())
-    found = verify(engine, max_length=32)
-    assert engine.module.use_logits == (family in SCALED) == bool(found.notes and "logits" in found.notes[0])
+    actual = verify(engine, max_length=32)
+    assert engine.module.use_logits == (family in SCALED) == bool(actual.notes and "logits" in actual.notes[0])
     ids = ids_of(2, 11)
     with torch.no_grad():
         logits = model(input_ids=ids.cpu()).logits
     for temperature in (1.0, 0.7):
-        wanted, spread = reference(logits, ids, temperature)
+        expected, spread = reference(logits, ids, temperature)
         logprobs, entropies = engine(ids, after_first(ids), temperature=temperature)
         assert logprobs.dtype == entropies.dtype == torch.float32
-        assert logprobs.tolist() == pytest.approx(wanted, abs=3e-5)
+        assert logprobs.tolist() == pytest.approx(expected, abs=3e-5)
         assert entropies.tolist() == pytest.approx(spread, abs=3e-5)
 
 
@@ -73,10 +73,10 @@ def test_padding_on_the_right_changes_nothing(family: str, tmp_path: Path) -> No
     language_model(config_of(family)).save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), frozen())
     short, long = ids_of(1, 5, seed=2), ids_of(1, 12, seed=3)
-    alone, _ = engine(short, after_first(short))
+    single, _ = engine(short, after_first(short))
     scored = torch.tensor([*range(1, 5), *range(13, 24)])
     together, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]), scored)
-    torch.testing.assert_close(together[:4], alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(together[:4], single, atol=1e-5, rtol=1e-5)
     other, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7), value=9), long]), scored)
     torch.testing.assert_close(other, together, atol=1e-6, rtol=1e-6)  # whatever the padding token is
 
@@ -103,11 +103,11 @@ def test_gradients_are_those_of_the_models_own_logits(family: str, tmp_path: Pat
     logs = torch.log_softmax(model.double()(input_ids=ids.cpu()).logits[:, :-1] / 0.7, -1)
     chosen = logs.gather(-1, ids.cpu()[:, 1:, None]).sum()
     (chosen - 0.3 * (logs.exp() * logs).sum()).backward()
-    wanted = dict(model.named_parameters())
+    expected = dict(model.named_parameters())
     for name, parameter in engine.module.named_parameters():
         assert parameter.grad is not None, name
         gradient = dtensors.full_tensor(parameter.grad).cpu()
-        torch.testing.assert_close(gradient, wanted[name[3:]].grad.float(), atol=2e-4, rtol=2e-3, msg=name)
+        torch.testing.assert_close(gradient, expected[name[3:]].grad.float(), atol=2e-4, rtol=2e-3, msg=name)
 
 
 @pytest.mark.parametrize("family", SCORED)
@@ -123,8 +123,8 @@ def test_scorer_gives_the_classifiers_logit_at_the_last_token(family: str, tmp_p
     assert values.shape == (3, 9) and values.dtype == torch.float32
     with torch.no_grad():
         own = model(input_ids=ids.cpu(), attention_mask=(ids != 0).long().cpu()).logits[:, 0]
-    found = [values[row, length - 1].item() for row, length in enumerate(lengths)]
-    assert found == pytest.approx(own.tolist(), abs=2e-5)
+    actual = [values[row, length - 1].item() for row, length in enumerate(lengths)]
+    assert actual == pytest.approx(own.tolist(), abs=2e-5)
     for row, length in enumerate(lengths):  # a value has seen the tokens up to its own and no others
         prefix = engine(ids[row : row + 1, : length - 1])[0, -1].item()
         assert values[row, length - 2].item() == pytest.approx(prefix, abs=2e-5)

@@ -15,9 +15,9 @@ from pipeline.models import attention
 from pipeline.models.checks import verify
 from pipeline.models.modules import Policy, packed_inputs
 from tests.engine.generation.families import VOCABULARY, build
-from tests.gpu import DEVICE, ON_GPU, lone_rank, needs_gpu  # noqa: F401  a fixture
+from tests.gpu import DEVICE, ON_GPU, needs_gpu, single_rank  # noqa: F401  a fixture
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("single_rank")]
 DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 
 
@@ -30,11 +30,11 @@ def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) ->
     inputs = [torch.randn(1, heads, 96, 64, device=DEVICE, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
     how, kernel = attention._Options(0.125, window, None, 0.0), varlen_kernel()
     assert kernel is not None and how.fits_kernel(inputs[0], inputs[2])
-    found = attention._by_kernel(kernel, *(t[0] for t in inputs), documents.ragged(DEVICE), how)
-    wanted = attention._one_by_one(*inputs, documents, how)[0]
-    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
-    upstream = torch.randn_like(found)
-    ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (found, wanted))
+    actual = attention._by_kernel(kernel, *(t[0] for t in inputs), documents.ragged(DEVICE), how)
+    expected = attention._one_by_one(*inputs, documents, how)[0]
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+    upstream = torch.randn_like(actual)
+    ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (actual, expected))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
 

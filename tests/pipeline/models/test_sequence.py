@@ -85,12 +85,12 @@ def trained(family: str, *, scorer: bool = False, prefixes: bool = False, **rest
     return [*losses], [*norms], weights(engine)
 
 
-def same(found: Told, wanted: Told, tolerance: float = 1e-5) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
-    assert found[1] == pytest.approx(wanted[1], rel=tolerance)
-    for name, weight in wanted[2].items():
+def same(actual: Told, expected: Told, tolerance: float = 1e-5) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=tolerance)
+    assert actual[1] == pytest.approx(expected[1], rel=tolerance)
+    for name, weight in expected[2].items():
         torch.testing.assert_close(
-            found[2][name], weight, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            actual[2][name], weight, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -121,19 +121,19 @@ def all_cases(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Told]
 
 
 def refused() -> list[str]:
-    said = []
+    output = []
     three = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     for family, changes in (("llama", three), ("bloom", {})):
         with pytest.raises((UserError, ValueError)) as problem:
             built(family, changes=changes, sequence_parallel=2)
-        said.append(str(problem.value))
+        output.append(str(problem.value))
     engine = built("llama", sequence_parallel=2)
     with pytest.raises(AssertionError, match="sequence parallelism trains only packed rows"):
         engine(ids_of(1, 4), torch.tensor([1]))
     dist.set_parallelism()
     with pytest.raises(ValueError, match="another engine of this process"):
         engine.backward(torch.zeros(()))
-    return said
+    return output
 
 
 def two() -> tuple[list[Told], list[str]]:
@@ -141,12 +141,12 @@ def two() -> tuple[list[Told], list[str]]:
 
 
 def test_two_ranks_share_out_rows_or_refuse() -> None:
-    alone = all_cases(1, CASES)
-    for results, said in run_ranks(two, 2):
-        for found, wanted, case in zip(results, alone, CASES, strict=True):
+    single = all_cases(1, CASES)
+    for results, output in run_ranks(two, 2):
+        for actual, expected, case in zip(results, single, CASES, strict=True):
             print(case)
-            same(found, wanted)
-        heads, family = said
+            same(actual, expected)
+        heads, family = output
         assert heads == "sequence_parallel=2 does not divide the 3 attention heads; 1, 3 do"
         assert "Bloom" in family and "engine.activation_checkpointing=true" in family
 
@@ -154,25 +154,25 @@ def test_two_ranks_share_out_rows_or_refuse() -> None:
 def four(folder: str) -> dict[str, Any]:
     """Two groups of two, then one of four; a checkpoint of one rank's, and one that it is to read."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"cases": all_cases(2, FOUR)}
+    results: dict[str, Any] = {"cases": all_cases(2, FOUR)}
     engine = built("llama", zero_stage=3, sequence_parallel=2)
     engine.load(f"{folder}/alone")
-    found["loaded"] = (*advance(engine, 1, scorer=False), weights(engine))
+    results["loaded"] = (*advance(engine, 1, scorer=False), weights(engine))
     engine.save(f"{folder}/groups")
-    found["wide"] = all_cases(4, FOUR[:1])
-    return found
+    results["wide"] = all_cases(4, FOUR[:1])
+    return results
 
 
 def test_groups_that_share_data_and_checkpoints(tmp_path: Path) -> None:
-    alone = all_cases(1, FOUR)
+    single = all_cases(1, FOUR)
     engine = built("llama")
     advance(engine, 0, scorer=False)
     engine.save(tmp_path / "alone")
     once = (*advance(engine, 1, scorer=False), weights(engine))
-    for found in run_ranks(four, 4, str(tmp_path)):
-        for told, wanted in zip([*found["cases"], *found["wide"]], [*alone, alone[0]], strict=True):
-            same(told, wanted)
-        same(found["loaded"], once)
+    for actual in run_ranks(four, 4, str(tmp_path)):
+        for message, expected in zip([*actual["cases"], *actual["wide"]], [*single, single[0]], strict=True):
+            same(message, expected)
+        same(actual["loaded"], once)
     back = built("llama")
     back.load(tmp_path / "groups")
     same((*advance(back, 2, scorer=False), weights(back)), (*advance(engine, 2, scorer=False), weights(engine)))

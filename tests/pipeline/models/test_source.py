@@ -17,10 +17,10 @@ def model_config(**keys: object) -> ModelConfig:
 
 
 def said(config: ModelConfig, folder: Path | None = None) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         resolve(config, 1, folder=folder)
-    assert "\n" not in str(told.value)
-    return str(told.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_a_folder_and_a_stage_with_a_model_in_it(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     config, file = model_config(path=str(tmp_path)), tmp_path / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
+    full = file.read_bytes()
+    file.write_bytes(full[: len(full) // 2])
     message = said(config)
     assert str(file) in message and "download it again" in message
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
@@ -66,7 +66,7 @@ def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
     file.rename(tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
-    (tmp_path / "model-1.safetensors").write_bytes(whole)
+    (tmp_path / "model-1.safetensors").write_bytes(full)
     assert "no model-2.safetensors" in said(config)
     index.write_text("{")
     assert f"{index} is damaged" in said(config)
@@ -144,9 +144,9 @@ def test_kinds(tmp_path: Path) -> None:
     classifier(config_of("gpt2")).save_pretrained(tmp_path / "rm")
     check_kind(source_in(tmp_path / "lm"), wanted="ForCausalLM")
     check_kind(source_in(tmp_path / "rm"), wanted="ForSequenceClassification")
-    for folder, wanted, stage in (("rm", "ForCausalLM", "sft"), ("lm", "ForSequenceClassification", "reward")):
-        with pytest.raises(UserError, match=rf"not a \w+ model \(\.\.\.{wanted}\).*RUN/{stage}$"):
-            check_kind(source_in(tmp_path / folder), wanted=wanted)
+    for folder, expected, stage in (("rm", "ForCausalLM", "sft"), ("lm", "ForSequenceClassification", "reward")):
+        with pytest.raises(UserError, match=rf"not a \w+ model \(\.\.\.{expected}\).*RUN/{stage}$"):
+            check_kind(source_in(tmp_path / folder), wanted=expected)
 
 
 def test_model_folder_prefers_the_folder_itself(tmp_path: Path) -> None:

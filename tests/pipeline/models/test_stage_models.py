@@ -50,27 +50,27 @@ def _folder(path: Path) -> Path:
 def test_lengths_that_a_later_stage_has_no_positions_for_are_told_by_the_first() -> None:
     source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
     long = {"reward": {"max_length": 201}, "rollout": {"max_prompt_tokens": 150, "max_new_tokens": 51}}
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         require_context(tiny_config(**long), "sft", source)
-    assert str(told.value) == (
+    assert str(error.value) == (
         "short has 200 positions for a sequence, too few for reward.max_length=201: set it to 200 or less; "
         "for rollout.max_prompt_tokens=150 and rollout.max_new_tokens=51: 200 or less together"
     )
     with pytest.raises(UserError, match=r"^short has 200 positions for a sequence, too few for rollout"):
         require_context(tiny_config(**long), "ppo", source)
-    alone = tiny_config(**long).model_copy(update={"stage": "sft"})
+    single = tiny_config(**long).model_copy(update={"stage": "sft"})
     with pytest.raises(UserError, match=r"^short has 200 positions for a sequence, too few for rollout"):
-        require_context(alone, "sft", source)  # it answers held-out prompts
+        require_context(single, "sft", source)  # it answers held-out prompts
     require_context(tiny_config(reward={"max_length": 200}), "sft", source)
 
 
 def test_a_reward_model_of_another_size_has_positions_of_its_own() -> None:
     source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
     long = tiny_config(reward={"max_length": 201})
-    apart = long.model_copy(update={"reward_model": long.model})
-    require_context(apart, "sft", source)
+    separate = long.model_copy(update={"reward_model": long.model})
+    require_context(separate, "sft", source)
     with pytest.raises(UserError, match=r"reward\.max_length=201"):
-        require_context(apart, "reward", source)
+        require_context(separate, "reward", source)
 
 
 def test_a_family_without_reward_models_is_refused_before_sft() -> None:

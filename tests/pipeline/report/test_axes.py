@@ -57,23 +57,23 @@ def test_axis_widens_to_round_ticks_and_keeps_given_bounds() -> None:
     "values", [[], [2.0], [0.0, 0.0], [-3.0, -3.0], [math.nan, math.inf], [1e-30], [1e299, -1e299], [1e308, -1e308]]
 )
 def test_axis_has_room_whatever_the_values(values: list[float]) -> None:
-    found = axis(values)
-    assert math.isfinite(found.low)
-    assert found.high > found.low
-    slack = 1e-9 * max(abs(found.low), abs(found.high))
-    assert all(found.low - slack <= tick <= found.high + slack for tick in found.ticks)
+    actual = axis(values)
+    assert math.isfinite(actual.low)
+    assert actual.high > actual.low
+    slack = 1e-9 * max(abs(actual.low), abs(actual.high))
+    assert all(actual.low - slack <= tick <= actual.high + slack for tick in actual.ticks)
 
 
 def test_place_is_linear_and_stops_at_the_border() -> None:
-    found = axis([0, 10], bounds=(0, 10))
-    assert [found.pixel(value, 100, 200) for value in (0, 2.5, 10, 99, -5)] == [100, 125, 200, 200, 100]
-    assert found.pixel(2.5, 200, 100) == 175
+    actual = axis([0, 10], bounds=(0, 10))
+    assert [actual.pixel(value, 100, 200) for value in (0, 2.5, 10, 99, -5)] == [100, 125, 200, 200, 100]
+    assert actual.pixel(2.5, 200, 100) == 175
 
 
 def test_step_axis_begins_and_ends_with_the_steps() -> None:
-    found = step_axis(range(1, 61))
-    assert (found.low, found.high) == (1, 60)
-    assert found.ticks == (20, 40, 60)
+    actual = step_axis(range(1, 61))
+    assert (actual.low, actual.high) == (1, 60)
+    assert actual.ticks == (20, 40, 60)
     assert step_axis([7]).ticks == (7,)
 
 

@@ -20,8 +20,8 @@ from pipeline.report.svg import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Series
 
 def places(page: str, class_: str) -> list[list[tuple[float, float]]]:
     """The points of every polyline of a class."""
-    found = re.findall(rf'<polyline points="([^"]*)" class="{class_}"', page)
-    return [[(float(x), float(y)) for x, y in (point.split(",") for point in line.split())] for line in found]
+    actual = re.findall(rf'<polyline points="([^"]*)" class="{class_}"', page)
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in line.split())] for line in actual]
 
 
 def test_a_curve_goes_from_corner_to_corner_of_its_frame() -> None:

@@ -64,12 +64,12 @@ def test_the_correlation_of_changes_has_an_interval() -> None:
     """Ranks 1 to 16 against the ranks with neighbours exchanged: 1 - 6 * 16 / (16 * 255)."""
     numbers = list(range(16))
     exchanged = [at + 1 if at % 2 == 0 else at - 1 for at in numbers]
-    found = check_correlation(changed(numbers, [value / 100 for value in exchanged]))
+    actual = check_correlation(changed(numbers, [value / 100 for value in exchanged]))
     rho = 1 - 6 * 16 / (16 * 255)
     half = 1.959964 * math.sqrt(1.06 / 13)
     low, high = math.tanh(math.atanh(rho) - half), math.tanh(math.atanh(rho) + half)
-    assert found.outcome == "good"
-    assert found.text.endswith(f"is {rho:.2f}, 95% interval +{low:.2f} to +{high:.2f}.")
+    assert actual.outcome == "good"
+    assert actual.text.endswith(f"is {rho:.2f}, 95% interval +{low:.2f} to +{high:.2f}.")
     assert check_correlation(changed(numbers, [-value / 100 for value in numbers])).outcome == "bad"
     assert check_correlation(changed(numbers, [0.01 * (at * 7 % 5) for at in numbers])).outcome == "open"
     assert check_correlation(changed(numbers, [0.1] * 16)).outcome == "open"  # no rank differs
@@ -85,11 +85,11 @@ def test_gold_may_rise_or_fall_prompt_by_prompt() -> None:
 def test_the_best_step_is_selected_on_other_prompts_by_hand() -> None:
     """Step 1 is best on the odd prompts, step 2 on the even ones; each is compared on the other half."""
     steps = [(1, [0.0, 1.0] * 4), (2, [0.6, 0.0] * 4), (3, [0.3, 0.3] * 4)]
-    found = best_against_last(steps)
-    assert found is not None
+    actual = best_against_last(steps)
+    assert actual is not None
     # Even prompts: step 1 (odd prompts select it) has 0, so 0.3; odd prompts: step 2 has 0, so 0.3.
-    assert (found.best, found.last, found.best_mean, found.last_mean) == (1, 3, 0.5, 0.3)
-    assert (found.mean, found.low, found.high) == pytest.approx((0.3, 0.3, 0.3))
+    assert (actual.best, actual.last, actual.best_mean, actual.last_mean) == (1, 3, 0.5, 0.3)
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((0.3, 0.3, 0.3))
     assert best_against_last(steps[:1]) is None
     assert best_against_last([(1, [0.0] * 4), (2, [1.0] * 4)]) is None
     assert best_against_last([(1, [0.0] * 8), (2, [1.0] * 9)]) is None
@@ -101,10 +101,10 @@ def test_noise_alone_does_not_make_the_last_step_worse() -> None:
     worse = naive = 0
     for _ in range(400):
         steps = [(step, [noise.gauss(0, 1) for _ in range(32)]) for step in range(10)]
-        found = best_against_last(steps)
-        assert found is not None
-        worse += check_last_step(found).outcome == "bad"
-        naive += found.best_mean - found.last_mean > 1.96 * math.sqrt(2 / 32)
+        actual = best_against_last(steps)
+        assert actual is not None
+        worse += check_last_step(actual).outcome == "bad"
+        naive += actual.best_mean - actual.last_mean > 1.96 * math.sqrt(2 / 32)
     assert worse / 400 < 0.05 < 0.1 < naive / 400
 
 
@@ -134,11 +134,11 @@ def test_the_page_shows_each_plot_and_the_answers(tmp_path: Path) -> None:
 def test_malformed_grades_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "evaluations.jsonl"
     file.write_text(json.dumps({"step": 1, "temperature": 0, "gold": [1, 0.5]}) + '\n{"step": 2}\n[]\n{"ste')
-    found = read_grades(file)
-    assert [(one.step, one.temperature, one.gold, one.scores) for one in found] == [(1, 0.0, (1.0, 0.5), ())]
+    actual = read_grades(file)
+    assert [(one.step, one.temperature, one.gold, one.scores) for one in actual] == [(1, 0.0, (1.0, 0.5), ())]
     assert read_grades(tmp_path / "none") == []
 
 
 def test_one_prompt_has_no_interval() -> None:
-    found = check_paired(changed([1.0], [0.2]))
-    assert found == check_paired([]) == Check("open", "Fewer than two prompts have gold scores of both models.")
+    actual = check_paired(changed([1.0], [0.2]))
+    assert actual == check_paired([]) == Check("open", "Fewer than two prompts have gold scores of both models.")

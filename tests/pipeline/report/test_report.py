@@ -67,15 +67,15 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert path == tmp_path / "report.html"
     assert not list(tmp_path.glob("*.tmp"))
     page = path.read_text(encoding="utf-8")
-    found = check(page)
-    sections = [name for name in found.ids if not name.startswith("chart-")]
+    actual = check(page)
+    sections = [name for name in actual.ids if not name.startswith("chart-")]
     assert sections == ["changes", "gaming", "answers", "sft", "reward", "ppo", "speed", "memory", "configuration"]
     for text in ("RLHF helped at temperatures 1 and 0.",
                  "PPO, temperature 0", "No sign of it.", "First ratio", "Explained variance", "Held-out accuracy",
                  "89.7%", "The first 8 of 96", "2 more prompts", "Best answers of PPO by gold score",
                  "Worst answers of PPO by gold score", "Reward scores before and after, temperature 1", "2 min 41 s",
                  "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
-        assert text in found.text, text
+        assert text in actual.text, text
     assert len(page) < 600_000
 
 
@@ -89,18 +89,17 @@ def test_the_best_and_the_worst_answers_come_in_order() -> None:
 def test_a_gamed_run_says_so(tmp_path: Path) -> None:
     write_demo_run(tmp_path, gamed=True)
     (tmp_path / "ppo" / "config.yaml").write_text(f"{CONFIG}evaluation: {{judge: a/mine.py:grade}}\n")
-    found = check(render_report(read_run(tmp_path)))
-    assert (
-        "the reward model was gamed" in found.text and "By mine.py:grade, which is not used for training." in found.text
-    )
-    assert "Gold was best at rollout 25" in found.text
+    actual = check(render_report(read_run(tmp_path)))
+    assert "the reward model was gamed" in actual.text
+    assert "By mine.py:grade, which is not used for training." in actual.text
+    assert "Gold was best at rollout 25" in actual.text
 
 
 def by_function(run_dir: Path, *, reward_model: bool) -> str:
     """The text of a page on a run with a reward function."""
     write_demo_run(run_dir, gamed=True)
-    told = f"{CONFIG}ppo:\n  reward_function: mine.py:score\n  reward_model: {str(reward_model).lower()}\n"
-    (run_dir / "ppo" / "config.yaml").write_text(told)
+    message = f"{CONFIG}ppo:\n  reward_function: mine.py:score\n  reward_model: {str(reward_model).lower()}\n"
+    (run_dir / "ppo" / "config.yaml").write_text(message)
     if reward_model:
         rows = [{"step": step, "function_score": 0.1 * step, "eval_function_score": 0.1 * step} for step in (1, 5, 60)]
         with (run_dir / "ppo" / "metrics.jsonl").open("a") as metrics:
@@ -136,17 +135,17 @@ def test_stages_may_be_missing(tmp_path: Path, kept: tuple[str, ...]) -> None:
     write_demo_run(tmp_path)
     for name in {"sft", "reward", "ppo"} - set(kept):
         shutil.rmtree(tmp_path / name)
-    found = check(render_report(read_run(tmp_path)))
-    assert {name for name in ("sft", "reward", "ppo") if name in found.ids} == set(kept)
+    actual = check(render_report(read_run(tmp_path)))
+    assert {name for name in ("sft", "reward", "ppo") if name in actual.ids} == set(kept)
 
 
 def test_a_running_stage_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     (tmp_path / "ppo" / "summary.json").unlink()
     (tmp_path / "ppo" / "samples.jsonl").unlink()
-    found = check(render_report(read_run(tmp_path)))
-    assert "No verdict yet" in found.text
-    assert "Unfinished: the last logged step is 60." in found.text
+    actual = check(render_report(read_run(tmp_path)))
+    assert "No verdict yet" in actual.text
+    assert "Unfinished: the last logged step is 60." in actual.text
 
 
 def test_what_models_and_files_say_stays_text(tmp_path: Path) -> None:
@@ -163,8 +162,8 @@ def test_what_models_and_files_say_stays_text(tmp_path: Path) -> None:
     )
     write_stage(run_dir / "reward", summary={"eval_accuracy_by_source": {HOSTILE: 0.5}})
     (run_dir / "manifest.json").write_text("</details><script>")
-    found = check(write_report(run_dir).read_text(encoding="utf-8"))
-    assert found.text.count("<script>") >= 5
+    actual = check(write_report(run_dir).read_text(encoding="utf-8"))
+    assert actual.text.count("<script>") >= 5
 
 
 def test_odd_values_do_no_harm(tmp_path: Path) -> None:
@@ -186,10 +185,10 @@ def test_odd_values_do_no_harm(tmp_path: Path) -> None:
 def test_long_answers_are_cut_and_many_ranks_summed_up(tmp_path: Path) -> None:
     memory = [{"rank": rank, "device_bytes": rank * 2**30, "host_bytes": 2**30} for rank in range(64)]
     write_stage(tmp_path / "ppo", summary={"peak_memory_by_rank": memory}, samples=[sample(0, 0, 0, text="x" * 9000)])
-    found = check(render_report(read_run(tmp_path)))
-    assert "(5000 more characters)" in found.text
-    assert "63.00 GiB" in found.text
-    assert "62.00 GiB" not in found.text
+    actual = check(render_report(read_run(tmp_path)))
+    assert "(5000 more characters)" in actual.text
+    assert "63.00 GiB" in actual.text
+    assert "62.00 GiB" not in actual.text
 
 
 def test_dpo_shows_rewards_of_held_out_pairs_and_which_it_ranks(tmp_path: Path) -> None:
@@ -199,9 +198,9 @@ def test_dpo_shows_rewards_of_held_out_pairs_and_which_it_ranks(tmp_path: Path) 
     ]
     shares = {"eval_accuracy": 0.71, "eval_accuracy_chosen_longer": 0.9, "eval_accuracy_rejected_longer": 0.4321}
     write_stage(tmp_path / "dpo", rows, {**shares, "eval_pairs": 64, "eval_accuracy_by_source": {"mine": 0.71}})
-    found = check(render_report(read_run(tmp_path)))
+    actual = check(render_report(read_run(tmp_path)))
     for words in ("held-out", "−6.50", "64 pairs.", "Source: mine", "71.0%", "43.2%"):
-        assert words in found.text, words
+        assert words in actual.text, words
 
 
 def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:

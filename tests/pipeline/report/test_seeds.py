@@ -34,23 +34,23 @@ def test_three_seeds_that_agree_are_a_verdict(tmp_path: Path) -> None:
     assert (verdict.outcome, verdict.headline) == ("good", "RLHF helped over 3 seeds at temperatures 1 and 0.")
     assert verdict.evidence.startswith("Temperature 1: Over 3 seeds the mean gold score went from 0.4")
     assert "It rose in 3 of 3 seeds." in verdict.evidence and "between seeds and 0." in verdict.evidence
-    found = check(path.read_text(encoding="utf-8"))
+    actual = check(path.read_text(encoding="utf-8"))
     for text in ("Gold score: change at temperature 0", "seed 2", "all seeds", "demo-seed=3", "SD, prompts",
                  "KL to the reference, nats per answer", "Held-out SFT loss"):  # fmt: skip
-        assert text in found.text, text
-    assert "differ in more than the seed" not in found.text and "failed" not in found.text
+        assert text in actual.text, text
+    assert "differ in more than the seed" not in actual.text and "failed" not in actual.text
 
 
 def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -> None:
     runs = [read_run(path) for path in made(tmp_path)]
-    found = effect(runs, "gold", "sft", "ppo", 0.0)
+    actual = effect(runs, "gold", "sft", "ppo", 0.0)
     means = []
     for run in runs:
         by_prompt = {sample.prompt: sample.gold["ppo"] - sample.gold["sft"] for sample in run.samples(0.0)}
         means.append(statistics.fmean(by_prompt.values()))
-    assert found is not None
+    assert actual is not None
     half = 4.302653 * statistics.stdev(means) / 3**0.5
-    over = found.over_seeds
+    over = actual.over_seeds
     middle = statistics.fmean(means)
     assert (over.mean, over.low, over.high) == pytest.approx((middle, middle - half, middle + half), rel=1e-3)
 
@@ -101,13 +101,13 @@ def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
     for path, won in zip(paths, (3, 2, 4), strict=True):
         judge_pairs(path, [win] * won + [loss] * (4 - won), gold=True)
     runs = [read_run(path) for path in paths]
-    found = pool_wins([run.samples(1.0) for run in runs], "ppo")
-    assert found is not None
+    actual = pool_wins([run.samples(1.0) for run in runs], "ppo")
+    assert actual is not None
     half = 4.302653 * 0.25 / 3**0.5
-    assert (found.plain.mean, found.plain.low) == pytest.approx((0.75, 0.75 - half), rel=1e-4)
-    assert found.plain.high == 1.0  # 0.75 + half is above 1
-    assert found.controlled == found.plain  # all answers have the same length
-    assert [one.wins for one in found.by_seed] == [72, 48, 96]
+    assert (actual.plain.mean, actual.plain.low) == pytest.approx((0.75, 0.75 - half), rel=1e-4)
+    assert actual.plain.high == 1.0  # 0.75 + half is above 1
+    assert actual.controlled == actual.plain  # all answers have the same length
+    assert [one.wins for one in actual.by_seed] == [72, 48, 96]
     page, verdict = write_seed_report(paths)
     assert "Over 3 seeds, the pair judge prefers the answers of PPO to those of SFT in 75% of the pairs" in (
         verdict.evidence
@@ -133,8 +133,8 @@ def test_without_gold_the_pairs_decide_over_seeds(
     paths = made(tmp_path)
     for path in paths:
         judge_pairs(path, verdicts, gold=False)
-    _, found = write_seed_report(paths)
-    assert (found.outcome, found.headline) == (outcome, f"{headline} at temperatures 1 and 0.")
+    _, actual = write_seed_report(paths)
+    assert (actual.outcome, actual.headline) == (outcome, f"{headline} at temperatures 1 and 0.")
 
 
 def test_seeds_that_disagree_are_no_verdict(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_what_else_differs_and_what_failed_is_written_on_the_page(tmp_path: Path
 def test_the_command_takes_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(path) for path in made(tmp_path)]
     assert main(paths) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("RLHF helped over 3 seeds") and said.rstrip().endswith("demo-seeds.html")
+    output = capsys.readouterr().out
+    assert output.startswith("RLHF helped over 3 seeds") and output.rstrip().endswith("demo-seeds.html")
     assert main([paths[0], paths[0]]) == 2 and "same seed" in capsys.readouterr().err
 
 
@@ -179,7 +179,7 @@ def test_a_multirun_compares_only_runs_that_differ_in_their_seed(tmp_path: Path)
     overrides = {"seed=1": ["seed=1"], "seed=2": ["seed=2"], "other": ["seed=3", "ppo.kl_coef=0.2"]}
     configs = {label: validate(compose(keys)) for label, keys in overrides.items()}
     runs = {label: ("ppo", path) for label, path in zip(overrides, paths, strict=True)}
-    said = compare_seeds(configs, runs)
-    assert "verdict RLHF helped over 2 seeds" in said or "verdict No clear difference" in said
-    assert said.count("report ") == 1 and "Over 2 seeds" in said
+    output = compare_seeds(configs, runs)
+    assert "verdict RLHF helped over 2 seeds" in output or "verdict No clear difference" in output
+    assert output.count("report ") == 1 and "Over 2 seeds" in output
     assert compare_seeds(configs, {**runs, "seed=2": ("ppo", None)}) == ""

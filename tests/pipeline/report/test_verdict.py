@@ -19,11 +19,11 @@ PROMPT = (Message("user", "hi"),)
 
 def samples(sft: Sequence[float], ppo: Sequence[float], *, reward: float | None = None) -> list[Sample]:
     """Samples with these gold scores; `reward` is what PPO's reward score has above SFT's."""
-    found = []
+    results = []
     for old, new in zip(sft, ppo, strict=True):
         scores = {} if reward is None else {"sft": old, "ppo": old + reward}
-        found.append(Sample(PROMPT, {"sft": "a", "ppo": "b"}, scores, {"sft": old, "ppo": new}))
-    return found
+        results.append(Sample(PROMPT, {"sft": "a", "ppo": "b"}, scores, {"sft": old, "ppo": new}))
+    return results
 
 
 def finished(rows: Sequence[Sample]) -> RunReading:
@@ -56,14 +56,14 @@ def test_gold_decides(gain: float, reward: float | None, outcome: str, headline:
 
 def test_a_model_that_was_chosen_on_these_prompts_is_told() -> None:
     """Of several evaluations the best by its score looks better than it is."""
-    for export, step, said in (("best", 2, True), ("last", 3, False)):
+    for export, step, output in (("best", 2, True), ("last", 3, False)):
         rows = samples(SPREAD, [value + 0.3 for value in SPREAD])
         ppo = StageReading("ppo", summary={"steps": 3, "exported_step": step}, samples=rows)
         verdict = judge(RunReading("run", {"ppo": ppo}, {"ppo": {"export": export}}))
-        assert ("The model of rollout 2 was selected by its score on these prompts" in verdict.evidence) == said
-        more = " The same prompts selected the model, so a gain is not proven." if said else ""
+        assert ("The model of rollout 2 was selected by its score on these prompts" in verdict.evidence) == output
+        more = " The same prompts selected the model, so a gain is not proven." if output else ""
         assert verdict.headline == f"RLHF helped at temperature 1.{more}"
-        assert verdict.outcome == ("open" if said else "good")
+        assert verdict.outcome == ("open" if output else "good")
     rows = samples(SPREAD, [value - 0.3 for value in SPREAD])
     worse = StageReading("ppo", summary={"steps": 3, "exported_step": 2}, samples=rows)
     assert judge(RunReading("run", {"ppo": worse}, {"ppo": {"export": "best"}})).outcome == "bad"
@@ -237,11 +237,11 @@ def test_dpo_without_gold_says_what_it_ranks_and_claims_no_more() -> None:
 def test_change_counts_prompts_that_both_models_have() -> None:
     rows = samples([0.5, 0.5, 0.5], [0.75, 0.5, 0.0])
     rows.append(Sample(PROMPT, {"sft": "only"}, gold={"sft": 1.0}))
-    found = change(rows, "gold", "sft", "ppo")
-    assert found is not None
-    assert (found.better, found.same, found.worse, found.prompts) == (1, 1, 1, 3)
-    assert (found.old_mean, found.new_mean) == pytest.approx((0.5, 1.25 / 3))
-    assert found.mean == pytest.approx(-0.25 / 3)
+    actual = change(rows, "gold", "sft", "ppo")
+    assert actual is not None
+    assert (actual.better, actual.same, actual.worse, actual.prompts) == (1, 1, 1, 3)
+    assert (actual.old_mean, actual.new_mean) == pytest.approx((0.5, 1.25 / 3))
+    assert actual.mean == pytest.approx(-0.25 / 3)
     assert change(rows, "gold", "base", "sft") is None
     assert [row.label for row in standings(rows, "gold")] == ["SFT", "PPO"]
 

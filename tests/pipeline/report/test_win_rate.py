@@ -41,12 +41,12 @@ def test_a_win_needs_both_orders(first: float, second: float, result: float) -> 
 
 def test_pairs_are_counted_by_hand() -> None:
     verdicts: list[Pair] = [(1, 1)] * 6 + [(0, 0)] * 2 + [(1, 0)] * 3 + [(0.5, 0.5)] + [(1, None), (None, None)]
-    found = win_rate(judged(verdicts), "ppo")
-    assert found is not None
-    assert (found.wins, found.ties, found.losses, found.inconsistent, found.unusable) == (6, 4, 2, 3, 2)
-    assert found.plain.mean == pytest.approx(8 / 12)
-    assert (found.plain.low, found.plain.high) == pytest.approx(wilson_interval(8, 12))
-    assert found.controlled == found.plain  # all answers have the same difference in length
+    actual = win_rate(judged(verdicts), "ppo")
+    assert actual is not None
+    assert (actual.wins, actual.ties, actual.losses, actual.inconsistent, actual.unusable) == (6, 4, 2, 3, 2)
+    assert actual.plain.mean == pytest.approx(8 / 12)
+    assert (actual.plain.low, actual.plain.high) == pytest.approx(wilson_interval(8, 12))
+    assert actual.controlled == actual.plain  # all answers have the same difference in length
     assert win_rate(judged([(None, None)] * 9), "ppo") is None
     assert win_rate(judged([]), "ppo") is None and win_rate(judged(verdicts), "dpo") is None
 
@@ -54,20 +54,20 @@ def test_pairs_are_counted_by_hand() -> None:
 def test_two_groups_of_lengths_have_a_closed_form() -> None:
     """With lengths of -1 and +1 only, each group fits its own rate: 2 of 8 and 7 of 8 (but for the small ridge)."""
     outcomes = [1.0] * 2 + [0.0] * 6 + [1.0] * 7 + [0.0]
-    found = length_controlled(outcomes, [-5.0] * 8 + [5.0] * 8)
+    actual = length_controlled(outcomes, [-5.0] * 8 + [5.0] * 8)
     logit = (math.log(2 / 6) + math.log(7 / 1)) / 2
-    assert found.mean == pytest.approx(1 / (1 + math.exp(-logit)), abs=2e-3)
+    assert actual.mean == pytest.approx(1 / (1 + math.exp(-logit)), abs=2e-3)
     # Each group's logit has the robust variance 1 / (n p (1 - p)); the intercept is the mean of the two.
     deviation = math.sqrt(1 / (8 * 0.25 * 0.75) + 1 / (8 * 0.875 * 0.125)) / 2
     low = 1 / (1 + math.exp(-(logit - 2.144787 * deviation)))
-    assert found.low == pytest.approx(low, abs=5e-3)
+    assert actual.low == pytest.approx(low, abs=5e-3)
 
 
 def test_length_that_decides_every_pair_is_controlled() -> None:
     differences = [float(at - 20) for at in range(60)]  # mostly longer answers, which win
     outcomes = [1.0 if difference > 0 else 0.0 for difference in differences]
-    found = length_controlled(outcomes, differences)
-    assert sum(outcomes) / 60 > 0.6 and found.low < 0.5 < found.high
+    actual = length_controlled(outcomes, differences)
+    assert sum(outcomes) / 60 > 0.6 and actual.low < 0.5 < actual.high
 
 
 def test_without_pairs_of_about_equal_length_the_rate_at_equal_length_is_unknown() -> None:
@@ -76,9 +76,9 @@ def test_without_pairs_of_about_equal_length_the_rate_at_equal_length_is_unknown
     Here x is 1 for every pair, so a + b is known and b has the prior's deviation of 10: a is logit(0.8) +- 10 t.
     """
     differences = [90.0, 110.0] * 40
-    found = length_controlled(([1.0] * 4 + [0.0]) * 16, differences)
-    assert found.mean == pytest.approx(0.8, abs=2e-3)
-    assert found.low < 1e-6 and found.high > 1 - 1e-6
+    actual = length_controlled(([1.0] * 4 + [0.0]) * 16, differences)
+    assert actual.mean == pytest.approx(0.8, abs=2e-3)
+    assert actual.low < 1e-6 and actual.high > 1 - 1e-6
     rows = judged(([(1.0, 1.0)] * 4 + [(0.0, 0.0)]) * 16)
     longer = [replace(row, answers={"sft": "word", "ppo": "x" * (94 + 20 * (at % 2))}) for at, row in enumerate(rows)]
     assert judge(run_of(longer)).headline == "The judge prefers PPO to SFT, but not at equal length at temperature 1."
@@ -86,9 +86,9 @@ def test_without_pairs_of_about_equal_length_the_rate_at_equal_length_is_unknown
 
 @pytest.mark.parametrize(("extra", "result"), [(0, "good"), (9, "open")])
 def test_wins_of_answers_that_are_all_longer_are_no_success(extra: int, result: str) -> None:
-    found = win_rate(judged([(1, 1)] * 20, extra), "ppo")
-    assert found is not None and found.plain.low > 0.8
-    assert found.controlled == (Rate(1.0, 0.0, 1.0) if extra else found.plain)
+    actual = win_rate(judged([(1, 1)] * 20, extra), "ppo")
+    assert actual is not None and actual.plain.low > 0.8
+    assert actual.controlled == (Rate(1.0, 0.0, 1.0) if extra else actual.plain)
     assert judge(run_of(judged([(1, 1)] * 20, extra))).outcome == result
 
 
@@ -99,8 +99,8 @@ def test_the_interval_covers_the_rate_at_equal_length() -> None:
         differences = noise.normal(20, 40, 96)
         chance = 1 / (1 + np.exp(-(0.4 + 1.5 * np.tanh(differences / differences.std()))))
         outcomes = (noise.random(96) < chance).astype(float)
-        found = length_controlled(outcomes.tolist(), differences.tolist())
-        hits += found.low < 1 / (1 + math.exp(-0.4)) < found.high
+        actual = length_controlled(outcomes.tolist(), differences.tolist())
+        hits += actual.low < 1 / (1 + math.exp(-0.4)) < actual.high
     assert hits / 400 == pytest.approx(0.95, abs=0.033)  # three standard errors
 
 
@@ -118,9 +118,9 @@ MIXED: list[Pair] = [(1, 1)] * 30 + [(0, 0)] * 4 + [(1, 0)] * 6
     ],
 )
 def test_without_gold_the_pairs_decide(verdicts: list[Pair], result: str, headline: str) -> None:
-    found = judge(run_of(judged(verdicts)))
-    assert (found.outcome, found.headline) == (result, headline)
-    assert "Ties count half" in found.evidence
+    actual = judge(run_of(judged(verdicts)))
+    assert (actual.outcome, actual.headline) == (result, headline)
+    assert "Ties count half" in actual.evidence
 
 
 def test_longer_answers_alone_are_no_success() -> None:
@@ -130,8 +130,8 @@ def test_longer_answers_alone_are_no_success() -> None:
         answers = {"sft": "x" * 40, "ppo": "x" * (40 + extra)}
         pair = (1.0, 1.0) if extra > 0 else (0.0, 0.0)
         rows.append(Sample((Message("user", str(at)),), answers, preferences={"ppo": pair}))
-    found = judge(run_of(rows))
-    assert (found.outcome, found.headline) == (
+    actual = judge(run_of(rows))
+    assert (actual.outcome, actual.headline) == (
         "open", "The judge prefers PPO to SFT, but not at equal length at temperature 1.",
     )  # fmt: skip
 

@@ -59,9 +59,9 @@ def pause_after(tokens: int, model: ServedModel, monkeypatch: pytest.MonkeyPatch
         if sampled >= tokens and not go_on.is_set():
             time.sleep(0.005)
             return []
-        found = step()
-        sampled += len(found)
-        return found
+        actual = step()
+        sampled += len(actual)
+        return actual
 
     monkeypatch.setattr(model.session, "step", paused_step)
     return go_on

@@ -87,14 +87,14 @@ def test_a_round_hides_the_names_until_the_vote(url: str, votes: VoteFile) -> No
         name, events = play(url, temperature=0)
         assert not any(word in json.dumps(events) for word in ("ppo", "sft"))
         assert events[-1] == {"done": True, "problem": None, "result": None}
-        found = post(f"{url}/arena/votes", {"round": name, "vote": "right", "comment": f"no. {number} 🙂"})
+        actual = post(f"{url}/arena/votes", {"round": name, "vote": "right", "comment": f"no. {number} 🙂"})
         row = list(votes.rows())[-1]
         left, right = answers(events)
         assert (row["left"]["answer"], row["right"]["answer"]) == (left, right) == (row["rejected"], row["chosen"])
-        assert found["names"] == [row["left"]["model"], row["right"]["model"]]
+        assert actual["names"] == [row["left"]["model"], row["right"]["model"]]
         assert row["comment"] == f"no. {number} 🙂" and row["sampling"] == {"temperature": 0, "max_tokens": 8}
-        assert found["tally"]["votes"] == number + 1
-        seen.add((tuple(found["names"]), left))
+        assert actual["tally"]["votes"] == number + 1
+        seen.add((tuple(actual["names"]), left))
     assert len(seen) == 2, "the sides are shuffled, and the names belong to the answers"  # chance of failure: 1 in 2048
     assert {row["right"]["version"] for row in votes.rows()} == {"aa", "bb"}
 

@@ -81,15 +81,15 @@ def test_an_answer_is_that_of_the_generator(client: openai.OpenAI, alone: ChatPa
 
 
 def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI) -> None:
-    whole = ask(client, seed=3)
+    full = ask(client, seed=3)
     chunks = list(ask(client, seed=3, stream=True, stream_options={"include_usage": True}))
     *pieces, last = chunks
-    assert last.choices == [] and last.usage == whole.usage
+    assert last.choices == [] and last.usage == full.usage
     assert pieces[0].choices[0].delta.role == "assistant"
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == full.choices[0].message.content
     assert len([piece for piece in pieces if piece.choices[0].delta.content]) > 5
     assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [
-        whole.choices[0].finish_reason
+        full.choices[0].finish_reason
     ]
     assert len({chunk.id for chunk in chunks}) == 1 and pieces[0].usage is None
 
@@ -127,8 +127,8 @@ def test_many_clients_share_batches_and_get_their_own_answers(
 
 
 def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
-    whole = ask(client, seed=3).choices[0].message.content
-    stop = whole[3:6]
+    full = ask(client, seed=3).choices[0].message.content
+    stop = full[3:6]
     for options in ({}, {"stream": True}):
         answer = ask(client, seed=3, stop=[stop, "never"], **options)
         if options:
@@ -139,7 +139,7 @@ def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
             )
         else:
             text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
-        assert text == whole[: whole.index(stop)] and finish == "stop"
+        assert text == full[: full.index(stop)] and finish == "stop"
     assert ask(client, seed=3, max_tokens=2).choices[0].finish_reason == "length"
 
 
@@ -179,19 +179,19 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: Cha
     by_text = client.completions.create(prompt="hello there", **options)
     by_ids = client.completions.create(prompt=ids, **options)
     several = client.completions.create(prompt=["good morning", "hello there"], n=2, logprobs=2, **options)
-    whole = alone.rollouts.generate([ids], Sampling(9, 0, end_ids=alone.tokenizer.end_ids), [0])[0]
-    assert by_text.choices[0].text == by_ids.choices[0].text == alone.tokenizer.decode_unstripped(whole.token_ids)
+    full = alone.rollouts.generate([ids], Sampling(9, 0, end_ids=alone.tokenizer.end_ids), [0])[0]
+    assert by_text.choices[0].text == by_ids.choices[0].text == alone.tokenizer.decode_unstripped(full.token_ids)
     assert [choice.text for choice in several.choices[2:]] == [by_text.choices[0].text] * 2
     assert len(several.choices) == 4 and several.usage is not None
     assert several.usage.prompt_tokens == len(ids) + len(alone.tokenizer.encode_text("good morning"))
     logprobs = several.choices[2].logprobs
-    assert logprobs is not None and logprobs.token_logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    assert logprobs is not None and logprobs.token_logprobs == pytest.approx(full.logprobs, abs=1e-4)
     streamed = client.completions.create(prompt="hello there", stream=True, **options)
     assert "".join(chunk.choices[0].text for chunk in streamed) == by_text.choices[0].text
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "told"),
+    ("fields", "param", "message"),
     [
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -207,10 +207,10 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: Cha
         ({"n": 1000}, "n", "less than or equal to 128"),
     ],
 )
-def test_a_wrong_field_is_named(client: openai.OpenAI, fields: Options, param: str | None, told: str) -> None:
+def test_a_wrong_field_is_named(client: openai.OpenAI, fields: Options, param: str | None, message: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="sft", messages=HELLO, extra_body=fields)  # type: ignore[call-overload]
-    assert told in caught.value.body["message"] and caught.value.param == param  # type: ignore[index]
+    assert message in caught.value.body["message"] and caught.value.param == param  # type: ignore[index]
     assert caught.value.type == "invalid_request_error"
 
 

@@ -38,18 +38,18 @@ def test_the_win_rate_counts_by_model_and_not_by_side(tmp_path: Path) -> None:
         ("left", Contestant("ppo", "another version"), SFT), ("left", PPO, Contestant("base")),
     ]:  # fmt: skip
         file.append(row(vote, left, right))
-    found = file.tally(PPO, SFT).summary()
-    assert (found["wins"], found["losses"], found["both"], found["neither"], found["votes"]) == (5, 2, 2, 1, 10)
+    actual = file.tally(PPO, SFT).summary()
+    assert (actual["wins"], actual["losses"], actual["both"], actual["neither"], actual["votes"]) == (5, 2, 2, 1, 10)
     # Wilson's interval of 6.5 of 10 by hand: (6.5 + z^2 / 2 -+ z sqrt(2.275 + z^2 / 4)) / (10 + z^2), z = 1.959964
-    assert (found["rate"], found["low"], found["high"]) == pytest.approx((0.65, 0.353672, 0.863070), abs=1e-5)
+    assert (actual["rate"], actual["low"], actual["high"]) == pytest.approx((0.65, 0.353672, 0.863070), abs=1e-5)
     assert file.tally(SFT, PPO).summary()["rate"] == 0.35
 
 
 def test_a_line_that_a_killed_process_left_incomplete_is_removed(tmp_path: Path) -> None:
     file = VoteFile(tmp_path / "votes.jsonl")
     file.append(row("left"))
-    whole = file.path.read_bytes()
-    file.path.write_bytes(whole + whole[:40])
+    full = file.path.read_bytes()
+    file.path.write_bytes(full + full[:40])
     assert len(list(file.rows())) == 1
     file.append(row("right", prompt="ünïcödé\u2028🙂"))
     lines = file.path.read_text(encoding="utf-8").split("\n")
@@ -85,9 +85,9 @@ def test_votes_are_preference_pairs_for_training(tmp_path: Path) -> None:
     for number in range(8):
         file.append(row(("left", "right", "both", "neither")[number % 4], prompt=f"question {number}"))
     data = DataConfig(name="votes", path=str(file.path), eval_fraction=0.01)
-    found = load_stage(data, "dpo", 0)
-    assert found.skipped == {"vote that prefers no answer": 4}
-    records = [*found.train, *found.held_out]
+    actual = load_stage(data, "dpo", 0)
+    assert actual.skipped == {"vote that prefers no answer": 4}
+    records = [*actual.train, *actual.held_out]
     assert len(records) == 4 and all(isinstance(record, Preference) for record in records)
     pairs = {record.prompt: (record.chosen, record.rejected) for record in records}
     assert pairs[(Message("user", "question 0"),)] == ("good", "bad")

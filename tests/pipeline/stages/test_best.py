@@ -17,7 +17,7 @@ from pipeline.launch.fingerprint import stage_settings
 from pipeline.stages.restart import Rollback, read_limits, read_rollbacks, within_limits
 from pipeline.stages.stage_run import StageRun
 from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
-from tests.tiny import finish, lay_out, metrics, start_worker, tiny_config
+from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 4.0}  # held out, after these steps
 
@@ -30,17 +30,17 @@ def begin(folder: Path, **keys: Any) -> tuple[StageRun, Engine]:
 
 def train(stage: StageRun, engine: Engine, last: int) -> dict[int, torch.Tensor]:
     """As a stage does, up to step `last`; the weights after each step."""
-    found = {}
+    results = {}
     for step in stage.steps_left():
         work_without_saving(stage, engine, step)
-        found[step] = engine.module.weight.detach().clone()
+        results[step] = engine.module.weight.detach().clone()
         if step in LOSSES:
             stage.note_best(step, "eval_loss", LOSSES[step], higher=False)
         stage.save(step)
         if step == last:
             break
     stage.settle()
-    return found
+    return results
 
 
 def work_without_saving(stage: StageRun, engine: Engine, step: int) -> None:
@@ -75,10 +75,10 @@ def test_without_it_the_last_model_is_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("killed", [4, 5, 7, 9, 10])
 def test_a_killed_stage_knows_its_best_step(tmp_path: Path, killed: int) -> None:
-    whole, engine = begin(tmp_path / "whole")
-    whole.restore()
-    train(whole, engine, 10)
-    whole.take_best()
+    full, engine = begin(tmp_path / "whole")
+    full.restore()
+    train(full, engine, 10)
+    full.take_best()
     first, other = begin(tmp_path / "killed")
     first.restore()
     train(first, other, killed)
@@ -86,7 +86,7 @@ def test_a_killed_stage_knows_its_best_step(tmp_path: Path, killed: int) -> None
     assert again.restore() == max(step for step in (3, 4, 6, 9, 10) if step <= killed)
     train(again, other, 10)
     again.take_best()
-    assert torch.equal(other.module.weight, engine.module.weight) and again.best == whole.best
+    assert torch.equal(other.module.weight, engine.module.weight) and again.best == full.best
     assert [x["loss"] for x in lines(tmp_path / "killed")] == [x["loss"] for x in lines(tmp_path / "whole")]
 
 
@@ -164,7 +164,9 @@ def test_where_ppo_makes_answers_worse_the_sft_model_is_the_best(tmp_path: Path)
     sft = {"steps": 4, "save_every": 3, "export": "best", "eval_every": 1}
     run_dir = tmp_path / "run"
     judged = {"judge": f"{tmp_path}/judge.py:score"}
-    lay_out(run_dir, tiny_config(sft=sft, ppo={**own, **chosen, "lr": 1e-3}, evaluation={"prompts": 8, **judged}))
+    write_stage_configs(
+        run_dir, tiny_config(sft=sft, ppo={**own, **chosen, "lr": 1e-3}, evaluation={"prompts": 8, **judged})
+    )
     finish(start_worker(run_dir, "sft"))
     assert json.loads((run_dir / "sft" / "summary.json").read_text())["exported_step"] == 4
     assert "ppo: exports step 0 of 4, the best by gold_score" in finish(start_worker(run_dir, "ppo"))
@@ -217,8 +219,8 @@ def test_a_rollback_leaves_the_best_step_and_a_smaller_learning_rate(tmp_path: P
     stage.restore()
     weights = train(stage, engine, 7)
     assert names(stage.folder) == ["step-3", "step-4", "step-6"]
-    told = stage.roll_back(7, "the KL rose")
-    assert isinstance(told, RestartStage) and "rolls back from step 7 to step 4 with 0.3 times" in str(told)
+    message = stage.roll_back(7, "the KL rose")
+    assert isinstance(message, RestartStage) and "rolls back from step 7 to step 4 with 0.3 times" in str(message)
     assert names(stage.folder) == ["step-3", "step-4"]
     assert read_rollbacks(stage.folder) == [Rollback(7, 4, "the KL rose")]
     again, other = begin(tmp_path / "ppo", keeps_best=True, seed=7)

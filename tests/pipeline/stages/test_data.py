@@ -38,8 +38,8 @@ def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str])
     log_cut("sft", {}, 9, "sft.max_length")
     assert capsys.readouterr().out == ""
     log_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
-    told = capsys.readouterr().out
-    assert told == (
+    message = capsys.readouterr().out
+    assert message == (
         "sft: too long: 4 cut to max_length, 1 no answer within max_length of 9; sft.max_length sets the limit\n"
     )
 

@@ -62,8 +62,8 @@ def work(stage: StageRun, engine: Engine, first: int, last: int) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    found = (p.name for p in (folder / "checkpoints").glob("*"))
-    return sorted(found, key=lambda name: int(name.removesuffix(".tmp").split("-")[1]))
+    actual = (p.name for p in (folder / "checkpoints").glob("*"))
+    return sorted(actual, key=lambda name: int(name.removesuffix(".tmp").split("-")[1]))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -99,8 +99,8 @@ def test_keeps_the_newest_checkpoints(tmp_path: Path, keep: int) -> None:
     with stage_of(tmp_path, 6, save_every=1, keep_checkpoints=keep)[0] as stage:
         for step in range(1, 7):
             stage.save(step)
-            whole = [name for name in names(tmp_path) if not name.endswith(".tmp")]
-            assert step == 1 or whole  # something to go back to while the next one is written
+            full = [name for name in names(tmp_path) if not name.endswith(".tmp")]
+            assert step == 1 or full  # something to go back to while the next one is written
     assert names(tmp_path) == [f"step-{n}" for n in range(7 - keep, 7)]
 
 
@@ -141,9 +141,9 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_serves(
     (places[4] / "state.json").write_text("{}")
     fresh, engine = stage_of(tmp_path / "b", seed=7, save_every=2, keep_checkpoints=1)
     assert fresh.restore() == 2
-    said = capsys.readouterr().out
-    assert f"{places[6]} is damaged (tensors-0.safetensors is missing)" in said and "step-4.damaged" in said
-    assert "resumes after step 2 of 6" in said
+    output = capsys.readouterr().out
+    assert f"{places[6]} is damaged (tensors-0.safetensors is missing)" in output and "step-4.damaged" in output
+    assert "resumes after step 2 of 6" in output
     work(fresh, engine, 3, 4)
     fresh.settle()
     assert sorted(p.name for p in places[4].parent.iterdir()) == ["step-4", "step-4.damaged", "step-6.damaged"]
@@ -313,10 +313,10 @@ def test_evaluations(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stops_with_its_batch(tmp_path: Path, loss: float) -> None:
     stage, _ = stage_of(tmp_path)
     stage.require_finite(4, 1.0, [])
-    with pytest.raises(UserError, match="at step 5") as told:
+    with pytest.raises(UserError, match="at step 5") as error:
         stage.require_finite(5, loss, [torch.tensor([1, 2]), [3]])
     path = tmp_path / "nan-step-5-rank-0.json"
-    assert str(path) in str(told.value) and json.loads(path.read_text()) == [[1, 2], [3]]
+    assert str(path) in str(error.value) and json.loads(path.read_text()) == [[1, 2], [3]]
 
 
 def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
@@ -330,9 +330,9 @@ def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
     stage.settle()
     monkeypatch.setattr(Writer, "write_data", full)
     stage.save(2)
-    with pytest.raises(UserError, match="the disk is full") as told:
+    with pytest.raises(UserError, match="the disk is full") as error:
         stage.save(3)
-    assert "run the same command again to resume" in str(told.value) and "Traceback" not in str(told.value)
+    assert "run the same command again to resume" in str(error.value) and "Traceback" not in str(error.value)
     assert names(tmp_path) == ["step-1"]  # half a checkpoint would keep the disk full
     monkeypatch.undo()
     fresh, _ = stage_of(tmp_path, save_every=1)
@@ -356,11 +356,11 @@ def test_summary(tmp_path: Path) -> None:
     stage.log(2, {"loss": 0.25})
     stage.note_best(2, "eval_loss", 0.5, higher=False)
     stage.finish({"gold_score": 0.75})
-    found = json.loads((tmp_path / "sft" / "summary.json").read_text())
-    assert (found["stage"], found["steps"], found["tokens"], found["gold_score"]) == ("sft", 2, 100, 0.75)
-    assert found["final"]["loss"] == 0.25 and found["best"] == {"eval_loss": 0.5}
-    assert found["tokens_per_second"] == pytest.approx(100 / stage.clock.seconds["train"], rel=0.01)
-    assert found["peak_memory_by_rank"][0]["host_bytes"] > 10**7
+    actual = json.loads((tmp_path / "sft" / "summary.json").read_text())
+    assert (actual["stage"], actual["steps"], actual["tokens"], actual["gold_score"]) == ("sft", 2, 100, 0.75)
+    assert actual["final"]["loss"] == 0.25 and actual["best"] == {"eval_loss": 0.5}
+    assert actual["tokens_per_second"] == pytest.approx(100 / stage.clock.seconds["train"], rel=0.01)
+    assert actual["peak_memory_by_rank"][0]["host_bytes"] > 10**7
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -368,7 +368,7 @@ def test_steps_whose_gradient_is_not_finite_have_no_norm_and_are_told_where_ther
     dtype: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=4, hysteresis=1))
-    for good, told in ((0, 1), (1, 0)):
+    for good, message in ((0, 1), (1, 0)):
         engine = Engine(nn.Linear(3, 2), config, optimizer=OptimizerConfig(lr=0.1))
         (tmp_path / str(good)).mkdir()
         stage = StageRun(tmp_path / str(good), SftSection(), 2 + good, {"net": engine})
@@ -377,17 +377,17 @@ def test_steps_whose_gradient_is_not_finite_have_no_norm_and_are_told_where_ther
             update = engine.update([torch.full((1, 1), power)], zero_to_a_power, 1)
             stage.log(step, {"loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr})
         stage.finish({})
-        found = [line.get("grad_norm", "none") for line in lines(tmp_path / str(good))]
-        assert found == ["none", "none", 0.0][: 2 + good]
-        said = capsys.readouterr().err
+        actual = [line.get("grad_norm", "none") for line in lines(tmp_path / str(good))]
+        assert actual == ["none", "none", 0.0][: 2 + good]
+        output = capsys.readouterr().err
         assert (
-            said.count(f"{good}: all 2 steps were skipped because no gradient was finite: the model did not change")
-            == told
+            output.count(f"{good}: all 2 steps were skipped because no gradient was finite: the model did not change")
+            == message
         )
-        told *= dtype == "fp16"
+        message *= dtype == "fp16"
         assert (
-            said.count("The loss scale of fp16 is 4 and falls with each skipped step: take more steps, start lower")
-            == told
+            output.count("The loss scale of fp16 is 4 and falls with each skipped step: take more steps, start lower")
+            == message
         )
 
 

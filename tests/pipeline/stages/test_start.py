@@ -13,8 +13,8 @@ def test_what_a_stage_will_do_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     )
     log_steps("sft", section.model_copy(update={"steps": 2}), 2, 85)
     log_steps("ppo", section, 20, 1280)
-    said = capsys.readouterr()
-    assert said.out.endswith("ppo: 20 rollouts of 64 prompts, 1 passes over 1280\n") and said.err == ""
+    output = capsys.readouterr()
+    assert output.out.endswith("ppo: 20 rollouts of 64 prompts, 1 passes over 1280\n") and output.err == ""
 
 
 def test_a_stage_that_its_epochs_end_names_both_keys(capsys: pytest.CaptureFixture[str]) -> None:

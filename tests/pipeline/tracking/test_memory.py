@@ -23,8 +23,8 @@ def test_the_others_rest() -> None:
 
 def test_forwards_wait_while_the_engine_before_trains() -> None:
     waits = engine({"parameters": 1}, {"train": {"activations": 9}, "score": {"gathered": 1}}, {"activations": 7})
-    found = measured_memory({"actor": ACTOR, "critic": waits})
-    assert (found["train actor"]["activations"], found["train critic"]["activations"]) == (5 + 7, 9)
+    actual = measured_memory({"actor": ACTOR, "critic": waits})
+    assert (actual["train actor"]["activations"], actual["train critic"]["activations"]) == (5 + 7, 9)
     assert measured_memory({"critic": waits, "actor": ACTOR})["train actor"]["activations"] == 5
 
 

@@ -7,10 +7,10 @@ from pipeline.tracking import metrics
 
 def test_a_line_that_a_full_disk_cut_inside_a_character_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
-    whole = b'{"step": 1, "answer": "\xc3\xa9t\xc3\xa9"}\n'
-    path.write_bytes(whole + b'{"step": 2, "answer": "\xff"}\n[2]\n"x"\n{"step": "2"}\n' + whole[:-7])
+    full = b'{"step": 1, "answer": "\xc3\xa9t\xc3\xa9"}\n'
+    path.write_bytes(full + b'{"step": 2, "answer": "\xff"}\n[2]\n"x"\n{"step": "2"}\n' + full[:-7])
     metrics.cut(path, 2)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == full
 
 
 def test_lines_of_repeated_steps_are_removed(tmp_path: Path) -> None:

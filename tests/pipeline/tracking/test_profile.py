@@ -37,14 +37,14 @@ def run(folder: Path, steps: list[int], *, ranks: str = "first") -> Any:
 
 def test_the_wanted_steps_are_recorded_with_their_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "sft", [3, 4])
-    found = tmp_path / "sft" / "profile"
-    assert sorted(path.name for path in found.iterdir()) == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
-    names = spans(found / "steps-3-4-rank-0.json.gz")
+    actual = tmp_path / "sft" / "profile"
+    assert sorted(path.name for path in actual.iterdir()) == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
+    names = spans(actual / "steps-3-4-rank-0.json.gz")
     assert names.count("train") == 2 and names.count("save") == 1
     assert names.count("aten::linear") == 2 and names.index("train") < names.index("aten::linear")
-    text = (found / "steps-3-4-rank-0.txt").read_text()
+    text = (actual / "steps-3-4-rank-0.txt").read_text()
     assert "Self CPU" in text and "aten::addmm" in text
-    assert f"sft: steps 3 to 4 recorded, {found}/steps-3-4-rank-0.txt" in capsys.readouterr().out
+    assert f"sft: steps 3 to 4 recorded, {actual}/steps-3-4-rank-0.txt" in capsys.readouterr().out
 
 
 def test_a_stage_that_is_shorter_or_goes_on_in_between_records_what_there_is(
@@ -67,8 +67,8 @@ def test_a_stage_that_is_shorter_or_goes_on_in_between_records_what_there_is(
 def test_one_rank_is_recorded_or_all(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path)
     for ranks, recorded in (("first", [0]), ("all", [0, 1])):
-        found = sorted(path.name for path in (tmp_path / ranks / "profile").iterdir())
-        assert found == [f"steps-2-2-rank-{rank}.{end}" for rank in recorded for end in ("json.gz", "txt")]
+        actual = sorted(path.name for path in (tmp_path / ranks / "profile").iterdir())
+        assert actual == [f"steps-2-2-rank-{rank}.{end}" for rank in recorded for end in ("json.gz", "txt")]
 
 
 def test_recording_changes_no_number(tmp_path: Path) -> None:

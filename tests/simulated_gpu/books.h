@@ -1,4 +1,4 @@
-// The books of the pretended devices: how far each stream knows of the others (vector clocks), who touched which memory,
+// The books of the simulated devices: how far each stream knows of the others (vector clocks), who touched which memory,
 // which copies are under way. Memory, streams and events as PyTorch asks for them.
 //
 // A stream has one number in the books: its own, or minus its device's where it is the device's default stream.
@@ -34,7 +34,7 @@ using Clock = std::map<int64_t, int64_t>; // stream -> how many of its launches 
 constexpr int MOST = 8; // devices
 
 int devices() {
-  static const int count = std::getenv("PRETENDED_GPUS") ? std::atoi(std::getenv("PRETENDED_GPUS")) : 1;
+  static const int count = std::getenv("SIMULATED_GPUS") ? std::atoi(std::getenv("SIMULATED_GPUS")) : 1;
   return count;
 }
 
@@ -162,7 +162,7 @@ struct Memory final : c10::Allocator {
     auto& b = books();
     if (b.allocated + int64_t(bytes) > b.limit)
       throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__},
-          "CUDA out of memory. Tried to allocate " + std::to_string(bytes) + " bytes (pretended)");
+          "CUDA out of memory. Tried to allocate " + std::to_string(bytes) + " bytes (simulated)");
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, 512, std::max<size_t>(bytes, 512)) == 0, "no host memory");
     std::memset(data, 0xCB, bytes);
@@ -285,7 +285,7 @@ struct DeviceGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>
   }
   c10::Device getDevice() const override { return here(); }
   void setDevice(c10::Device to) const override {
-    TORCH_CHECK(to.index() < devices(), "CUDA error: invalid device ordinal (pretended)");
+    TORCH_CHECK(to.index() < devices(), "CUDA error: invalid device ordinal (simulated)");
     if (to.has_index()) device = to.index();
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override { if (to.has_index()) device = to.index(); }

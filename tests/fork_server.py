@@ -1,6 +1,6 @@
-"""A process that imports what ranks and workers need, which takes seconds, and forks them for tests/ranks.py.
+"""Import the modules that ranks and workers need once, and fork the ranks and workers of tests/ranks.py.
 
-The process computes nothing, so a rank is as good as freshly started.
+The imports take seconds. The server computes nothing, so a forked rank has the state of a new process.
 """
 
 import faulthandler
@@ -28,7 +28,10 @@ MODULES = (
 
 
 def serve(control: socket.socket) -> None:
-    """Receive a connection, and for a worker its output, and fork a process for it, until the other end closes."""
+    """Fork a process for each request until the other end closes.
+
+    A request consists of one connection (a rank), or of a connection and a pipe for the output (a worker).
+    """
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
         with suppress(ChildProcessError):
@@ -40,19 +43,19 @@ def serve(control: socket.socket) -> None:
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             control.close()
-            (answer if len(descriptors) == 1 else watch)(Connection(descriptors[0]), *descriptors[1:])
+            (run_rank if len(descriptors) == 1 else run_worker)(Connection(descriptors[0]), *descriptors[1:])
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def answer(connection: Connection) -> None:
+def run_rank(connection: Connection) -> None:
     """Send the process id, receive (environment, device, pickled function and arguments), send the result, and exit.
 
-    The process first waits until every rank has its result, because the others may still use rank 0's store. It exits
-    without the interpreter's finalization, which takes a second with so many modules.
+    The process first waits until every rank has its result, because the others may still use rank 0's store. It skips
+    the interpreter's finalization, which takes a second with so many modules.
     """
     connection.send(os.getpid())
-    connection.send(rank(*connection.recv()))
+    connection.send(call_with_process_group(*connection.recv()))
     with suppress(EOFError, ConnectionResetError):
         connection.recv()
     sys.stdout.flush()
@@ -60,8 +63,8 @@ def answer(connection: Connection) -> None:
     os._exit(0)
 
 
-def watch(connection: Connection, output: int) -> None:
-    """Fork a process that calls a function without a process group. Send its process id and its exit status."""
+def run_worker(connection: Connection, output: int) -> None:
+    """Fork a process that calls a function without a process group. Send the process id, then the exit status."""
     child = os.fork()
     if child == 0:
         environment, task = connection.recv()
@@ -88,8 +91,8 @@ def watch(connection: Connection, output: int) -> None:
     os._exit(0)
 
 
-def rank(environment: dict[str, str], device: str, task: bytes) -> tuple[bytes | None, str | None]:
-    """Run a task with the process group up. Return the result, as torch saves it, or the traceback."""
+def call_with_process_group(environment: dict[str, str], device: str, task: bytes) -> tuple[bytes | None, str | None]:
+    """Start the process group and call a function. Return (result as torch saves it, None) or (None, traceback)."""
     import torch
 
     from engine.parallel import dist

@@ -1,4 +1,4 @@
-// A CUDA device that is pretended (see __init__.py): real numbers in host memory, CUDA's rules on who may touch what.
+// A CUDA device that is simulated (see __init__.py): real numbers in host memory, CUDA's rules on who may touch what.
 //
 // PyTorch's CPU build leaves the dispatch key CUDA empty. Here every operator gets its CPU kernel there, called on
 // tensors of the same memory that say they are on the CPU.
@@ -141,7 +141,7 @@ void serve(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack
       bool strays = !t.is_cuda() && (t.dim() > 0 || fused) && MIXES.count(name) == 0;
       strays |= t.is_cuda() && t.device() != here() && MIXES.count(name) == 0;
       TORCH_CHECK(!strays, "Expected all tensors to be on the same device, but ", schema.arguments()[i].name(), " of ",
-                  name, " is on ", t.device(), " (pretended)");
+                  name, " is on ", t.device(), " (simulated)");
       if (!views) touched(t, write, tick, name);
     });
   }
@@ -267,7 +267,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
       b.flights.push_back({current(), tick, host.storage(), host.data_ptr(), values_of(from), false});
     return self;
   }
-  TORCH_CHECK(to.is_contiguous() && from.sizes() == to.sizes(), "to pinned memory only as it lies (pretended)");
+  TORCH_CHECK(to.is_contiguous() && from.sizes() == to.sizes(), "to pinned memory only as it lies (simulated)");
   b.flights.erase(
       std::remove_if(b.flights.begin(), b.flights.end(), [&](const Flight& f) { return in_order(f, false); }),
       b.flights.end());
@@ -301,7 +301,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 // What cuda.py asks
 
-TORCH_LIBRARY(pretended, m) {
+TORCH_LIBRARY(simulated, m) {
   m.def("allocated() -> int", []() { return books().allocated; });
   m.def("peak() -> int", []() { return books().peak; });
   m.def("reset_peak() -> ()", []() { books().peak = books().allocated; });

@@ -1,6 +1,6 @@
-"""`torch.cuda` over the pretended device. To be imported before torch: PyTorch asks for its hooks once."""
+"""Replace `torch.cuda` by the simulated device. Import this module before torch, which looks up its hooks once."""
 
-import tests.pretended_gpu.loading  # noqa: F401  before torch  # isort: skip
+import tests.simulated_gpu.loading  # noqa: F401  before torch  # isort: skip
 
 import os
 import sys
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from tests.pretended_gpu import flash, nccl
+from tests.simulated_gpu import flash, nccl
 
-_ops, _aten = torch.ops.pretended, torch.ops.aten
+_ops, _aten = torch.ops.simulated, torch.ops.aten
 ROOT = Path(__file__).resolve().parents[2]
-OURS = [ROOT / room for room in ("engine", "pipeline", "step1_sft", "step2_reward", "step3_ppo")]
+PACKAGES = [ROOT / room for room in ("engine", "pipeline", "step1_sft", "step2_reward", "step3_ppo")]
 MEMORY = 2**33
-DEVICES = int(os.environ.get("PRETENDED_GPUS", 1))  # as books.h reads it
-PROCESSORS = 4  # few, as the interpreter runs programs one after another
+DEVICES = int(os.environ.get("SIMULATED_GPUS", 1))  # books.h reads the same variable
+PROCESSORS = 4  # Triton's interpreter runs programs one after another, so few are faster
 WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::item",
@@ -35,27 +35,27 @@ ALLOCATES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.new_e
 
 
 def faults() -> list[str]:
-    """What was done since the last call that a GPU does not forgive. Waits for the device."""
+    """Wait for the device, and return the faults since the last call."""
     torch._C._accelerator_synchronizeDevice(0)
-    stuck = ["a capture was given up, and torch believes that it runs"] if _now.underway or _now.drawing else []
-    _now.underway, _now.drawing = [], False
+    stuck = ["a capture failed, and torch's state still says that it runs"] if _now.pools or _now.generator else []
+    _now.pools, _now.generator = [], False
     return list(_ops.faults()) + stuck
 
 
 def limit(size: int = MEMORY) -> None:
-    """Bytes that the device has."""
+    """Set the memory of the device in bytes."""
     _now.memory = size
     _ops.limit(size)
 
 
 def waits() -> list[str]:
-    """The functions of ours in which the host waited for the device since the last call, as `file:function`."""
-    found, _now.waits = _now.waits, []
-    return found
+    """Return the project's functions in which the host waited since the last call, as `file:function`."""
+    result, _now.waits = _now.waits, []
+    return result
 
 
 def allocated() -> int:
-    """Bytes that are taken."""
+    """Return the number of allocated bytes."""
     return int(_ops.allocated())
 
 
@@ -115,9 +115,9 @@ class Within:
         torch._C._accelerator_setStream(self.before)
 
 
-def _device(given: Any) -> torch.device:
-    """A device as it is named, by a number or not at all; the current one where no number is said."""
-    named = torch.device("cuda", given) if isinstance(given, int) else torch.device(given or "cuda")
+def _device(device: Any) -> torch.device:
+    """Return a device for a name, a number or None. Without a number it is the current device."""
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     return torch.device("cuda", _ops.device() if named.index is None else named.index)
 
 
@@ -144,11 +144,11 @@ def synchronize(device: Any = None) -> None:
     torch._C._accelerator_synchronizeDevice(0)
 
 
-# Captures, and what waits
+# Captures, and operators for which the host waits
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses what makes the host wait where that is not allowed, and notes a capture's calls."""
+    """Raise at forbidden waits of the host, and record the calls of a capture."""
 
     def __init__(self, calls: list[Any] | None = None) -> None:
         super().__init__()
@@ -165,47 +165,48 @@ class _Watch(TorchDispatchMode):
 
 
 class _Now:
-    """Whether a graph is being captured and what PyTorch believes of it, what its check for waiting does, memory."""
+    """The state of the simulation: the running capture, torch's view of it, the sync debug mode, and the memory."""
 
     def __init__(self) -> None:
         self.capture: CUDAGraph | None = None
         self.sync = 0
-        self.launching = False  # Triton's interpreter, which reads device memory as no kernel has to
+        self.launching = False  # Triton's interpreter runs; its reads of device memory are not waits of the host
         self.waits: list[str] = []
         self.memory = MEMORY
-        self.underway: list[Any] = []  # pools that the allocator believes a capture takes from
-        self.drawing = False  # whether the generator believes that a capture draws
+        self.pools: list[Any] = []  # memory pools into which, to the allocator's knowledge, a capture allocates
+        self.generator = False  # whether the random generator's state is "in a capture"
 
 
 _now = _Now()
 
 
 def _wait(what: str) -> None:
-    """Note that the host waits for the device, or refuse it."""
+    """Record that the host waits for the device. Raise RuntimeError where a wait is forbidden."""
     if _now.launching:
         return
     if _now.capture is not None:
         _now.capture.broken = True
-        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what} (pretended)")
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what} (simulated)")
     if _now.sync == 2:
-        raise RuntimeError(f"called a synchronizing CUDA operation: {what} (pretended)")
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what} (simulated)")
     _note(what)
 
 
 def _note(what: str) -> None:
     codes = (frame.f_code for frame, _ in walk_stack(sys._getframe(1)))
     where = ((Path(code.co_filename), code.co_name) for code in codes)
-    found = (f"{file.relative_to(ROOT)}:{name}" for file, name in where if any(file.is_relative_to(of) for of in OURS))
-    _now.waits.append(next(found, what))
+    in_packages = (each for each in where if any(each[0].is_relative_to(package) for package in PACKAGES))
+    names = (f"{file.relative_to(ROOT)}:{function}" for file, function in in_packages)
+    _now.waits.append(next(names, what))
 
 
 def _waits(name: str, args: Any, kwargs: Any) -> bool:
     if name in WAITS:
         return any(isinstance(each, Tensor) and each.is_cuda for each in tree_flatten((args, kwargs))[0])
     if name in INDEXES:
-        places = [place for place in args[1] if place is not None]
-        return args[0].is_cuda and any(p.dtype in (torch.bool, torch.uint8) or not p.is_cuda for p in places)
-    if name == "aten::repeat_interleave":  # told how often by a tensor
+        indices = [index for index in args[1] if index is not None]
+        return args[0].is_cuda and any(i.dtype in (torch.bool, torch.uint8) or not i.is_cuda for i in indices)
+    if name == "aten::repeat_interleave":  # waits if a tensor gives the numbers of repeats
         repeats = args[1] if len(args) > 1 else args[0]
         return isinstance(repeats, Tensor) and repeats.is_cuda and kwargs.get("output_size") is None
     if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
@@ -218,13 +219,13 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _end_pool(_device: int, pool: Any) -> None:
-    if pool not in _now.underway:
-        raise RuntimeError("endAllocatePool: not currently recording to mempool_id (pretended)")
-    _now.underway.remove(pool)
+    if pool not in _now.pools:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id (simulated)")
+    _now.pools.remove(pool)
 
 
 class CUDAGraph:
-    """`torch.cuda.CUDAGraph`: the calls of a capture, made again on the same memory."""
+    """`torch.cuda.CUDAGraph`: a replay repeats the captured calls on the same memory."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.calls: list[Any] = []
@@ -233,98 +234,100 @@ class CUDAGraph:
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if current_stream().stream_id == 0:
-            raise RuntimeError("CUDA graphs must be captured on a non-default stream. (pretended)")
-        if pool in _now.underway:
-            raise RuntimeError("beginAllocateToPool: already recording to mempool_id (pretended)")
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream. (simulated)")
+        if pool in _now.pools:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id (simulated)")
         self.pool = pool
-        _now.underway.append(pool)
-        _now.capture, _now.drawing = self, True
+        _now.pools.append(pool)
+        _now.capture, _now.generator = self, True
         _ops.hold()
         self.watch.__enter__()
 
     def capture_end(self) -> None:
-        """As torch's: where CUDA gave the capture up, allocator and generator don't learn of it."""
+        """End the capture. As in torch, allocator and generator keep their capture state if the capture has failed."""
         self.watch.__exit__(None, None, None)
         _now.capture = None
         _ops.put_back()
         if self.broken:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture (pretended)")
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture (simulated)")
         _end_pool(0, self.pool)
-        _now.drawing = False
+        _now.generator = False
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             if func in ALLOCATES or _is_view(func, args, out):
                 continue
             new = func(*args, **kwargs)
-            for there, value in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
-                if isinstance(there, Tensor) and there.data_ptr() != value.data_ptr():
-                    there.copy_(value)
+            for target, value in zip(tree_flatten(out)[0], tree_flatten(new)[0], strict=True):
+                if isinstance(target, Tensor) and target.data_ptr() != value.data_ptr():
+                    target.copy_(value)
 
 
 def _is_view(func: Any, args: Any, out: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
     returns = func._schema.returns
-    if not returns or any(one.alias_info is None or one.alias_info.is_write for one in returns):
+    if not returns or any(value.alias_info is None or value.alias_info.is_write for value in returns):
         return False
     memory = {t.untyped_storage().data_ptr() for t in tree_flatten(args)[0] if isinstance(t, Tensor)}
     return all(t.untyped_storage().data_ptr() in memory for t in tree_flatten(out)[0] if isinstance(t, Tensor))
 
 
-def _launching(plain: Callable[..., None]) -> Callable[..., None]:
-    """A launch of Triton's interpreter, which reads device memory as no kernel has to."""
+def _launching(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a launch of Triton's interpreter, so that its reads of device memory are not counted as waits."""
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        held, calls = _now.capture, _now.capture.watch.calls if _now.capture is not None else None
+        capture, calls = _now.capture, _now.capture.watch.calls if _now.capture is not None else None
         _now.launching = True
-        if held is not None:
-            held.watch.calls = None
+        if capture is not None:
+            capture.watch.calls = None
         _ops.launching(True)
         try:
-            plain(self, *args, **kwargs)
+            original(self, *args, **kwargs)
         finally:
             _ops.launching(False)
             _now.launching = False
-        if held is not None and calls is not None:
-            held.watch.calls = calls
+        if capture is not None and calls is not None:
+            capture.watch.calls = calls
             calls.append((launch, (self, *args), kwargs, None))
 
     return launch
 
 
-# What stands in for torch's own
+# Replacements of torch's functions
 
 
-def _attention(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         if not query.is_cuda:
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, **how)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **how)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
-        made = _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, None, **how)
-        return made[0]
+        result = _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, **how
+        )
+        return result[0]
 
     return attention
 
 
-def _joining(plain: Callable[..., None]) -> Callable[..., None]:
-    """`init_process_group` with what stands in for NCCL."""
+def _joining(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `init_process_group` so that the simulated backend replaces NCCL."""
 
     def join(backend: str, *, device_id: Any = None, **how: Any) -> None:
-        plain(backend=backend.replace("nccl", nccl.NAME), **how)
+        original(backend=backend.replace("nccl", nccl.NAME), **how)
 
     return join
 
 
-def _resizing(plain: Callable[..., None]) -> Callable[..., None]:
+def _resizing(original: Callable[..., None]) -> Callable[..., None]:
     def resize(self: Any, size: int) -> None:
         if self.device.type != "cuda":
-            return plain(self, size)
+            return original(self, size)
         return _ops.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(self), size)
 
     return resize
@@ -334,14 +337,16 @@ def _set_sync(mode: int | str) -> None:
     _now.sync = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode
 
 
-def _made_on_host(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.tensor` of numbers for a device: PyTorch copies them from pageable memory, unseen by modes."""
+def _copying_from_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `torch.tensor` of numbers: its copy from pageable memory to a device makes the host wait, and no dispatch
+    mode sees this copy.
+    """
 
     def make(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        made = plain(data, *args, **kwargs)
-        if made.is_cuda and not isinstance(data, Tensor):
+        result = original(data, *args, **kwargs)
+        if result.is_cuda and not isinstance(data, Tensor):
             _wait("torch.tensor")
-        return made
+        return result
 
     return make
 
@@ -351,8 +356,8 @@ def _free(device: Any = None) -> tuple[int, int]:
 
 
 def _install() -> None:
-    about = SimpleNamespace(
-        name="pretended",
+    properties = SimpleNamespace(
+        name="simulated",
         multi_processor_count=PROCESSORS,
         total_memory=MEMORY,
         major=9,
@@ -362,24 +367,24 @@ def _install() -> None:
     limit()
     flash.register()
     idle = ("_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all")
-    nothing = {name: lambda *_, **__: None for name in idle}
-    true = {name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")}
-    bytes_taken = {name: lambda *_: allocated() for name in ("memory_allocated", "memory_reserved")}
-    most_taken = {name: lambda *_: _ops.peak() for name in ("max_memory_allocated", "max_memory_reserved")}
+    no_ops = {name: lambda *_, **__: None for name in idle}
+    always_true = {name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")}
+    memory_now = {name: lambda *_: allocated() for name in ("memory_allocated", "memory_reserved")}
+    memory_peak = {name: lambda *_: _ops.peak() for name in ("max_memory_allocated", "max_memory_reserved")}
     others: dict[str, Any] = {
         "device_count": lambda: DEVICES, "current_device": lambda: _ops.device(), "synchronize": synchronize,
         "set_device": lambda device: _ops.set_device(_device(device).index), "Stream": Stream, "Event": Event,
         "current_stream": current_stream, "default_stream": lambda device=None: _stream(device, 0),
         "stream": Within, "set_stream": torch._C._accelerator_setStream, "CUDAGraph": CUDAGraph,
         "graph_pool_handle": lambda: (0, 1), "is_current_stream_capturing": lambda: _now.capture is not None,
-        "get_device_properties": lambda device=None: about, "get_device_name": lambda device=None: about.name,
+        "get_device_properties": lambda device=None: properties, "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (9, 0), "mem_get_info": _free,
         "reset_peak_memory_stats": lambda device=None: _ops.reset_peak(), "device": _on,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(), "_is_in_bad_fork": lambda: False,
         "get_sync_debug_mode": lambda: _now.sync, "set_sync_debug_mode": _set_sync,
     }  # fmt: skip
-    for name, stands_in in (nothing | true | bytes_taken | most_taken | others).items():
-        setattr(torch.cuda, name, stands_in)
+    for name, replacement in (no_ops | always_true | memory_now | memory_peak | others).items():
+        setattr(torch.cuda, name, replacement)
     torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool = _end_pool, lambda *_: None
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]  bitsandbytes reads it
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
@@ -387,12 +392,12 @@ def _install() -> None:
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     torch._C._nn.scaled_dot_product_attention = attention
     torch.distributed.init_process_group = _joining(torch.distributed.init_process_group)
-    torch.tensor = _made_on_host(torch.tensor)
+    torch.tensor = _copying_from_host(torch.tensor)
     from triton.runtime.interpreter import GridExecutor
 
-    from tests.engine.kernels_triton.interpreter import mend
+    from tests.engine.kernels_triton.interpreter import patch_interpreter
 
-    mend()
+    patch_interpreter()
     GridExecutor.__call__ = _launching(GridExecutor.__call__)
     _Watch().__enter__()
 

@@ -1,10 +1,10 @@
-"""Stages on a pretended device, one after another in one process.
+"""Run stages on a simulated device, one after another in one process.
 
-A fault of any stage ends it. Where the host waited for the device in each step goes into RUN/STAGE/waits.jsonl, a line
-each time that figures are logged.
+A fault of a stage raises AssertionError. Each time a stage logs metrics, the functions in which the host waited for the
+device are appended to RUN/STAGE/waits.jsonl.
 """
 
-from tests.pretended_gpu import cuda  # before torch  # isort: skip
+from tests.simulated_gpu import cuda  # before torch  # isort: skip
 
 import io
 import json
@@ -20,7 +20,7 @@ from pipeline.stages.stage_run import StageRun
 
 
 def watch_waits() -> None:
-    """Make every StageRun write where the host waited in each step that it logs."""
+    """Make every StageRun write the functions in which the host waited to waits.jsonl at each logged step."""
     log = StageRun.log
 
     def watched(self: StageRun, step: int, figures: Mapping[str, float], note: str = "") -> None:
@@ -34,12 +34,12 @@ def watch_waits() -> None:
 
 
 def run_stages(folders: list[Path]) -> str:
-    """Run the stages of these folders, and return what was printed."""
+    """Run the stages of these folders and return their output."""
     watch_waits()
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         for folder in folders:
             import_module(f"{STAGES[folder.name].package}.train").run(read_config(folder), folder)
-            found = cuda.faults()
-            assert not found, "\n".join(found)
+            actual = cuda.faults()
+            assert not actual, "\n".join(actual)
     return printed.getvalue()

@@ -1,4 +1,4 @@
-"""All stages as a GPU runs them, on pretended ones (tests/pretended_gpu): they walk the CPU's curves."""
+"""Run all stages on simulated GPUs (tests/simulated_gpu) and compare their metrics with a run on the CPU in fp32."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
-from tests.pretended_gpu import building
 from tests.ranks import run_ranks
-from tests.tiny import lay_out, metrics, tiny_config
+from tests.simulated_gpu import building
+from tests.tiny import metrics, tiny_config, write_stage_configs
 
-WITHOUT = building.lacking()
-pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
+REASON = building.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 SMALL: dict[str, Any] = {
     "sft": {"steps": 3, "batch_size": 4, "eval_examples": 4},
     "reward": {"steps": 3, "batch_size": 4, "eval_examples": 4},
@@ -28,9 +28,9 @@ SMALL: dict[str, Any] = {
     "evaluation": {"prompts": 1, "best_of": 2},
     "model": {"fused_kernels": "none"},  # Triton's interpreter cannot run Liger Kernel, which may be installed
 }
-# Greedy answers and the best of several are checked on one device with PPO's first configuration.
+# SMALL also evaluates greedy answers and the best of several answers. This is checked once, on one device with PPO.
 SAMPLED: dict[str, Any] = {**SMALL, "evaluation": {"prompts": 1, "best_of": 1, "temperatures": [1.0]}}
-# Without the parity check, half of such a stage's time, where PPO does it on the same layout.
+# The parity check takes half of the time of such a stage. It is skipped where PPO makes it on the same layout.
 UNCHECKED: dict[str, Any] = {**SAMPLED, "rollout": {**SMALL["rollout"], "parity_check_every": 0}}
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
@@ -47,69 +47,71 @@ def run_on_cpu(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The run that the others are held against: one process, fp32."""
+    """The reference run: one process on the CPU in fp32."""
     folder = tmp_path_factory.mktemp("cpu")
-    lay_out(folder, tiny_config(**SMALL, engine={"dtype": "fp32"}))
+    write_stage_configs(folder, tiny_config(**SMALL, engine={"dtype": "fp32"}))
     run_ranks(run_on_cpu, 1, str(folder))
     yield folder
 
 
 def run_on_device(folders: list[Path]) -> str:
-    from tests.pretended_gpu.stages import run_stages  # importing it here would change this process's torch
+    from tests.simulated_gpu.stages import run_stages  # importing it here would change this process's torch
 
     return run_stages(folders)
 
 
 def run_on_devices(*folders: Path, ranks: int = 1) -> str:
-    """Run the stages of these folders with one process for each pretended device, and return what was printed."""
+    """Run the stages of these folders with `ranks` processes, each on a simulated device. Return their output."""
     return "".join(run_ranks(run_on_device, ranks, list(folders), device="cuda"))
 
 
-def compare(ours: Path, theirs: Path, stage: str, names: Sequence[str], rel: float, first: int | None = None) -> None:
-    """The curves of these names, or only their first lines."""
-    lines = metrics(ours, stage), metrics(theirs, stage)
-    for one, other in list(zip(*lines, strict=True))[:first]:
-        for name in set(names) & set(other):
-            assert one[name] == pytest.approx(other[name], rel=rel, abs=rel), (stage, one["step"], name)
+def compare(
+    actual_dir: Path, reference_dir: Path, stage: str, names: Sequence[str], rel: float, first: int | None = None
+) -> None:
+    """Compare the metrics of these names at every logged step, or only at the `first` steps."""
+    lines = metrics(actual_dir, stage), metrics(reference_dir, stage)
+    for actual, reference in list(zip(*lines, strict=True))[:first]:
+        for name in set(names) & set(reference):
+            assert actual[name] == pytest.approx(reference[name], rel=rel, abs=rel), (stage, actual["step"], name)
 
 
-def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_path: Path) -> None:
-    """As one GPU does by default: documents in a row by the variable-length kernel, answers from graphs. SFT and PPO
-    with their optimizers on the host, the reward model with what is chosen for it; PPO's tokens may differ from fp32's.
+def test_one_device_in_bf16_follows_the_cpu_and_resumes_exactly(on_cpu: Path, tmp_path: Path) -> None:
+    """Use one GPU's defaults: packed sequences through the variable-length kernel, and decoding from CUDA graphs.
 
-    Then DPO and PPO with the defaults: in a step the host waits for the device once for an update. PPO also waits for
-    what each model scores, and for each round of answers.
+    SFT and PPO offload their optimizers to the host; engine=auto configures the reward model. PPO's sampled tokens may
+    differ from those in fp32. DPO and PPO then run without offload. In each step the host waits for the device once
+    for an update. PPO also waits for the scores of each model and for each round of decode steps.
     """
     offload = {"offload_optimizer": "cpu"}
-    lay_out(
+    write_stage_configs(
         tmp_path, tiny_config(**SMALL, engine={"auto": True}),
         sft=tiny_config(**UNCHECKED, engine=offload), ppo=tiny_config(**SMALL, engine=offload),
     )  # fmt: skip
-    told = run_on_devices(*(tmp_path / stage for stage in ("sft", "reward", "ppo")))
-    assert "padded" not in told and "engine=auto: as configured" in told
+    output = run_on_devices(*(tmp_path / stage for stage in ("sft", "reward", "ppo")))
+    assert "padded" not in output and "engine=auto: as configured" in output
     compare(tmp_path, on_cpu, "ppo", ("entropy",), rel=1e-2)
     last = metrics(tmp_path, "ppo")[-1]
     assert last["first_ratio_max_deviation"] < 1e-3 and last["generator_kl"] < 1e-3
-    left_alone = metrics(tmp_path, "sft")
+    undisturbed = metrics(tmp_path, "sft")
     model = load_file(tmp_path / "sft" / "model" / "model.safetensors")
     stop_after(tmp_path / "sft", step=2)
     three = {**SMALL["ppo"], "steps": 3, "eval_every": 0, "save_every": 9, "update_epochs": 1}
     default = tmp_path / "default"
-    take_models(on_cpu, default)
-    lay_out(default, tiny_config(**{**UNCHECKED, "ppo": three}))
+    copy_inputs(on_cpu, default)
+    write_stage_configs(default, tiny_config(**{**UNCHECKED, "ppo": three}))
     run_on_devices(tmp_path / "sft", default / "dpo", default / "ppo")
     for stage, folder in (("sft", tmp_path), ("reward", tmp_path), ("dpo", default)):
         compare(folder, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
         compare(folder, on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)
-    assert metrics(tmp_path, "sft") == left_alone
-    again = load_file(tmp_path / "sft" / "model" / "model.safetensors")
-    assert all((model[name] == again[name]).all() for name in model)
+    assert metrics(tmp_path, "sft") == undisturbed
+    resumed = load_file(tmp_path / "sft" / "model" / "model.safetensors")
+    assert all((model[name] == resumed[name]).all() for name in model)
     assert waits(default, "dpo", step=2) == {"engine/passes.py:to_numbers": 1}
-    found = waits(default, "ppo", step=2)
-    rounds = found.pop("engine/generation/decode_step.py:wait")
+    actual = waits(default, "ppo", step=2)
+    rounds = actual.pop("engine/generation/decode_step.py:wait")
     assert rounds <= 2  # of 3 tokens
     updates = 2  # minibatches
-    assert found == {
+    assert actual == {
         "engine/passes.py:to_numbers": 2 * updates,  # actor, critic
         "engine/passes.py:to_host": 4,  # actor, reference, critic, reward model
         "engine/generation/inference_model.py:sync": 1,
@@ -119,37 +121,37 @@ def test_one_device_trains_in_bf16_and_goes_on_after_a_stop(on_cpu: Path, tmp_pa
     }
 
 
-def take_models(source: Path, target: Path) -> None:
-    """Copy the tokenizer and the finished SFT and reward stages, which DPO and PPO start from, into another run."""
+def copy_inputs(source: Path, target: Path) -> None:
+    """Copy the tokenizer and the finished SFT and reward stages, from which DPO and PPO start, into another run."""
     for name in ("tokenizer", "sft", "reward"):
         shutil.copytree(source / name, target / name, dirs_exist_ok=True)
 
 
 def waits(run_dir: Path, stage: str, step: int) -> Counter[str]:
-    """Where the host waited in a step, and how often."""
+    """Return how often the host waited for the device in a step, by `file:function`."""
     lines = [json.loads(line) for line in (run_dir / stage / "waits.jsonl").read_text().splitlines()]
     return next(Counter(line["waits"]) for line in lines if line["step"] == step)
 
 
 def stop_after(stage: Path, step: int) -> None:
-    """Leave of a finished stage what one that was killed after a step leaves."""
+    """Reduce a finished stage to the files of a stage that was killed after a step: logs and one checkpoint."""
     shutil.rmtree(stage / "model")
     for checkpoint in (stage / "checkpoints").iterdir():
         if checkpoint.name != f"step-{step}":
             shutil.rmtree(checkpoint)
 
 
-def test_two_devices_walk_the_curves_of_one_cpu(on_cpu: Path, tmp_path: Path) -> None:
-    """Under ZeRO-3, and under pipeline parallelism, where ranks send each other activations and gradients.
+def test_two_devices_follow_one_cpu(on_cpu: Path, tmp_path: Path) -> None:
+    """Run SFT and PPO under ZeRO-3, and SFT under pipeline parallelism.
 
-    The reward model's loop is SFT's, and two ranks on CPUs run every stage (test_parity.py).
+    The reward model shares SFT's training loop. test_parity.py runs every stage on two ranks on CPUs.
     """
     sharded, staged = tmp_path / "sharded", tmp_path / "staged"
     engine = {"dtype": "fp32", "zero_stage": 3}
-    take_models(on_cpu, sharded)
+    copy_inputs(on_cpu, sharded)
     shutil.rmtree(sharded / "sft")
-    lay_out(sharded, tiny_config(**SAMPLED, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
-    lay_out(staged, tiny_config(**UNCHECKED, engine={"dtype": "fp32", "pipeline_parallel": 2}))
+    write_stage_configs(sharded, tiny_config(**SAMPLED, engine=engine), sft=tiny_config(**UNCHECKED, engine=engine))
+    write_stage_configs(staged, tiny_config(**UNCHECKED, engine={"dtype": "fp32", "pipeline_parallel": 2}))
     run_on_devices(sharded / "sft", sharded / "ppo", staged / "sft", ranks=2)
     for folder, stage in ((sharded, "sft"), (sharded, "ppo"), (staged, "sft")):
         compare(folder, on_cpu, stage, CURVES[stage], rel=1e-4)

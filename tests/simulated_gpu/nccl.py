@@ -1,9 +1,8 @@
-"""What stands in for NCCL (and Gloo beside it) between pretended devices: collectives on a stream of their own, carried
-over Gloo.
+"""The backend that replaces NCCL (and Gloo) between simulated devices: collectives on their own stream, over Gloo.
 
-As with NCCL a collective begins when the current stream comes to it, and the stream that waits for it, not the host,
-goes on when it is done: the device's books see who reads a result too early. Ranks exchange bytes; sums are made here,
-in the tensors' own precision. What one rank sends another is there when it was waited for.
+As with NCCL, a collective starts when the current stream reaches it, and `wait` blocks a stream, not the host. The
+simulation detects a stream that reads a result too early. Ranks exchange bytes over Gloo; sums are computed here in the
+precision of the tensors. A received tensor has its values only after `wait`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NAME = "pretended"
-_ops = torch.ops.pretended
+NAME = "simulated"
+_ops = torch.ops.simulated
 REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda parts: _sum(parts),
     dist.ReduceOp.AVG: lambda parts: _sum(parts) / len(parts),
@@ -31,7 +30,7 @@ def _sum(parts: Tensor) -> Tensor:
 
 
 class _Done(dist.Work):
-    """A collective that was put on a stream; waiting makes the current stream wait."""
+    """A collective on a stream. `wait` makes the current stream wait, not the host."""
 
     def __init__(self, event: torch.Event, result: list[Tensor]) -> None:
         super().__init__()
@@ -58,11 +57,11 @@ class _Done(dist.Work):
 
 
 class _Sent(_Done):
-    """Tensors on their way to another rank: Gloo takes them when the other is there."""
+    """A send in flight. Gloo transfers the tensors when the receiver has posted its receive."""
 
-    def __init__(self, done: _Done, carried: dist.Work, kept: list[Tensor]) -> None:
+    def __init__(self, done: _Done, carried: dist.Work, buffers: list[Tensor]) -> None:
         super().__init__(done.event, done.tensors)
-        self.carried, self.kept = carried, kept
+        self.carried, self.buffers = carried, buffers
 
     def wait(self, timeout: Any = None) -> bool:
         self.carried.wait()
@@ -70,17 +69,17 @@ class _Sent(_Done):
 
 
 class _Received(_Sent):
-    """Tensors on their way from another rank: what was received before they were waited for is not there."""
+    """A receive in flight. The tensors get their values in `wait`."""
 
     def wait(self, timeout: Any = None) -> bool:
         super().wait()
-        for tensor, arrived in zip(self.tensors, self.kept, strict=True):
+        for tensor, arrived in zip(self.tensors, self.buffers, strict=True):
             _host(tensor).copy_(arrived)
         return True
 
 
 class Group(dist.ProcessGroup):
-    """One group of ranks, of tensors on a pretended device."""
+    """A process group for tensors on a simulated device."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -90,8 +89,8 @@ class Group(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        found: str = dist.distributed_c10d._world.pg_names[self]
-        return found
+        name: str = dist.distributed_c10d._world.pg_names[self]
+        return name
 
     pg_name = group_name
 
@@ -99,7 +98,7 @@ class Group(dist.ProcessGroup):
         return NAME
 
     def _run(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: Callable[[], None]) -> _Done:
-        """`work` on memory of the host, booked as one launch on this group's stream; the host's own goes by Gloo."""
+        """Do `work` on host memory, and record it as one launch on this group's stream. CPU tensors need no record."""
         (device,) = {t.device for t in (*read, *written)}
         if device.type == "cpu":
             work()
@@ -113,12 +112,12 @@ class Group(dist.ProcessGroup):
             event = self.stream.record_event()
         return _Done(event, list(written))
 
-    def _gathered(self, mine: Tensor) -> Tensor:
-        """Every rank's tensor: (ranks, ...)."""
-        sent = _host(mine).contiguous()
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks: (ranks, ...)."""
+        sent = _host(tensor).contiguous()
         parts = [torch.empty_like(sent) for _ in range(self.ranks)]
-        given, taken = sent.reshape(-1).view(torch.uint8), [part.reshape(-1).view(torch.uint8) for part in parts]
-        self.carrier.allgather([taken], [given]).wait()
+        source, targets = sent.reshape(-1).view(torch.uint8), [part.reshape(-1).view(torch.uint8) for part in parts]
+        self.carrier.allgather([targets], [source]).wait()
         return torch.stack(parts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
@@ -133,23 +132,23 @@ class Group(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Done:
         return self.allreduce(tensors, opts)
 
-    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> _Done:
-        return self.all_gather_single_coalesced([output], [mine], opts)
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _Done:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], mine: list[Tensor], opts: Any = None) -> _Done:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> _Done:
         def work() -> None:
-            for output, one in zip(outputs, mine, strict=True):
-                _host(output).view(-1).copy_(self._gathered(one).view(-1))
+            for output, tensor in zip(outputs, tensors, strict=True):
+                _host(output).view(-1).copy_(self._gathered(tensor).view(-1))
 
-        return self._run("all_gather", mine, outputs, work)
+        return self._run("all_gather", tensors, outputs, work)
 
-    def allgather(self, outputs: list[list[Tensor]], mine: list[Tensor], opts: Any = None) -> _Done:
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> _Done:
         def work() -> None:
-            for parts, one in zip(outputs, mine, strict=True):
-                for part, gathered in zip(parts, self._gathered(one), strict=True):
+            for parts, tensor in zip(outputs, tensors, strict=True):
+                for part, gathered in zip(parts, self._gathered(tensor), strict=True):
                     _host(part).copy_(gathered)
 
-        return self._run("all_gather", mine, [part for parts in outputs for part in parts], work)
+        return self._run("all_gather", tensors, [part for parts in outputs for part in parts], work)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> _Done:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
@@ -176,7 +175,7 @@ class Group(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> _Done:
-        assert not output_sizes and not sizes, "parts of one size only (pretended)"
+        assert not output_sizes and not sizes, "only equal sizes are supported (simulated)"
 
         def work() -> None:
             parts = self._gathered(given).view(self.ranks, self.ranks, -1)[:, self.rank()]
@@ -186,8 +185,8 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _Done:
         done = self._run("send", tensors, [], lambda: None)
-        kept = [_host(tensor).clone() for tensor in tensors]  # as they are now: the sender may go on
-        return _Sent(done, self.carrier.send(kept, to, tag), kept)
+        copies = [_host(tensor).clone() for tensor in tensors]  # the sender may change its tensors before the transfer
+        return _Sent(done, self.carrier.send(copies, to, tag), copies)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Done:
         done = self._run("recv", [], tensors, lambda: None)
@@ -199,7 +198,7 @@ class Group(dist.ProcessGroup):
         self.carrier.barrier().wait()
         return _Done(torch.cuda.current_stream().record_event(), [])
 
-    # what torch called them before 2.13
+    # their names before torch 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

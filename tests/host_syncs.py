@@ -1,4 +1,4 @@
-"""Operators for which a host waits for its device, counted on any device."""
+"""Count the operators for which the host waits for its device. The count works on any device."""
 
 from collections import Counter
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Reads(TorchDispatchMode):
-    """`found` counts, by name, those that read a number or count what a mask marks."""
+class HostSyncCounter(TorchDispatchMode):
+    """Count in `counts`, by name, the operators that read a number or that need the number of True values of a mask."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         masked = name in ("index", "index_put") and any(i is not None and i.dtype == torch.bool for i in args[1])
         if masked or name in ("_local_scalar_dense", "nonzero", "masked_select"):
-            self.found[name] += 1
+            self.counts[name] += 1
         return func(*args, **(kwargs or {}))

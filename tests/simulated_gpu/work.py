@@ -1,5 +1,6 @@
-"""What `-m gpu` leaves out, on the pretended device: checkpoints, memory that runs out, states that are parked, blocks
-that are streamed. tests/engine/test_pretended_gpu.py runs it.
+"""Further tests on the simulated device: checkpoints, memory limits, parked optimizers, streamed blocks, captures.
+
+tests/engine/test_simulated_gpu.py runs this file.
 """
 
 import gc
@@ -28,10 +29,10 @@ from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
 from tests.engine.generation.families import build
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
-from tests.gpu import lone_rank, needs_gpu  # noqa: F401  a fixture
-from tests.pretended_gpu import cuda
+from tests.gpu import needs_gpu, single_rank  # noqa: F401  a fixture
+from tests.simulated_gpu import cuda
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("lone_rank")]
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("single_rank")]
 
 
 def engine_of(family: str, **layout: Any) -> Engine:
@@ -39,11 +40,13 @@ def engine_of(family: str, **layout: Any) -> Engine:
     return Engine(Policy(build(family)), config, optimizer=OPTIMIZER, rollout_path="lm")
 
 
-def advance(engine: Engine, some: Sequence[Tensor], micro: int = 4) -> list[float]:
-    return [engine.update(list(ids.split(micro)), loss, ids[:, 1:].numel()).loss for ids in some]
+def train(engine: Engine, token_ids: Sequence[Tensor], micro: int = 4) -> list[float]:
+    """Run one update for each batch of token ids. Return the losses."""
+    return [engine.update(list(ids.split(micro)), loss, ids[:, 1:].numel()).loss for ids in token_ids]
 
 
-# The tiers with the share of the free memory that a copy may take: one half copies all, zero writes all in place.
+# Each tier with the share of free memory that a copy of the states may take: with one half, all states are copied; with
+# zero, the checkpoint is written before training continues.
 TIERS: list[tuple[dict[str, Any], float]] = [
     ({"zero_stage": 2}, 0.5),
     ({"zero_stage": 2}, 0.0),
@@ -53,24 +56,24 @@ TIERS: list[tuple[dict[str, Any], float]] = [
 
 
 @pytest.mark.parametrize(("layout", "copy_share"), TIERS, ids=str)
-def test_a_checkpoint_goes_on_as_it_was(
+def test_training_from_a_checkpoint_equals_undisturbed_training(
     layout: dict[str, Any], copy_share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written while training continues, from memory of the device, of the host, and from files."""
+    """The checkpoint is written while training continues, from device memory, host memory and files."""
     monkeypatch.setattr(checkpointer, "COPY_SHARE", copy_share)
-    engine, following = engine_of("opt", **layout), engine_of("opt", **layout)
-    for each in (engine, following):
+    engine, resumed = engine_of("opt", **layout), engine_of("opt", **layout)
+    for each in (engine, resumed):
         each.start_averaging(0.9)
-    advance(engine, batches()[:2])
+    train(engine, batches()[:2])
     saving = Checkpointer({"engine": engine})
     saving.save(tmp_path / "step-2", {})
-    expected = advance(engine, batches()[2:])
+    expected = train(engine, batches()[2:])
     saving.wait()
-    Checkpointer({"engine": following}).load(tmp_path / "step-2")
-    assert advance(following, batches()[2:]) == expected
+    Checkpointer({"engine": resumed}).load(tmp_path / "step-2")
+    assert train(resumed, batches()[2:]) == expected
 
 
-def test_a_copy_is_made_before_anything_changes() -> None:
+def test_a_checkpoint_copy_has_the_values_before_later_changes() -> None:
     live = torch.arange(2500.0).to("cuda")
     copy = chunks_of(live).copy_to_host().values
     torch.cuda.synchronize()
@@ -79,43 +82,45 @@ def test_a_copy_is_made_before_anything_changes() -> None:
     assert torch.equal(copy, torch.arange(2500.0))
 
 
-def test_tied_weights_that_are_filled_later_stay_on_the_host() -> None:
-    """A model without memory yet, as a stage builds it: the head that is the embedding comes by a second time."""
-    whole = Policy(build("opt"))
-    values = {name: p.detach().clone() for name, p in whole.named_parameters()}
+def test_tied_weights_of_a_meta_model_stay_on_the_host() -> None:
+    """A stage builds its model on the meta device and fills it later. The tied head is the embedding."""
+    policy = Policy(build("opt"))
+    values = {name: p.detach().clone() for name, p in policy.named_parameters()}
 
     def fill(module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             copy_local(parameter, values[name])
 
-    whole.to("meta").lm.tie_weights()  # type: ignore[operator]
+    policy.to("meta").lm.tie_weights()  # type: ignore[operator]
     config = EngineConfig(zero_stage=3, dtype="fp32", offload_optimizer="cpu", offload_parameters="cpu")
-    engine = Engine(whole, config, optimizer=OPTIMIZER, fill=fill)
-    assert advance(engine, batches()) == pytest.approx(advance(engine_of("opt", zero_stage=3), batches()), rel=1e-4)
+    engine = Engine(policy, config, optimizer=OPTIMIZER, fill=fill)
+    assert train(engine, batches()) == pytest.approx(train(engine_of("opt", zero_stage=3), batches()), rel=1e-4)
 
 
 def test_micro_batches_are_summed_on_the_host() -> None:
-    """Gradients arrive there in pinned memory while backward continues, also those of shards on the host."""
-    expected = advance(engine_of("llama", zero_stage=2), batches()[:2], micro=2)
+    """Gradients are copied to pinned memory while backward continues, also those of host shards."""
+    expected = train(engine_of("llama", zero_stage=2), batches()[:2], micro=2)
     waits = []
     layouts: list[dict[str, Any]] = [{"zero_stage": 2}, {"zero_stage": 3, "offload_parameters": "cpu"}]
     for shards in layouts:
         engine = engine_of("llama", **shards, offload_optimizer="cpu")
         cuda.waits()
-        found = advance(engine, batches()[:2], micro=2)
+        actual = train(engine, batches()[:2], micro=2)
         waits.append(Counter(cuda.waits()))
-        assert found == pytest.approx(expected, rel=1e-4)
+        assert actual == pytest.approx(expected, rel=1e-4)
     assert waits[0] == waits[1]
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_prompts_attend_in_one_call(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that begin prompts, and one that continues, as when each attends by a call of its own."""
+def test_prompt_chunks_in_one_kernel_call_equal_one_call_each(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chunks begin a prompt, one continues a prompt."""
     tokens, module = torch.randn(3, 14, 4, 16, device="cuda", dtype=torch.bfloat16), SimpleNamespace(layer_idx=0)
     chunks = [Chunk(1, [0] * 6, 0), Chunk(2, [0] * 2, 3), Chunk(0, [0] * 5, 0), Chunk(3, [0], 0)]
     query, key, value = (t.transpose(0, 1)[None] for t in tokens)
     heads = query, key[:, :2], value[:, :2]
-    found = []
+    results = []
     for one_by_one in (False, True):
         cache = KVCache(CacheSize(4, 8, 2, 8), query.device)
         cache.layer(0, *heads[1:]).prompt_keys.fill_(0.5)
@@ -123,9 +128,9 @@ def test_prompts_attend_in_one_call(window: int | None, monkeypatch: pytest.Monk
             monkeypatch.setattr(attention, "varlen_kernel", lambda: None)
         step = Step(cache, None, chunks)
         out, _ = attention.slot_attention(module, *heads, step=step, sliding_window=window)  # type: ignore[arg-type]
-        found.append(out)
+        results.append(out)
         assert ("chunk_bounds" in vars(step)) != one_by_one
-    torch.testing.assert_close(found[0].cpu(), found[1].cpu(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(results[0].cpu(), results[1].cpu(), atol=2e-2, rtol=2e-2)
 
 
 def negative(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
@@ -133,7 +138,7 @@ def negative(module: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, float | 
 
 
 def test_the_micro_batch_size_that_fits_is_found() -> None:
-    """The dry run of all rows needs too much, half of them fit; the update afterwards is the one of all rows."""
+    """The dry run of all rows exceeds the memory. The update in smaller micro-batches equals the update of all rows."""
     ids = batches()[0].repeat(4, 1)
     losses, needed = [], 0
     for limited in (False, True):
@@ -153,42 +158,42 @@ def test_the_micro_batch_size_that_fits_is_found() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_parked_optimizer_comes_back() -> None:
+def test_training_is_unchanged_by_parking_the_optimizer() -> None:
     engine, unparked = engine_of("opt", zero_stage=0), engine_of("opt", zero_stage=0)
     for each, park in ((engine, True), (unparked, False)):
         each.flip.parity_check_every = 0
-        advance(each, batches()[:1])
+        train(each, batches()[:1])
         with each.generating(keep=False, park_optimizer=park) as rollouts:
             rollouts.generate([[1, 2, 3]], Sampling(2), [0])
-    assert advance(engine, batches()[1:]) == advance(unparked, batches()[1:])
+    assert train(engine, batches()[1:]) == train(unparked, batches()[1:])
 
 
-def test_streamed_blocks_say_what_whole_ones_say() -> None:
-    said = []
+def test_streamed_blocks_sample_the_same_tokens_as_resident_blocks() -> None:
+    token_ids = []
     for stream in (False, True):
         engine = engine_of("opt", zero_stage=3)
         engine.flip.stream, engine.flip.parity_check_every = stream, 0
         with engine.generating() as rollouts:
             answers = rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1, 2, 3], samples=2)
-            said.append([a.token_ids for a in answers])
+            token_ids.append([a.token_ids for a in answers])
             assert rollouts._loop is not None and rollouts._loop.cache is not None
             size = rollouts._loop.cache.size
             assert (size.prompt_slots, size.answer_slots) == (2, 4 + 1)
-    assert said[0] == said[1]
+    assert token_ids[0] == token_ids[1]
 
 
-def test_a_capture_that_fails_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that reads from the device when it is captured, and no sooner."""
-    right = SlotModel.__call__
+def test_a_failed_capture_raises_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step reads from the device only while it is captured."""
+    call = SlotModel.__call__
 
-    def read(self: SlotModel, *inputs: Any) -> Tensor:
-        logits = right(self, *inputs)
+    def call_and_read(self: SlotModel, *inputs: Any) -> Tensor:
+        logits = call(self, *inputs)
         if torch.cuda.is_current_stream_capturing():
             float(logits.sum())
         return logits
 
     model = build("opt").cuda()
-    monkeypatch.setattr(SlotModel, "__call__", read)
+    monkeypatch.setattr(SlotModel, "__call__", call_and_read)
     with pytest.raises(RuntimeError, match=r"could not be captured .*not permitted.*generate with stream=true"):
         Generator(model, "cuda").generate([[1, 2, 3]], Sampling(2), [0])
-    assert cuda.faults() == ["a capture was given up, and torch believes that it runs"]
+    assert cuda.faults() == ["a capture failed, and torch's state still says that it runs"]

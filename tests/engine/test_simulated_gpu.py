@@ -1,4 +1,4 @@
-"""What runs on GPUs only, on a pretended one (tests/pretended_gpu), which says what a GPU would not forgive."""
+"""Run the GPU tests on a simulated GPU (tests/simulated_gpu), and check that the simulation detects misuse of a GPU."""
 
 import re
 import sys
@@ -8,25 +8,25 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.pretended_gpu import building
 from tests.ranks import Worker
+from tests.simulated_gpu import building
 
-WITHOUT = building.lacking()
-pytestmark = pytest.mark.skipif(WITHOUT is not None, reason=str(WITHOUT))
+REASON = building.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 ON_GPU = (
-    "tests/engine/generation/test_cuda_graph.py::test_graphs_equal_the_steps_called[llama]",
+    "tests/engine/generation/test_cuda_graph.py::test_graphs_equal_steps_without_graphs[llama]",
     "tests/engine/generation/test_cuda_graph.py::test_samples_read_their_prompt_once",
-    "tests/engine/generation/test_cuda_graph.py::test_a_model_that_asks_the_device_is_called_and_says_so",
-    "tests/engine/generation/test_cuda_graph.py::test_without_a_compiler_it_draws_the_same_and_says_so",
-    "tests/engine/test_on_gpu.py::test_updates_are_those_of_plain_pytorch",
+    "tests/engine/generation/test_cuda_graph.py::test_a_model_that_cannot_be_captured_warns_and_runs_without_graphs",
+    "tests/engine/generation/test_cuda_graph.py::test_without_a_compiler_it_warns_and_samples_the_same",
+    "tests/engine/test_on_gpu.py::test_updates_equal_plain_pytorch",
     "tests/pipeline/models/test_on_gpu.py::test_the_kernel_computes_the_same",
     "tests/pipeline/models/test_on_gpu.py::test_documents_are_laid_out_before_compiled_code_sees_them",
-    "tests/pretended_gpu/work.py",
+    "tests/simulated_gpu/work.py",
 )
 
 
 def run(function: Callable[..., None], *arguments: str) -> str:
-    """Call a function in a process with pretended devices. Return what it printed."""
+    """Call a function in a process with simulated devices. Return its output."""
     worker = Worker(function, *arguments, environment={"OMP_NUM_THREADS": "1"}, device="cuda")
     output, _ = worker.communicate(timeout=600)
     assert worker.returncode == 0, output[-10000:]
@@ -37,35 +37,35 @@ def run_pytest(*arguments: str) -> None:
     sys.exit(pytest.main([*arguments]))
 
 
-def test_the_gpu_tests_pass_without_a_fault() -> None:
-    plugin = ("-p", "tests.pretended_gpu.plugin", "-p", "no:cacheprovider", "-q", "-m", "gpu")
+def test_gpu_tests_pass_without_a_fault() -> None:
+    plugin = ("-p", "tests.simulated_gpu.plugin", "-p", "no:cacheprovider", "-q", "-m", "gpu")
     output = run(run_pytest, *plugin, *ON_GPU)
     assert re.search(r"^\d+ passed(, \d+ warnings?)? in ", output, re.MULTILINE), output[-500:]  # none was skipped
 
 
-def break_the_rules() -> None:
-    """Do on a pretended device what a GPU does not forgive; each time a fault or an error says so."""
+def misuse_the_device() -> None:
+    """Misuse the simulated device in each way that it detects. Each misuse leaves a fault or raises an error."""
     from engine.parallel import collectives
-    from tests.pretended_gpu import cuda
+    from tests.simulated_gpu import cuda
 
     side = torch.cuda.Stream()
     x = torch.ones(1000, device="cuda")
     with torch.cuda.stream(side):
-        y = x * 2  # without waiting for the ones
+        y = x * 2  # `side` has not waited for the stream that writes the ones
     assert "reads what" in cuda.faults()[0]
     x = torch.ones(1000, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         y = x + 1
     del x
-    x = torch.zeros(10, device="cuda")  # the allocator may well give it the same memory
+    x = torch.zeros(10, device="cuda")  # the allocator may reuse the freed memory
     assert "freed while another stream" in cuda.faults()[0]
     pinned = torch.zeros(1000, pin_memory=True)
     y.copy_(pinned, non_blocking=True)
     pinned[0] = 1
     assert "was written to while" in cuda.faults()[0]
     pinned.copy_(torch.ones(1000, device="cuda"), non_blocking=True)
-    assert pinned[0] != 1  # not there yet
+    assert pinned[0] != 1  # the copy has not arrived
     torch.cuda.synchronize()
     assert pinned[0] == 1
     with pytest.raises(RuntimeError, match="same device"):
@@ -80,7 +80,7 @@ def break_the_rules() -> None:
         z = (y + 1).sum()
         y.zero_()
         graph.capture_end()
-    assert y.sum() == 4  # what is captured did not run
+    assert y.sum() == 4  # captured calls do not run
     graph.replay()
     assert z == 8 and y.sum() == 0
     graph = torch.cuda.CUDAGraph()
@@ -92,7 +92,7 @@ def break_the_rules() -> None:
             graph.capture_end()
         with pytest.raises(RuntimeError, match="already recording"):
             graph.capture_begin(pool=(0, 7))
-    assert "a capture was given up" in cuda.faults()[-1]
+    assert "a capture failed" in cuda.faults()[-1]
     cuda.limit(cuda.allocated() + 1000)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2000, device="cuda")
@@ -103,7 +103,7 @@ def break_the_rules() -> None:
     x, y = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
     work = collectives.all_gather(y, x, async_op=True)
     y.sum()
-    assert any("reads what all_gather wrote" in found for found in cuda.faults())
+    assert any("reads what all_gather wrote" in fault for fault in cuda.faults())
     work.wait()
     assert y.sum() == 4 and not cuda.faults()
     with pytest.raises(RuntimeError, match="same device"):
@@ -116,5 +116,5 @@ def break_the_rules() -> None:
     assert cuda.faults() == ["memory of device 0 is taken by a process of device 1"]
 
 
-def test_it_notices_what_a_gpu_does_not_forgive() -> None:
-    run(break_the_rules)
+def test_misuse_of_a_gpu_is_detected() -> None:
+    run(misuse_the_device)
