@@ -40,13 +40,17 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, delimiter=separator).writerows([["prompt", "completion"], *(row.values() for row in ROWS)])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "f.parquet")
+    arrow_table = pyarrow.Table.from_pylist(ROWS)
+    for name, new in (("n.arrow", pyarrow.ipc.new_file), ("o.arrow", pyarrow.ipc.new_stream)):
+        with new(tmp_path / name, arrow_table.schema) as arrow:
+            arrow.write_table(arrow_table)
     (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(lines(ROWS).encode()))
     (tmp_path / "j.jsonl.zst").write_bytes(pyarrow.compress(lines(ROWS).encode(), codec="zstd", asbytes=True))
     (tmp_path / "k.jsonl").write_bytes(bz2.compress(lines(ROWS).encode()))  # the content shows the compression
     (tmp_path / "l.json.xz").write_bytes(lzma.compress(lines(ROWS).encode()))
     write(tmp_path / "m.jsonl.gz", "\ufeff" + lines([{**row, "chosen": None} for row in ROWS]).replace("\n", "\r\n"))
     files, held_out = data_files(str(tmp_path), "data.path")
-    assert [file.name[0] for file in files] == list("abcdefghijklm") and not held_out
+    assert [file.name[0] for file in files] == list("abcdefghijklmno") and not held_out
     for file in files:
         table = read_table(file)
         nulls = {"chosen": None} if file.name.startswith("m") else {}
