@@ -8,7 +8,7 @@ import pytest
 from benchmarks import demo_seeds
 from benchmarks.measure import BenchFailed
 from pipeline.report.data import read_run
-from tests.pipeline.report.made_runs import write_stage
+from tests.pipeline.report.example_runs import write_stage
 
 CONFIG = "seed: {seed}\nevaluation: {{temperatures: [1.0, 0.0]}}\n"
 

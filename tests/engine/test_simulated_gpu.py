@@ -19,8 +19,8 @@ ON_GPU = (
     "tests/engine/generation/test_cuda_graph.py::test_a_model_that_cannot_be_captured_warns_and_runs_without_graphs",
     "tests/engine/generation/test_cuda_graph.py::test_without_a_compiler_it_warns_and_samples_the_same",
     "tests/engine/test_on_gpu.py::test_updates_equal_plain_pytorch",
-    "tests/pipeline/models/test_on_gpu.py::test_the_kernel_computes_the_same",
-    "tests/pipeline/models/test_on_gpu.py::test_documents_are_laid_out_before_compiled_code_sees_them",
+    "tests/pipeline/models/test_on_gpu.py::test_the_kernel_equals_the_operators",
+    "tests/pipeline/models/test_on_gpu.py::test_packed_layout_is_computed_before_compiled_code",
     "tests/simulated_gpu/work.py",
 )
 

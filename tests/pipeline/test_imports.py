@@ -1,4 +1,4 @@
-"""What a rank imports before its first step."""
+"""The modules that a rank imports before its first step."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.tiny import ROOT
 LATER = {"peft", "datasets", "pyarrow", "pandas", "wandb", "hydra", "omegaconf"}
 
 
-def test_a_stage_imports_no_library_that_its_first_step_can_do_without() -> None:
+def test_a_stage_imports_only_libraries_of_its_first_step() -> None:
     code = "import sys, step1_sft.train, step3_ppo.train; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     packages = {name.split(".")[0] for name in shown.split()}
@@ -21,7 +21,7 @@ def test_a_stage_imports_no_library_that_its_first_step_can_do_without() -> None
 
 
 @pytest.mark.parametrize("command", [["train.py"], ["chat.py", "runs/x"]])
-def test_a_python_without_the_packages_is_told_in_a_line(command: list[str]) -> None:
+def test_missing_packages_are_one_line(command: list[str]) -> None:
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     shown = subprocess.run(  # -S: without site-packages
         [sys.executable, "-S", *command], cwd=ROOT, env=bare, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""The table of stages, against what else has to know them: what a new stage still lacks is told here."""
+"""The table of stages against all places that must know a stage. A failure names what a new stage is missing."""
 
 import json
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ def test_each_stage_has_a_package_and_a_section() -> None:
         assert isinstance(section, type) and issubclass(section, StageSection), name
 
 
-def test_the_schema_names_the_stages_and_methods_that_there_are() -> None:
+def test_the_schema_has_all_stages_and_methods() -> None:
     assert set(get_args(RunConfig.model_fields["stage"].annotation)) == {"all", "plan", *STAGES}
     assert set(get_args(RunConfig.model_fields["method"].annotation)) == set(METHODS)
     assert {stage for stages in METHODS.values() for stage in stages} == set(STAGES)

@@ -1,4 +1,4 @@
-"""The SFT stage of two ranks that hold one model between them: as one rank's, and it goes on where it was stopped."""
+"""The SFT stage on two pipeline ranks equals that on one rank, and resumes exactly."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ SFT = {"steps": 4, "save_every": 2, "micro_batch_tokens": 400, "eval_examples": 
 
 
 def stage(folder: str, layout: dict[str, Any], again: bool) -> None:
-    """The stage; `again` takes it up once more after its second step."""
+    """Run the stage. With `again`, resume it a second time from its second step."""
     run_dir = Path(folder)
     if dist.world().is_rank_zero:
         write_stage_configs(
@@ -39,7 +39,7 @@ def samples(folder: Path) -> list[dict[str, str]]:
     return [json.loads(line)["answers"] for line in (folder / "sft" / "samples.jsonl").read_text().splitlines()]
 
 
-def test_two_pieces_are_trained_scored_asked_and_exported_as_one(tmp_path: Path) -> None:
+def test_two_pipeline_ranks_train_evaluate_and_export_like_one_rank(tmp_path: Path) -> None:
     stage(str(tmp_path / "one"), {}, False)
     run_ranks(stage, 2, str(tmp_path / "two"), {"pipeline_parallel": 2}, True)
     single, together = metrics(tmp_path / "one", "sft"), metrics(tmp_path / "two", "sft")
@@ -55,5 +55,7 @@ def test_two_pieces_are_trained_scored_asked_and_exported_as_one(tmp_path: Path)
     weights, expected = (load_file(tmp_path / name / "sft/model/model.safetensors") for name in ("two", "one"))
     assert weights.keys() == expected.keys()
     assert all((weights[name] - expected[name]).abs().max() < 2e-4 for name in expected)  # Adam magnifies rounding
-    left_alone = load_file(tmp_path / "two" / "left alone" / "model.safetensors")
-    assert all(left_alone[name].equal(weights[name]) for name in weights), "resumed otherwise than left alone"
+    undisturbed = load_file(tmp_path / "two" / "left alone" / "model.safetensors")
+    assert all(undisturbed[name].equal(weights[name]) for name in weights), (
+        "the resumed run differs from the undisturbed run"
+    )

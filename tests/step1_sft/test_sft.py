@@ -1,4 +1,4 @@
-"""SFT: the loss over the tokens that count, however rows are packed, padded and cut into micro-batches."""
+"""SFT's loss over the trained tokens for every packing, padding and micro-batch size, against transformers."""
 
 import math
 import random
@@ -34,7 +34,7 @@ LENGTHS = [9, 3, 14, 5, 2, 7, 11]
 
 
 def items() -> list[TokenItem]:
-    """Conversations of random tokens; about half of their tokens count, in some the first one as well."""
+    """Return conversations of random tokens. About half of the tokens are trained, in some also the first token."""
     source, made = random.Random(3), []
     for length in LENGTHS:
         counts = [source.random() < 0.5 for _ in range(length)]
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def nats(folder: Path) -> list[float]:
-    """The negative log-probability of each token that counts, conversation by conversation, by transformers."""
+    """Return the negative log-probability of each trained token, computed by transformers for one row at a time."""
     model, actual = AutoModelForCausalLM.from_pretrained(folder).double(), []
     for item in items():
         with torch.no_grad():
@@ -79,11 +79,11 @@ def test_an_update_is_the_mean_over_counted_tokens(folder: Path, nats: list[floa
 
 
 @pytest.mark.parametrize("key", ["compile_blocks", "activation_checkpointing"])
-def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of documents through compiled or recomputed blocks, against a padded row each by neither."""
+def test_gradients_equal_those_of_the_plain_path(folder: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows through compiled or recomputed blocks equal padded rows through plain blocks."""
     called, compiled = [], torch.nn.Module.compile
 
-    def traced(block: torch.nn.Module) -> None:  # as for any device, without minutes of a compiler
+    def traced(block: torch.nn.Module) -> None:  # count the graphs without running a compiler
         compiled(block, backend="aot_eager")
         called.append(block)
 
@@ -102,7 +102,7 @@ def test_gradients_are_the_plain_paths(folder: Path, key: str, monkeypatch: pyte
         kept["loss"] = torch.tensor(engine.update(batches, loss_of, count, before_step=keep).loss)
         results.append(kept)
     assert bool(called) == (key == "compile_blocks")
-    if called:  # rows of other lengths, and of more documents and fewer, are compiled once more and never again
+    if called:  # other lengths and numbers of documents cause one more compilation, but not another one later
         graphs = []
         for some in (items()[:2], items()[1:], [*items(), *items()[:1]]):
             batches, count = micro_batches(some, budget=1000, packing=True, pad_id=0)
@@ -125,7 +125,7 @@ def test_counts_and_masks_agree() -> None:
 
 def test_held_out_loss(folder: Path, nats: list[float]) -> None:
     engine = build_policy(source_in(folder), trained(dropout=0.2))
-    expected = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # in nats a token, dropout off
+    expected = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # nats for each token, without dropout
     assert held_out_loss(engine, items(), budget=30, packing=False, pad_id=0) == expected
     assert verify(engine, max_length=16).packing
     assert held_out_loss(engine, items(), budget=30, packing=True, pad_id=0) == expected
@@ -137,7 +137,7 @@ def test_the_loss_is_a_sum() -> None:
     assert sft_loss(torch.zeros(0)).item() == 0
 
 
-def test_imitating_lowers_the_loss(folder: Path) -> None:
+def test_training_lowers_the_loss(folder: Path) -> None:
     engine = build_policy(source_in(folder), trained(lr=0.02))
     assert verify(engine, max_length=16).packing
     batches, count = micro_batches(items(), budget=64, packing=True, pad_id=0)
@@ -146,7 +146,7 @@ def test_imitating_lowers_the_loss(folder: Path) -> None:
 
 
 class Letters:
-    """As much of a tokenizer as answering takes."""
+    """The part of a tokenizer that generation uses."""
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         return [3, 4, 5]
@@ -155,29 +155,29 @@ class Letters:
         return " ".join(map(str, ids))
 
 
-def test_answering_leaves_no_generator_behind(folder: Path) -> None:
-    """The training that follows needs the memory; and the rollout's settings hold in this stage too."""
+def test_evaluation_frees_the_generator(folder: Path) -> None:
+    """Training needs the generator's memory afterwards. The rollout settings are used in this stage, too."""
     engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
     prepare_generation(engine, RolloutSection(stream=True, parity_check_every=7, cache_bytes=40_000))
     assert (engine.flip.stream, engine.flip.parity_check_every) == (True, 7)
     engine.flip.stream = False
     sampled = Sampling(max_new_tokens=2, end_ids=(1,))
-    asked = [Prompt((Message("user", "hi"),), "made")]
-    for keep, gone in ((True, False), (False, True)):
-        assert len(answers_of(engine, cast(Any, Letters()), asked, [sampled], keep=keep)[0]) == 1
+    prompts = [Prompt((Message("user", "hi"),), "made")]
+    for keep, freed in ((True, False), (False, True)):
+        assert len(answers_of(engine, cast(Any, Letters()), prompts, [sampled], keep=keep)[0]) == 1
         model = engine.flip._model
-        assert model is not None and all(p.is_meta == gone for p in model.module.parameters())
+        assert model is not None and all(p.is_meta == freed for p in model.module.parameters())
     assert engine.flip._generator is not None and engine.flip._generator.cache_bytes == 40_000
 
 
-def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Path, tmp_path: Path) -> None:
+def test_periodic_evaluation_frees_the_generator(folder: Path, tmp_path: Path) -> None:
     engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
     tokenizer = cast(Any, Letters())
     tokenizer.end_ids, tokenizer.pad_id = (), 0
     settings = sampling(RolloutSection(max_new_tokens=2), tokenizer, seed=1)
-    asked = [Prompt((Message("user", f"hi {level}"),), "made", {"level": level}) for level in (0.25, 0.75)]
+    prompts = [Prompt((Message("user", f"hi {level}"),), "made", {"level": level}) for level in (0.25, 0.75)]
     judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["level"], key=JUDGE)
-    evaluator = Evaluator(asked, tokenizer, settings, (1.0, 0.0), judge)
+    evaluator = Evaluator(prompts, tokenizer, settings, (1.0, 0.0), judge)
     metrics = record_answers("base", engine, evaluator, tmp_path)
     assert metrics == {"gold_score": 0.5, "gold_score_at_0": 0.5}
     samples = read_samples(tmp_path / "samples.jsonl")
@@ -191,20 +191,18 @@ def test_held_out_answers_leave_no_generator_to_the_training_between(folder: Pat
 
 def test_answers_end_with_a_stop_string(folder: Path) -> None:
     engine = build_policy(source_in(folder), trained(), generates=True)
-    asked = [Prompt((Message("user", "hi"),), "made")]
+    prompts = [Prompt((Message("user", "hi"),), "made")]
     tokenizer = cast(Any, Letters())
     tokenizer.end_ids, tokenizer.pad_id = (), 0
     section = RolloutSection(max_new_tokens=9)
-    full = answers_of(engine, tokenizer, asked, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
+    full = answers_of(engine, tokenizer, prompts, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
     stop = " ".join(full.split()[1:3])
     section = RolloutSection(max_new_tokens=9, stop=[stop])
-    cut = answers_of(engine, tokenizer, asked, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
+    cut = answers_of(engine, tokenizer, prompts, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
     assert cut == full[: full.index(stop) + len(stop)] and len(cut) < len(full)
 
 
-def test_data_is_read_and_checked_before_a_tokenizer_is_made_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_checked_before_a_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def read(*_: object) -> SimpleNamespace:

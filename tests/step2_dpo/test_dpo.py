@@ -1,4 +1,4 @@
-"""DPO beside its loss: updates over pairs against plain PyTorch, and the reference that is kept."""
+"""DPO: updates over pairs against plain PyTorch, held-out figures, and the cached reference log-probabilities."""
 
 import random
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs,
 from step2_dpo.objective import loss_of
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 
-SIZES = [(3, 5, 9), (1, 12, 4), (6, 1, 2), (4, 7, 10), (2, 2, 6)]  # prompt, chosen answer, rejected one
+SIZES = [(3, 5, 9), (1, 12, 4), (6, 1, 2), (4, 7, 10), (2, 2, 6)]  # prompt, chosen answer, rejected answer
 LR, STEPS = 2e-3, 3
 
 
@@ -37,12 +37,12 @@ def pairs() -> list[PairItem]:
     def ids(length: int) -> list[int]:
         return [source.randint(2, 95) for _ in range(length)]
 
-    made = []
+    items = []
     for prompt, chosen, rejected in ((ids(p), ids(c), ids(r)) for p, c, r in SIZES):
-        rejected[0] = chosen[0]  # answers that begin alike
+        rejected[0] = chosen[0]  # the answers share their first token
         sides = (np.array(prompt + answer, dtype=np.int32) for answer in (chosen, rejected))
-        made.append(PairItem(*sides, 0.0, "made", len(prompt)))
-    return made
+        items.append(PairItem(*sides, 0.0, "made", len(prompt)))
+    return items
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def policy_in(folder: Path, *, packing: bool = True, **rest: Any) -> Engine:
 
 
 def plain_logprobs(model: Any, items: Sequence[PairItem]) -> Tensor:
-    """(N, 2): of both answers of each pair, one sequence at a time, from transformers' own logits."""
+    """Return (N, 2), the log-probabilities of both answers, from transformers' logits of one sequence at a time."""
 
     def one(ids: np.ndarray, prompt: int) -> Tensor:
         row = torch.tensor(ids[None]).long()
@@ -73,7 +73,7 @@ LENGTHS = torch.tensor([[chosen, rejected] for _, chosen, rejected in SIZES])
 
 
 def plain_scores(loss: str, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The quantity (N, 2) whose difference each loss makes large."""
+    """Return (N, 2), the scores whose difference the loss increases."""
     if loss == "simpo":
         return logprobs / LENGTHS
     if loss == "orpo":
@@ -83,7 +83,7 @@ def plain_scores(loss: str, logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], Any]:
-    """Loss and figures of each step, and the model after all: what DPO is, without anything of ours."""
+    """Train DPO with plain PyTorch and transformers. Return the metrics of each step and the final model."""
     model, items = AutoModelForCausalLM.from_pretrained(folder), pairs()
     reference = plain_logprobs(model, items).detach()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -92,7 +92,7 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
         logprobs = plain_logprobs(model, items)
         moved = plain_scores(dpo.loss, logprobs, reference)
         lead = moved[:, 0] - moved[:, 1]
-        right = torch.sigmoid(dpo.beta * lead)
+        probability = torch.sigmoid(dpo.beta * lead)
         if dpo.loss == "ipo":
             losses = (lead - 1 / (2 * dpo.beta)) ** 2
         elif dpo.loss == "simpo":
@@ -100,7 +100,7 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
         elif dpo.loss == "orpo":
             losses = dpo.beta * torch.log1p(torch.exp(-lead)) - logprobs[:, 0] / LENGTHS[:, 0]
         else:
-            losses = -(1 - dpo.label_smoothing) * right.log() - dpo.label_smoothing * (1 - right).log()
+            losses = -(1 - dpo.label_smoothing) * probability.log() - dpo.label_smoothing * (1 - probability).log()
         loss = (losses - dpo.sft_coef * logprobs[:, 0] / LENGTHS[:, 0]).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -132,7 +132,7 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
         ({"loss": "orpo", "beta": 0.3}, False, 1),
     ],
 )
-def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], packing: bool, budget: int) -> None:
+def test_steps_equal_plain_pytorch(folder: Path, keys: dict[str, Any], packing: bool, budget: int) -> None:
     dpo, items = DpoSection(**keys), pairs()
     expected, model = plain_steps(folder, dpo)
     engine, cut = policy_in(folder, packing=packing), {"budget": budget, "packing": packing, "pad_id": 0}
@@ -144,9 +144,9 @@ def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], pa
         update = engine.update(batches, loss_of(dpo), len(items))
         actual = {"loss": update.loss} | {name: total / len(items) for name, total in update.sums.items()}
         assert actual == pytest.approx(figures, rel=1e-4, abs=1e-5)
-    ours = engine.module.lm.state_dict()
+    state = engine.module.lm.state_dict()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(ours[name], parameter, rtol=1e-3, atol=2e-5), name
+        assert torch.allclose(state[name], parameter, rtol=1e-3, atol=2e-5), name
     last = held_out_figures(known, pair_logprobs(engine, items, **cut), dpo)
     after = plain_scores(dpo.loss, plain_logprobs(model, items).detach(), known.reference)
     lead = after[:, 0] - after[:, 1]
@@ -157,8 +157,8 @@ def test_steps_are_those_of_plain_pytorch(folder: Path, keys: dict[str, Any], pa
     assert dpo.sft_coef or last["eval_loss"] < expected[0]["loss"]
 
 
-def test_held_out_shares_are_by_what_was_gained_on_the_reference() -> None:
-    """The second pair, the only one whose chosen answer is the longer, and the last lose, however likely they are."""
+def test_held_out_shares_use_the_gain_over_the_reference() -> None:
+    """The second pair, the only one with a longer chosen answer, and the last pair lose against the reference."""
     before = torch.tensor([[-9.0, -5.0], [-2.0, -7.0], [-4.0, -4.0], [-1.0, -1.0], [0.0, 0.0]])
     after = torch.tensor([[-8.0, -5.0], [-2.0, -6.0], [-3.0, -4.0], [-1.0, -3.0], [-2.0, -1.0]])
     shares = held_out_shares(Pairs(pairs(), before), after, DpoSection())
@@ -168,7 +168,7 @@ def test_held_out_shares_are_by_what_was_gained_on_the_reference() -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_answers_alone_are_scored_and_share_their_prompt(packing: bool) -> None:
+def test_only_answers_are_scored_and_share_their_prompt(packing: bool) -> None:
     items, reference = pairs(), torch.arange(10.0).view(5, 2)
     batch = collate_answers(items, reference, 0, packing=packing)
     answers = [i.chosen[i.prompt :] for i in items] + [i.rejected[i.prompt :] for i in items]
@@ -176,12 +176,13 @@ def test_answers_alone_are_scored_and_share_their_prompt(packing: bool) -> None:
     assert batch.lengths.tolist() == [len(answer) for answer in answers] and batch.longest == 12
     assert batch.reference.tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
     if packing:
-        assert batch.input_ids.numel() == sum(p + 1 + c + r for p, c, r in SIZES)  # the prompt's last token twice
+        # The last token of the prompt is repeated.
+        assert batch.input_ids.numel() == sum(p + 1 + c + r for p, c, r in SIZES)
 
 
 @pytest.mark.parametrize(("prompt", "budget"), [(1, 1), (12, 10_000)])
-def test_pairs_take_the_memory_that_is_predicted(folder: Path, prompt: int, budget: int) -> None:
-    """Of pairs at full length: one that no budget cuts, and several whose answers share a prompt of half of it."""
+def test_activations_of_pairs_equal_the_prediction(folder: Path, prompt: int, budget: int) -> None:
+    """Pairs of full length: one pair above the budget, and several pairs with a shared prompt of half the length."""
     config, length, many = source_in(folder).config, 24, 4
     if library("ragged_attention") is None:
         pytest.skip("there is no compiler for the kernel that reads a prompt where it lies")
@@ -202,7 +203,7 @@ def test_pairs_take_the_memory_that_is_predicted(folder: Path, prompt: int, budg
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing: bool) -> None:
+def test_an_empty_batch_adds_nothing(folder: Path, packing: bool) -> None:
     results = []
     for empty in (False, True):
         engine, known = policy_in(folder, packing=packing), Pairs(pairs(), torch.zeros(5, 2))
@@ -214,14 +215,14 @@ def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
-def test_the_reference_is_kept_and_is_the_model_under_adapters(folder: Path, tmp_path: Path) -> None:
-    """Read once: not again from a model that has learned, but where other pairs are held out than before."""
+def test_the_reference_is_cached_and_is_the_model_without_adapters(folder: Path, tmp_path: Path) -> None:
+    """The reference is computed once, not again with a trained model. New held-out pairs are computed again."""
     items, cut = pairs(), {"budget": 64, "packing": True, "pad_id": 0}
     engine = policy_in(folder, lora=LoraConfig(rank=4))
-    asked: list[int] = []
+    computed: list[int] = []
 
     def read(some: Sequence[PairItem]) -> Tensor:
-        asked.append(len(some))
+        computed.append(len(some))
         return pair_logprobs(engine, some, **cut)
 
     known = with_reference(tmp_path, {"train": items, "held_out": items[:2]}, read)
@@ -232,24 +233,24 @@ def test_the_reference_is_kept_and_is_the_model_under_adapters(folder: Path, tmp
         batches, _ = known["train"].micro_batches(range(5), **cut)
         engine.update(batches, loss_of(DpoSection(beta=1.0)), 5)
     again = with_reference(tmp_path, {"train": items, "held_out": items[:2]}, read)
-    assert all((again[name].reference == known[name].reference).all() for name in known) and asked == [5, 2]
+    assert all((again[name].reference == known[name].reference).all() for name in known) and computed == [5, 2]
     fewer = with_reference(tmp_path, {"train": items, "held_out": items[:1]}, read)
-    assert (fewer["train"].reference == known["train"].reference).all() and asked == [5, 2, 1]
+    assert (fewer["train"].reference == known["train"].reference).all() and computed == [5, 2, 1]
     (tmp_path / "reference.safetensors").write_bytes(b"cut off")
     assert with_reference(tmp_path, {"held_out": items[:1]}, read)["held_out"].reference.shape == (1, 2)
-    assert asked == [5, 2, 1, 1]
+    assert computed == [5, 2, 1, 1]
 
 
-def test_a_reference_that_was_half_read_goes_on_where_it_was_kept(
+def test_an_interrupted_reference_pass_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped in the third of three parts: the two before it are not read again, and nothing else differs."""
+    """After a stop in the third of three parts, the first two are not computed again. The result is the same."""
     items, numbers = pairs(), torch.arange(10.0).view(5, 2)
-    asked: list[int] = []
+    computed: list[int] = []
 
     def read(some: Sequence[PairItem], until: int = 99) -> Tensor:
-        asked.append(len(some))
-        if len(asked) > until:
+        computed.append(len(some))
+        if len(computed) > until:
             raise KeyboardInterrupt
         first = items.index(some[0])
         return numbers[first : first + len(some)]
@@ -260,5 +261,5 @@ def test_a_reference_that_was_half_read_goes_on_where_it_was_kept(
         with_reference(tmp_path, {"train": items}, partial(read, until=2))
     assert "scores 5 pairs" in (printed := capsys.readouterr().out) and "has scored 4 of 5 pairs" in printed
     known = with_reference(tmp_path, {"train": items}, read)
-    assert asked == [2, 2, 1, 1] and known["train"].reference.tolist() == numbers.tolist()
+    assert computed == [2, 2, 1, 1] and known["train"].reference.tolist() == numbers.tolist()
     assert "scores 1 pairs" in capsys.readouterr().out

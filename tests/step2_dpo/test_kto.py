@@ -55,8 +55,8 @@ def plain_log_ratios(model: Any, reference: Any, sides: list[tuple[np.ndarray, i
 
 
 @pytest.mark.parametrize(("packing", "budget"), [(True, 10_000), (True, 20), (False, 1)])
-def test_steps_are_those_of_plain_pytorch(folder: Path, tmp_path: Path, packing: bool, budget: int) -> None:
-    """The baseline counts the answers of the whole batch, however it is divided."""
+def test_steps_equal_plain_pytorch(folder: Path, tmp_path: Path, packing: bool, budget: int) -> None:
+    """The baseline is computed over the full batch for every division into micro-batches."""
     section = DpoSection(loss="kto", beta=0.5, undesirable_weight=1.5)
     batches = batches_in(folder, section, packing=packing).read_reference(tmp_path, budget)
     model, reference = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
@@ -84,7 +84,8 @@ def test_steps_are_those_of_plain_pytorch(folder: Path, tmp_path: Path, packing:
         assert update.loss == pytest.approx(loss.item(), rel=1e-4)
         assert update.sums["chosen_reward"] / 5 == pytest.approx(0.5 * desirable, rel=1e-3, abs=1e-5)
         assert update.sums["baseline"] / 5 == pytest.approx(baselines[-1], rel=1e-3, abs=1e-5)
-    assert baselines[0] == 0.0 and baselines[-1] > 0.01  # the policy has moved on unrelated answers too
+    # The update has changed the probabilities of unrelated answers, too.
+    assert baselines[0] == 0.0 and baselines[-1] > 0.01
     ours = batches.engine.module.lm.state_dict()
     for name, parameter in model.named_parameters():
         assert torch.allclose(ours[name], parameter, rtol=1e-3, atol=2e-5), name
@@ -107,7 +108,7 @@ def test_an_empty_micro_batch_adds_nothing(folder: Path, tmp_path: Path, packing
 
 
 def test_kto_by_hand() -> None:
-    """Log-ratios of log(3) / beta above and below the baseline: v = 3/4 or 1/4."""
+    """Log-ratios log(3) / beta above and below the baseline give v = 3/4 and 1/4."""
     beta, lead = 0.1, np.log(3.0) / 0.1
     log_ratios = torch.tensor([2 + lead, 2 - lead, 2 + lead, 2.0])
     labels = torch.tensor([True, True, False, False])
@@ -130,7 +131,7 @@ def test_unrelated_answers_belong_to_another_prompt() -> None:
     assert [each.unrelated.tolist() for each in examples] == [[1, 2, 13, 14], [1, 2, 13, 14], [3, 11]]
     same = examples_of([item([1, 2], [11]), item([1, 2], [12])], max_length=4)
     assert [each.unrelated.tolist() for each in same] == [[1, 2, 12], [1, 2, 11]]
-    (single,) = examples_of([item([1, 2], [11])], max_length=4)  # such as a single held-out answer
+    (single,) = examples_of([item([1, 2], [11])], max_length=4)  # a single answer has no other prompt
     assert single.unrelated.tolist() == [1, 2, 11]
 
 

@@ -1,4 +1,4 @@
-"""Losses of DPO against numbers worked out by hand."""
+"""Losses of DPO against numbers by hand."""
 
 import math
 import random
@@ -31,7 +31,7 @@ def test_sigmoid(beta: float, smoothing: float) -> None:
     assert actual.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_policy_that_is_the_reference_loses_log_two_and_is_pushed_apart() -> None:
+def test_a_policy_equal_to_the_reference_has_loss_log_two() -> None:
     leads = torch.zeros(3, requires_grad=True)
     loss = sigmoid_loss(leads, beta=0.1, label_smoothing=0.0)
     loss.backward()
@@ -39,28 +39,28 @@ def test_a_policy_that_is_the_reference_loses_log_two_and_is_pushed_apart() -> N
     assert leads.grad.tolist() == pytest.approx([-0.05] * 3)  # beta * (sigmoid - 1)
 
 
-def test_smoothed_labels_want_a_finite_lead() -> None:
-    """Of 20 % wrong labels the best lead is where sigmoid(beta * lead) is 0.8."""
+def test_smoothed_labels_have_a_finite_optimal_lead() -> None:
+    """With 20 % wrong labels, the loss is lowest at sigmoid(beta * lead) = 0.8."""
     leads = torch.tensor([math.log(4) / 0.5], requires_grad=True)
     sigmoid_loss(leads, beta=0.5, label_smoothing=0.2).backward()
     assert leads.grad.item() == pytest.approx(0.0, abs=1e-7)
 
 
-def test_far_apart_answers_stay_finite() -> None:
+def test_large_leads_stay_finite() -> None:
     assert sigmoid_loss(torch.tensor([-1e4]), beta=0.1, label_smoothing=0.1).item() == pytest.approx(900.0)
 
 
 def test_ipo_by_hand() -> None:
-    """Leads of 1 / (2 * 0.1) = 5 nats are aimed at, and more is as bad as less."""
+    """The target lead is 1 / (2 * 0.1) = 5 nats. Larger and smaller leads have the same loss."""
     assert ipo_loss(torch.tensor([5.0, 3.0, 8.0]), beta=0.1).item() == pytest.approx(0 + 4 + 9)
 
 
-def test_imitation_is_a_mean_over_each_answers_tokens() -> None:
+def test_the_sft_term_is_a_mean_over_each_answers_tokens() -> None:
     assert imitation_loss(torch.tensor([-6.0, -8.0]), torch.tensor([3.0, 2.0])).item() == 2 + 4
 
 
 def test_scores_by_hand() -> None:
-    """Two answers of 4 and 2 tokens: likelihoods per token of exp(-0.5) and exp(-3)."""
+    """Answers of 4 and 2 tokens have likelihoods per token of exp(-0.5) and exp(-3)."""
     numbers = torch.tensor([-2.0, -6.0]), torch.tensor([-6.0, -5.0]), torch.tensor([4.0, 2.0])
     assert log_ratios(*numbers).tolist() == [4.0, -1.0]
     assert mean_log_ratios(*numbers).tolist() == [1.0, -0.5]
@@ -77,11 +77,11 @@ def test_odds_of_a_certain_answer_are_finite() -> None:
 
 
 def test_simpo_by_hand() -> None:
-    """At beta = 2 a lead of half the target of 1 loses log 2, and no lead loses -log sigmoid(-1)."""
+    """At beta = 2 and a target of 1, a lead of 1/2 has loss log 2, and no lead has loss -log sigmoid(-1)."""
     actual = simpo_loss(torch.tensor([0.5, 0.0]), beta=2.0, target=1.0)
     assert actual.item() == pytest.approx(math.log(2) + math.log(1 + math.e))
 
 
 def test_orpo_by_hand() -> None:
-    """Odds that are three times as high lose -log(3/4), weighted by 0.1."""
+    """Odds that are three times as high give -log(3/4), weighted by 0.1."""
     assert orpo_loss(torch.tensor([math.log(3.0)]), beta=0.1).item() == pytest.approx(0.1 * math.log(4 / 3))

@@ -1,4 +1,4 @@
-"""The answers that the report card scores, with a scorer whose scores are sums of token ids."""
+"""The answers of the report card, with a scorer that sums token ids."""
 
 import json
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ def by_sum(pairs: Sequence[PairItem]) -> list[Scored]:
     return [Scored(each, float(each.chosen.sum()), float(each.rejected.sum())) for each in pairs]
 
 
-def test_a_cut_answer_ends_as_ppo_scores_it() -> None:
+def test_a_truncated_answer_ends_like_in_ppo() -> None:
     assert cut_in_half(PAIRS[0], 2).tolist() == [5, 6, 10, 2]
     assert cut_in_half(PAIRS[1], 2).tolist() == [7, 2]
     assert PAIRS[0].chosen.tolist() == [5, 6, 10, 20, 30, 40, 2]
 
 
-def test_an_answer_to_another_prompt_is_that_of_the_next_pair() -> None:
+def test_the_answer_to_another_prompt_is_from_the_next_pair() -> None:
     assert [answer_of_next(PAIRS, at).tolist() for at in range(3)] == [
         [5, 6, 50, 2], [7, 3, 4, 2], [8, 8, 8, 10, 20, 30, 40, 2],
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_the_card_scores_each_kind_of_answer(tmp_path: Path) -> None:
     assert actual["judge"]["same_prompt"]["share"] == float(own[1] > own[0])
 
 
-def test_without_an_sft_stage_and_without_pairs_the_card_lacks_these_parts(tmp_path: Path) -> None:
+def test_without_sft_stage_and_pairs_the_card_omits_their_parts(tmp_path: Path) -> None:
     actual = card_of(tmp_path, [])
     assert actual["judge"] is None and actual["calibration"] is None and actual["margin_by_length"] == []
     assert set(actual["scores"].values()) == {None}

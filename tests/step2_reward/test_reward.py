@@ -1,4 +1,4 @@
-"""Stage 2 beside its loss: updates over pairs, scores of pairs, the accuracies that are reported."""
+"""The reward stage: updates over pairs and scores against transformers, and reported accuracies by hand."""
 
 import math
 import random
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own(folder: Path) -> list[tuple[float, float]]:
-    """Scores of both sides, one sequence at a time, by transformers."""
+    """Return the scores of both answers by transformers, one sequence at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).double()
 
     def score(ids: np.ndarray) -> float:
@@ -61,7 +61,7 @@ def scorer_in(folder: Path, packing: bool, **rest: float) -> Engine:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_every_pair_once_both_sides_together(budget: int, packing: bool) -> None:
+def test_micro_batches_contain_each_pair_once(budget: int, packing: bool) -> None:
     batches, places = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
     assert sorted(place for where in places for place in where) == list(range(5))
     for batch, where in zip(batches, places, strict=True):
@@ -88,7 +88,7 @@ def test_an_update_is_the_mean_over_pairs(
     assert update.sums["margin"] == pytest.approx(sum(c - r for c, r in own), rel=1e-4)
 
 
-def test_answers_that_share_a_prompt_train_as_apart(folder: Path) -> None:
+def test_shared_prompts_do_not_change_the_update(folder: Path) -> None:
     made = [
         PairItem(
             np.concatenate([pair.chosen[:2], pair.chosen]), np.concatenate([pair.chosen[:2], pair.rejected]), 0, "", 2
@@ -106,7 +106,7 @@ def test_answers_that_share_a_prompt_train_as_apart(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing: bool) -> None:
+def test_an_empty_batch_adds_nothing(folder: Path, packing: bool) -> None:
     engine = scorer_in(folder, packing)
     full, _ = micro_batches(pairs(), budget=10_000, packing=packing, pad_id=0)
     single = engine.update(full, loss_of(0.01, use_margin=False), 5)
@@ -118,7 +118,7 @@ def test_a_batch_without_pairs_takes_part_and_adds_nothing(folder: Path, packing
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_scores_of_pairs_come_back_in_order(folder: Path, own: list[tuple[float, float]], packing: bool) -> None:
+def test_scores_of_pairs_are_in_order(folder: Path, own: list[tuple[float, float]], packing: bool) -> None:
     engine = build_scorer(source_in(folder), frozen(), pad_id=0)
     assert not packing or verify(engine, max_length=16).packing
     actual = score_pairs(engine, pairs(), budget=40, packing=packing, pad_id=0)
@@ -129,28 +129,28 @@ def test_scores_of_pairs_come_back_in_order(folder: Path, own: list[tuple[float,
 
 
 def test_accuracies_by_hand() -> None:
-    scores = [(1.0, 0.0), (0.0, 1.0), (2.0, 2.0), (3.0, 1.0), (5.0, -1.0)]  # a tie is not right
+    scores = [(1.0, 0.0), (0.0, 1.0), (2.0, 2.0), (3.0, 1.0), (5.0, -1.0)]  # a tie is not a success
     actual = accuracies([Scored(pair, *score) for pair, score in zip(pairs(), scores, strict=True)])
     assert actual == {
         "eval_accuracy": 3 / 5,
         "eval_accuracy_low": pytest.approx(0.230724, abs=1e-6),  # Wilson: (3 + 1.920729 -+ 2.880790) / 8.841459
         "eval_accuracy_high": pytest.approx(0.882379, abs=1e-6),
         "eval_accuracy_by_source": {"source-0": 2 / 3, "source-1": 1 / 2},
-        "eval_accuracy_chosen_longer": 0.0,  # the second only
-        "eval_accuracy_rejected_longer": 1.0,  # first, fourth and fifth; the third is as long
+        "eval_accuracy_chosen_longer": 0.0,  # only the second pair
+        "eval_accuracy_rejected_longer": 1.0,  # first, fourth and fifth; the lengths of the third are equal
         "eval_pairs": 5.0,
     }
     assert accuracies([])["eval_accuracy"] is None
 
 
-def test_the_reference_level_is_that_of_the_chosen_answers() -> None:
+def test_the_reference_level_is_the_mean_of_chosen_answers() -> None:
     chosen = [1.0, 2.0, 4.0, 0.5, 3.0]
     actual = reference_level([Scored(pair, score, 99.0) for pair, score in zip(pairs(), chosen, strict=True)])
     assert actual["reward_mean"] == pytest.approx(statistics.fmean(chosen))
     assert actual["reward_std"] == pytest.approx(statistics.pstdev(chosen))
 
 
-def test_pairs_that_the_scores_do_not_decide_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_undecided_pairs_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     prompt = (Message("user", "?"),)
     margins = {"scored": (2.0, 0.0, -1.0, 0.0), "unscored": (0.0,)}
     pairs = [Preference(prompt, "a", "b", source, margin) for source, each in margins.items() for margin in each]
@@ -160,7 +160,7 @@ def test_pairs_that_the_scores_do_not_decide_are_told(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_learning_raises_the_accuracy(folder: Path) -> None:
+def test_training_raises_the_accuracy(folder: Path) -> None:
     engine = scorer_in(folder, True, lr=0.02)
     batches, _ = micro_batches(pairs(), budget=64, packing=True, pad_id=0)
     for _ in range(12):

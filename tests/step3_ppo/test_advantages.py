@@ -24,13 +24,13 @@ from step3_ppo.advantages import (
     shaped_rewards,
     whiten,
 )
-from tests.step3_ppo.made import Table, close, lengths_of, mask_of, table, tensor
+from tests.step3_ppo.example_rollouts import Table, close, lengths_of, mask_of, table, tensor
 
 LENGTHS = lengths_of(6, 9, seed=1)
 
 
 def rewards_by_hand(scores: list[float], kl: Table, kl_coef: float) -> Table:
-    """The score at the last token, the penalty at every one."""
+    """Add the score at the last token and the penalty at every token."""
     made = [[-kl_coef * k for k in row] for row in kl]
     for row, score in zip(made, scores, strict=True):
         row[-1] += score
@@ -38,7 +38,7 @@ def rewards_by_hand(scores: list[float], kl: Table, kl_coef: float) -> Table:
 
 
 def gae_by_hand(rewards: Table, values: Table, gamma: float, lam: float) -> tuple[Table, Table]:
-    """The sum of discounted deltas (equation 16), written out, not the recursion."""
+    """Sum the discounted deltas explicitly (equation 16), without the recursion."""
     advantages, returns = [], []
     for reward, value in zip(rewards, values, strict=True):
         following = [*value[1:], 0.0]
@@ -53,7 +53,7 @@ def gae_by_hand(rewards: Table, values: Table, gamma: float, lam: float) -> tupl
 
 
 def test_weighted_k3_is_unbiased_away_from_the_old_policy() -> None:
-    """Over three tokens, by the old policy's probabilities: the exact KL(p, q) and its exact gradient."""
+    """The expectation over three tokens under the old policy is the exact KL(p, q) with the exact gradient."""
     logits = torch.tensor([0.3, -0.4, 1.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-0.2, 0.5, 0.1], dtype=torch.float64).log_softmax(0)
     reference = torch.tensor([1.0, 0.0, 0.2], dtype=torch.float64).log_softmax(0)
@@ -79,8 +79,8 @@ def test_kl_estimators() -> None:
     assert torch.isfinite(kl_k3(torch.tensor([-200.0, 0.0]), torch.tensor([0.0, -200.0]))).all()
 
 
-def test_both_estimators_mean_the_kl() -> None:
-    """Expected over p, k1 and k3 are KL(p, q), in closed form."""
+def test_both_estimators_have_the_kl_as_expectation() -> None:
+    """The expectations of k1 and k3 under p are KL(p, q), in closed form."""
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     true = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.2) + 0.2 * math.log(0.2 / 0.6)
     assert (p * kl_k1(p.log(), q.log())).sum().item() == pytest.approx(true, rel=1e-5)
@@ -125,7 +125,7 @@ def test_mean_variance_and_whitening_over_the_mask_of_the_whole_batch() -> None:
     assert white[mask].std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
 
 
-def test_answers_to_one_prompt_are_held_against_each_other() -> None:
+def test_group_baselines_by_hand() -> None:
     groups = [[1.0, 4.0, 2.5], [-3.0, 0.5, 7.0], [2.0, 2.0, 2.0]]
     flat = torch.tensor([score for group in groups for score in group])
     others = [[score - (sum(group) - score) / 2 for score in group] for group in groups]
@@ -140,7 +140,7 @@ def test_answers_to_one_prompt_are_held_against_each_other() -> None:
 
 
 def test_online_dpo_by_hand() -> None:
-    """Prompt 1: the second answer is best and the third worst, r = -0.5 and 1; prompt 2: all scores are equal."""
+    """Prompt 1: the second answer is best, the third worst, r = -0.5 and 1. Prompt 2: all scores are equal."""
     scores = torch.tensor([1.0, 4.0, -2.5, 2.0, 2.0, 2.0])
     ratios = torch.tensor([9.0, -0.5, 1.0, 3.0, 1.0, 2.0])
     weight = 0.4 / (1 + math.exp(0.4 * (-0.5 - 1.0)))
@@ -149,13 +149,13 @@ def test_online_dpo_by_hand() -> None:
 
 
 def test_distillation_by_hand() -> None:
-    """The teacher gives 0.5 and 0.1 to tokens that the student gives 0.25 and 0.4: log 2 and -log 4."""
+    """Teacher probabilities 0.5 and 0.1 and student probabilities 0.25 and 0.4 give log 2 and -log 4."""
     actual = distill(torch.tensor([0.25, 0.4]).log(), torch.tensor([0.5, 0.1]).log())
     assert actual.tolist() == pytest.approx([math.log(2), -math.log(4)], rel=1e-6)
 
 
 def test_a_policy_gradient_step_towards_the_teacher_lowers_the_reverse_kl() -> None:
-    """Over all tokens of a position, the expected gradient is that of sum p log(p / q)."""
+    """The expected gradient over all tokens of a position is that of sum p log(p / q)."""
     noise = torch.Generator().manual_seed(4)
     logits = torch.randn(5, dtype=torch.float64, generator=noise).requires_grad_()
     teacher = torch.randn(5, dtype=torch.float64, generator=noise).log_softmax(0)
@@ -180,13 +180,13 @@ def test_a_policy_gradient_step_with_these_advantages_is_a_step_of_dpo() -> None
 
 
 @pytest.mark.parametrize("samples", [3, 6, 7])
-def test_equal_scores_teach_nothing_whatever_their_mean_rounds_to(samples: int) -> None:
+def test_equal_scores_give_zero_advantages_despite_rounding(samples: int) -> None:
     flat = torch.tensor([100.1, -3.3333, 1.3, 0.7]).repeat_interleave(samples)
     for estimate in (partial(grpo, divide_by_std=True), partial(grpo, divide_by_std=False), rloo):
         assert estimate(flat, samples).tolist() == [0.0] * (4 * samples)
 
 
-def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:
+def test_empty_means_are_zero_and_equal_values_whiten_to_zero() -> None:
     empty = torch.zeros(2, 3, dtype=torch.bool)
     assert masked_mean(torch.ones(2, 3), empty).item() == 0
     assert masked_variance(torch.ones(2, 3), empty).item() == 0
@@ -194,7 +194,7 @@ def test_nothing_to_average_is_zero_and_equal_values_whiten_to_zero() -> None:
 
 
 @pytest.mark.parametrize(("kl", "error"), [(9.0, 0.2), (6.3, 0.05), (5.7, -0.05), (1.0, -0.2), (6.0, 0.0)], ids=str)
-def test_kl_controller_steers_by_the_clipped_error(kl: float, error: float) -> None:
+def test_kl_controller_uses_the_clipped_error(kl: float, error: float) -> None:
     """Ziegler et al.: e = clip(KL / target - 1, -0.2, 0.2), coefficient *= 1 + e * n / horizon."""
     before = KlController(0.15, 6.0, 10000)
     after = before.after(kl, 512)
@@ -202,5 +202,5 @@ def test_kl_controller_steers_by_the_clipped_error(kl: float, error: float) -> N
     assert (after.target, after.horizon) == (6.0, 10000)
 
 
-def test_kl_controller_stands_still_without_a_target() -> None:
+def test_kl_controller_is_constant_without_a_target() -> None:
     assert KlController(0.05, None, 10000).after(100.0, 512).coef == 0.05

@@ -1,4 +1,4 @@
-"""Prompts whose answers all score the same are replaced, by the same prompts on every rank and in every resumed run."""
+"""Prompts whose answers have equal scores are replaced, by the same prompts on every rank and in resumed runs."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def generation(*ids: int, finished: bool = True) -> Generation:
     return Generation(list(ids), [0.0] * len(ids), finished)
 
 
-def test_penalties_decide_whether_answers_score_the_same() -> None:
+def test_penalties_count_for_equal_scores() -> None:
     answers = [generation(1), generation(2), generation(3), generation(4, finished=False)]
     assert uniform_prompts([1.0, 1.0, 1.0, 1.0], answers, PLAIN, samples=2) == [0]
     assert uniform_prompts([1.0, 1.0, 1.0, 1.5], answers, PLAIN, samples=2) == [0, 1]
@@ -33,12 +33,12 @@ def test_new_prompts_are_unused_and_depend_on_the_seed() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "count"), [(1, 100), (3, 100), (5, 7)])
-def test_uniform_prompts_are_replaced_in_their_places(rounds: int, count: int) -> None:
-    """Prompts 0 to 4 and odd ones score 1 for both answers; the others score by the answer."""
-    asked: list[tuple[list[int], int]] = []
+def test_uniform_prompts_are_replaced_in_place(rounds: int, count: int) -> None:
+    """Prompts 0 to 4 and odd prompts have score 1 for both answers. Other scores depend on the answer."""
+    calls: list[tuple[list[int], int]] = []
 
     def answer(prompts: list[int], number: int) -> list[Generation]:
-        asked.append((prompts, number))
+        calls.append((prompts, number))
         return [generation(prompt, sample) for prompt in prompts for sample in range(2)]
 
     def score(prompts: list[int], generations: list[Generation]) -> Scores:
@@ -53,16 +53,16 @@ def test_uniform_prompts_are_replaced_in_their_places(rounds: int, count: int) -
     assert actual.prompts[1] == 6 and len(set(actual.prompts)) == 3
     assert [each.token_ids for each in actual.generations] == [[p, s] for p in actual.prompts for s in range(2)]
     assert actual.scores == score(actual.prompts, actual.generations)
-    assert asked[0][1] == 1 and len(asked[0][0]) == 2 and actual.replaced == sum(len(prompts) for prompts, _ in asked)
-    used = [1, 6, 3, *(prompt for prompts, _ in asked for prompt in prompts)]
-    assert len(used) == len(set(used)) <= count and len(asked) <= rounds
+    assert calls[0][1] == 1 and len(calls[0][0]) == 2 and actual.replaced == sum(len(prompts) for prompts, _ in calls)
+    used = [1, 6, 3, *(prompt for prompts, _ in calls for prompt in prompts)]
+    assert len(used) == len(set(used)) <= count and len(calls) <= rounds
     again = replace_uniform(start, answer, score, PLAIN, **settings)
     assert again == actual and start.prompts == [1, 6, 3]
     if rounds == 3:
         assert all(prompt % 2 == 0 and prompt > 4 for prompt in actual.prompts)
 
 
-def test_nothing_is_replaced_where_answers_differ() -> None:
+def test_prompts_with_different_scores_are_not_replaced() -> None:
     start = Answered([1], [generation(1), generation(2)])
     actual = replace_uniform(
         start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: Scores([1.0, 2.0], None, {}), PLAIN,

@@ -48,7 +48,7 @@ def test_the_history_is_the_first_rollout_and_the_last_ones() -> None:
 
 
 def test_after_a_warm_up_of_the_critic_entropy_is_compared_with_the_first_policy_that_learns() -> None:
-    """The first two rollouts have no steps of the actor, so that their lines lack its metrics."""
+    """The actor makes no steps in the first two rollouts, so their lines have none of its metrics."""
     guard = Guard("stop", has_judge=True, kl_budget=10.0)
     for step in (1, 2):
         metrics = line(step)
@@ -61,7 +61,7 @@ def test_after_a_warm_up_of_the_critic_entropy_is_compared_with_the_first_policy
     assert [each.sign for each in actual[-1]] == ["entropy"]
 
 
-def test_a_guard_that_resumes_finds_the_same() -> None:
+def test_a_resumed_guard_has_the_same_findings() -> None:
     """The state passes through JSON, as in a checkpoint. From step 8 on, 0.5 of the tokens are clipped.
 
     The means of three rollouts are then 0.19, 0.35 and 0.5.
@@ -117,7 +117,7 @@ def test_the_clip_fraction_is_watched_for_ratios_of_tokens(ratio: str, tmp_path:
     assert [each.sign for each in actual[-1]] == (["clip fraction"] if ratio == "token" else [])
 
 
-def test_which_steps_may_be_the_best() -> None:
+def test_steps_that_can_be_the_best() -> None:
     judged, single = (Guard("stop", has_judge=has_judge, kl_budget=10.0) for has_judge in (True, False))
     assert judged.best_metric == "gold_score" and single.best_metric == "eval_score"
     assert judged.may_be_best({"kl": 99.0}, [LARGE])
@@ -131,7 +131,7 @@ def begin(folder: Path, **keys: Any) -> tuple[StageRun, Any]:
 
 
 def trained(stage: StageRun, engine: Any) -> None:
-    """Three steps; the second is the best."""
+    """Run three steps, of which the second is the best."""
     stage.restore()
     for step in (1, 2, 3):
         stage.note_best(step, "gold_score", [0, 0.5, 0.9, 0.4][step], higher=True)
@@ -147,7 +147,7 @@ def trained(stage: StageRun, engine: Any) -> None:
         ("stop", [LARGE], 0, "stops"),
         ("rollback", [LARGE], 0, "returns"),
         ("rollback", [LARGE], 1, "returns"),
-        ("rollback", [LARGE], 2, "stops"),  # a third time does not help
+        ("rollback", [LARGE], 2, "stops"),  # the limit is two rollbacks
         ("rollback", [LARGE, CUT], 0, "stops"),  # a smaller learning rate does not make answers longer
     ],
 )

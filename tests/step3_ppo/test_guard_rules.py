@@ -14,7 +14,7 @@ HEALTHY = {
 
 
 def rows(count: int = 12, first: dict[str, float] | None = None, **last: Any) -> list[dict[str, float]]:
-    """A first rollout and four last ones; `last` has a value, or the values of the last rollouts."""
+    """Return a first and four last rollouts. `last` has one value for all last rollouts, or a list of their values."""
     made = [{**HEALTHY, **(first or {}), "step": 1.0}]
     for number in range(4):
         of_last = {name: value[number] if isinstance(value, list) else value for name, value in last.items()}
@@ -58,7 +58,7 @@ def test_each_rule_has_its_limit(sign: str, below: dict[str, Any], above: dict[s
     assert finding.sign == sign and finding.lr_helps == (sign != "length")
 
 
-def test_answers_that_are_cut_from_the_start() -> None:
+def test_answers_that_are_truncated_from_the_start() -> None:
     (actual,) = check_rollouts(rows(first={"eos_rate": 0.3}, eos_rate=[1.0, 0.3, 0.4, 0.5]))
     assert actual.sign == "finished answers" and not actual.lr_helps
     assert "only 40% of the answers end within rollout.max_new_tokens (30% in the first rollout)" in actual.sentence
@@ -70,15 +70,15 @@ def test_few_answers_and_missing_metrics_give_no_findings() -> None:
     bare = [{"step": row["step"], "answers": 64.0, "response_length": 10.0, "eos_rate": 0.9} for row in rows()]
     assert check_rollouts(bare) == []
     assert check_rollouts(rows(clip_fraction=math.nan)) == []
-    assert check_rollouts(rows(count=9, explained_variance=-2.0)) == []  # the critic has just begun
+    assert check_rollouts(rows(count=9, explained_variance=-2.0)) == []  # the critic has trained for too few steps
 
 
 def test_a_reward_against_the_judge() -> None:
-    """With 103 answers the limit is tanh(3.090 * sqrt(1.06 / 100)) = tanh(0.3181) = 0.3078 below 0."""
+    """With 103 answers, the limit is -tanh(3.090 * sqrt(1.06 / 100)) = -tanh(0.3181) = -0.3078."""
     gold = [float(i) for i in range(103)]
 
     def correlated(swapped: int) -> Grades:
-        """The first `swapped` ranks reversed: 1 - 6 sum d^2 / (n (n^2 - 1)), sum d^2 = (s^3 - s) / 3."""
+        """Reverse the first s = `swapped` ranks: 1 - 6 sum d^2 / (n (n^2 - 1)), sum d^2 = (s^3 - s) / 3."""
         return Grades([*gold[:swapped][::-1], *gold[swapped:]], gold)
 
     def by_hand(swapped: int) -> float:

@@ -1,4 +1,4 @@
-"""The figures of a rollout by hand: padding never counts."""
+"""The metrics of a rollout by hand. Padding does not count."""
 
 import math
 import statistics
@@ -12,13 +12,13 @@ from engine.parallel.collectives import SentBytes
 from pipeline.config.stage_sections import PpoSection
 from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, mean_metrics, rollout_metrics
 from step3_ppo.rollout import Rollout
-from tests.step3_ppo.made import advantages_of, rollout_of
+from tests.step3_ppo.example_rollouts import advantages_of, rollout_of
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
 
 
 def dirty(rollout: Rollout) -> Rollout:
-    """The same with junk behind the ends of answers."""
+    """Return the rollout with junk after the ends of the answers."""
     tables = {
         name: torch.where(rollout.response_mask, getattr(rollout, name), torch.tensor(junk))
         for name, junk in (("logprobs", 3.3), ("reference", -1.1), ("values", 8.0))
@@ -71,7 +71,7 @@ def test_rollout_metrics() -> None:
     assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask).item()
 
 
-def test_a_generator_that_is_not_the_model_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_generator_that_differs_from_the_model_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     log_generator_gap(0.0099)
     assert not caplog.records
     log_generator_gap(0.0123)
@@ -83,7 +83,7 @@ def test_a_sequences_kl_is_a_sum_over_its_tokens_only() -> None:
     assert kl(dirty(rollout)) == pytest.approx(kl(rollout), rel=1e-6)
     logprobs, reference = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), torch.tensor([[-1.5, -2.5], [-1.0, 0.0]])
     two = replace(rollout_of([1, 1], [2, 1]), logprobs=logprobs, reference=reference)
-    assert kl(two) == pytest.approx((1.0 - 2.0) / 2)  # negative is possible
+    assert kl(two) == pytest.approx((1.0 - 2.0) / 2)  # the estimate can be negative
 
 
 def test_explained_variance() -> None:
@@ -97,7 +97,7 @@ def test_explained_variance() -> None:
     assert explained_variance(returns + 7, returns, mask).item() == pytest.approx(1.0)  # a constant error explains all
     assert explained_variance(torch.zeros(2, 3), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
     assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
-    assert explained_variance(values, torch.ones(2, 3), mask).item() == 0.0  # nothing to explain
+    assert explained_variance(values, torch.ones(2, 3), mask).item() == 0.0  # the returns have no variance
 
 
 def test_means_over_the_steps_of_a_rollout() -> None:
@@ -109,7 +109,7 @@ def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxim
     return Update(loss, sums, maxima, norm, lr, skipped=False, sent=SentBytes())
 
 
-def test_learned_figures() -> None:
+def test_update_metrics() -> None:
     learned = UpdateMetrics()
     for tokens, ratio, largest in ((10, 10.0, 0.1), (30, 33.0, 0.5)):
         sums = {"ratio": ratio, "entropy": 60.0}

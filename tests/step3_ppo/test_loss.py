@@ -1,4 +1,4 @@
-"""The clipped losses token by token in float64, their gradients, and what they count."""
+"""PPO's clipped losses token by token in float64, with their gradients and metrics."""
 
 import math
 import random
@@ -28,7 +28,7 @@ def made(seed: int, scale: float, shift: float = 0.0) -> list[float]:
 def policy_by_hand(
     new: list[float], old: list[float], advantages: list[float], clip: float, dual: float | None, high: float
 ):
-    """(loss, clipped tokens, approximate KL, sum of ratios) by cases, not by a maximum of two tensors."""
+    """Return (loss, clipped tokens, approximate KL, sum of ratios) by cases instead of a maximum of two tensors."""
     loss = kl = ratios = 0.0
     clipped = 0
     for a, b, advantage in zip(new, old, advantages, strict=True):
@@ -68,7 +68,7 @@ def test_policy_loss(clip: float, dual: float | None, high: float | None) -> Non
 
 
 def test_policy_gradient_by_cases() -> None:
-    """d loss / d logprob is -A r where the ratio counts, and nothing where it is held."""
+    """d loss / d logprob is -A r for unclipped ratios and 0 for clipped ratios."""
     old, advantages = made(1, 0.5, -2), made(2, 1.5)
     new = torch.tensor([b + d for b, d in zip(old, made(3, 0.8), strict=True)], requires_grad=True)
     loss, _ = policy_loss(new, torch.tensor(old), torch.tensor(advantages), clip=0.2, dual_clip=3.0)
@@ -79,7 +79,7 @@ def test_policy_gradient_by_cases() -> None:
         assert gradient == pytest.approx(0.0 if held else -advantage * ratio, rel=1e-4, abs=1e-9)
 
 
-def test_at_the_old_policy_it_is_the_policy_gradient() -> None:
+def test_at_the_old_policy_the_gradient_is_the_policy_gradient() -> None:
     logprobs, advantages = torch.tensor(made(4, 1, -2), requires_grad=True), torch.tensor(made(5, 1))
     loss, sums = policy_loss(logprobs, logprobs.detach(), advantages, clip=0.2, dual_clip=3.0)
     loss.backward()
@@ -94,8 +94,8 @@ def test_ratios_stay_finite() -> None:
     assert loss.item() == 3.0 and math.isfinite(float(sums["approx_kl"]))
 
 
-def test_importance_weights_are_cut_at_the_cap_and_constant() -> None:
-    """min(pi_old / pi_generator, cap), times a token's loss."""
+def test_importance_weights_are_capped_and_have_no_gradient() -> None:
+    """Each token's loss is multiplied by min(pi_old / pi_generator, cap)."""
     old, generator, cap = made(9, 0.7, -2), made(10, 0.7, -2), 1.5
     ratios = [math.exp(a - b) for a, b in zip(old, generator, strict=True)]
     logprobs = torch.tensor(old, requires_grad=True)
@@ -122,7 +122,7 @@ def test_log_ratios_of_sequences_by_hand() -> None:
 
 
 def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
-    """GSPO: 1/G sum of -min(s A, clip(s) A) with the geometric mean s of an answer's ratios, and its gradient."""
+    """GSPO: 1/G sum of -min(s A, clip(s) A) with the geometric mean s of the ratios of an answer, and its gradient."""
     new = torch.tensor([-1.0, -2.0, -0.5, -1.0, -1.0, -3.0], requires_grad=True)
     old = torch.tensor([-1.1, -2.3, -0.7, -2.0, -1.0, -2.8])
     advantages = [1.5, 2.0, -1.0]
@@ -136,7 +136,7 @@ def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
     )
     expected = -sum(a * s for a, s in zip(advantages, held, strict=True)) / 3
     assert loss.item() / 6 == pytest.approx(expected, rel=1e-5)
-    assert float(sums["clip_fraction"]) == 1.0  # the one token of the clipped answer
+    assert float(sums["clip_fraction"]) == 1.0  # the single token of the clipped answer
     (loss / 6).backward()
     gradient = [-1.5 * ratios[0] / 9] * 3 + [0.0] + [1.0 * ratios[2] / 6] * 2  # -A s / (G |y|)
     assert new.grad.tolist() == pytest.approx(gradient, rel=1e-4, abs=1e-9)
@@ -152,7 +152,7 @@ def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
     ],
 )
 def test_importance_weights_by_hand(kind: str, expected: list[float]) -> None:
-    """Ratios 1.5, 0.5, 4 (product 3), 0.5, and 0.5, 3.5 (product 1.75), cut at 2."""
+    """Ratios 1.5, 0.5, 4 (product 3), 0.5, and 0.5, 3.5 (product 1.75), with the cap 2."""
     generator = torch.full((6,), -3.0)
     old = generator + torch.tensor([1.5, 0.5, 4.0, 0.5, 0.5, 3.5]).log()
     weights, sums = importance_of(kind, LENGTHS)(old, generator, 2.0)
@@ -186,11 +186,11 @@ def test_a_value_clipped_away_from_its_return_gets_no_gradient() -> None:
     values = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
     loss, _ = value_loss(values, torch.zeros(3), torch.tensor([2.0, -2.0, 2.0]), clip=0.2)
     loss.backward()
-    # The first would come nearer but is held at 0.2; the second is on the wrong side, the third moved little.
+    # The first value is clipped at 0.2, the second moved away from its return, and the third moved little.
     torch.testing.assert_close(values.grad, torch.tensor([0.0, 3.0, -1.9]))
 
 
-def test_no_tokens_are_no_loss_but_still_a_graph() -> None:
+def test_without_tokens_the_loss_is_zero_with_a_graph() -> None:
     empty = torch.zeros(0, requires_grad=True)
     policy, _ = policy_loss(empty, empty.detach(), empty.detach(), clip=0.2, dual_clip=3.0)
     value, _ = value_loss(empty, empty.detach(), empty.detach(), clip=0.2)

@@ -1,4 +1,4 @@
-"""A first ratio that is not 1 stops the run and names what is wrong."""
+"""A first ratio other than 1 stops the run, and the error names the cause."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ from step3_ppo.rollout import Rollout, collect
 from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import RATIO_TOLERANCE, check_first_ratio, means, minibatches, update_policy
 from tests.pipeline.models.tiny import classifier, config_of, language_model
-from tests.step3_ppo.made import advantages_of, models_in, rollout_of, saved_models
+from tests.step3_ppo.example_rollouts import advantages_of, models_in, rollout_of, saved_models
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
 
@@ -28,7 +28,7 @@ def scored(models: Models, temperature: float) -> Rollout:
 
 
 def first_deviation(models: Models, rollout: Rollout, temperature: float) -> float:
-    """What the loop measures: the mean |ratio - 1| of the first minibatch."""
+    """Return the value that the training loop measures: the mean |ratio - 1| of the first minibatch."""
     section = PpoSection()
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=30)
     targets = advantages_of(rollout, section, kl_coef=0.1)
@@ -42,7 +42,7 @@ def check(models: Models, rollout: Rollout, deviation: float, temperature: float
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_an_honest_rollout_passes(temperature: float, tmp_path: Path) -> None:
+def test_a_correct_rollout_passes(temperature: float, tmp_path: Path) -> None:
     saved_models(tmp_path)
     models = models_in(tmp_path)
     rollout = scored(models, temperature)
@@ -57,7 +57,7 @@ def test_dropout(family: str, tmp_path: Path) -> None:
     rates = {"resid_pdrop": 0.1, "attn_pdrop": 0.1} if family == "gpt2" else {"attention_dropout": 0.1}
     language_model(config_of(family, **rates)).save_pretrained(tmp_path / "actor")
     classifier(config_of(family)).save_pretrained(tmp_path / "reward")
-    quiet = models_in(tmp_path)  # the engine's own default turns dropout off
+    quiet = models_in(tmp_path)  # the engine disables dropout by default
     assert first_deviation(quiet, scored(quiet, 1.0), 1.0) < 1e-5
     models = models_in(tmp_path, dropout=0.1)
     rollout = scored(models, 1.0)
@@ -95,7 +95,7 @@ def test_the_check_comes_before_the_step(tmp_path: Path) -> None:
 
 
 def leaking(module: torch.nn.Module) -> Callable[[], None]:
-    """Let every token see the whole row, padding included."""
+    """Make every token attend to the full row, including padding."""
     embedding = module.get_submodule("lm.model.embed_tokens")
     handle = embedding.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
     return handle.remove
@@ -107,21 +107,22 @@ def test_padding(tmp_path: Path) -> None:
     leaking(models.actor.module)
     made = rollout_of(PROMPTS, RESPONSES)
     drawn = [Generation(r, [0.0] * len(r), True) for r in made.responses]
-    rollout = collect(models, made.prompts, drawn, temperature=1.0, pad_id=0, budget=1)  # each alone
+    # One sequence in each micro-batch.
+    rollout = collect(models, made.prompts, drawn, temperature=1.0, pad_id=0, budget=1)
     deviation = first_deviation(models, rollout, 1.0)
     assert deviation > RATIO_TOLERANCE["fp32"]
     with pytest.raises(UserError, match="Likely cause: padding"):
         check(models, rollout, deviation)
 
 
-def test_what_is_none_of_these_is_the_precision(tmp_path: Path) -> None:
+def test_other_deviations_are_attributed_to_the_precision(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models = models_in(tmp_path)
     with pytest.raises(UserError, match=r"Likely cause: dtype\. .*engine\.dtype=fp32"):
         check(models, scored(models, 1.0), 0.01)
 
 
-def test_the_tolerance_is_the_users_or_the_precisions(tmp_path: Path) -> None:
+def test_the_tolerance_depends_on_key_or_precision(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models = models_in(tmp_path)
     rollout = scored(models, 1.0)

@@ -1,4 +1,4 @@
-"""Without a weight on the KL nobody asks the reference, and nothing but its figures is missing."""
+"""Without a KL coefficient there is no reference model. Only its metrics are missing."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from step3_ppo.log import rollout_metrics
-from tests.step3_ppo.made import learn
+from tests.step3_ppo.example_rollouts import learn
 from tests.step3_ppo.test_stage import ppo_of, run_folder, weights
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -19,7 +19,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], list[torch.Tensor]]:
-    """The engines there are, the figures of a step, the actor after it."""
+    """Return the engines, the metrics of a step, and the actor's parameters after it."""
     ppo, stage = ppo_of(folder, kl_coef=0.0, guard="off", update_epochs=2, **keys)
     rollout = ppo.collect(1, stage)
     targets = ppo.compute_advantages(rollout)
@@ -28,7 +28,7 @@ def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], lis
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_weight_of_zero_asks_no_reference_and_learns_the_same(way: str, tmp_path: Path) -> None:
+def test_without_kl_coefficient_training_needs_no_reference(way: str, tmp_path: Path) -> None:
     run_folder(tmp_path)
     asked, watched, with_it = one_step(tmp_path, reference=True, **WAYS[way])
     there, figures, without = one_step(tmp_path, **WAYS[way])
@@ -38,7 +38,7 @@ def test_a_weight_of_zero_asks_no_reference_and_learns_the_same(way: str, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
 
 
-def test_adapters_are_their_own_reference_where_the_kl_counts(tmp_path: Path) -> None:
+def test_the_reference_of_adapters_is_the_base_model(tmp_path: Path) -> None:
     run_folder(tmp_path)
     for kl_coef in (0.05, 0.0):
         ppo, stage = ppo_of(tmp_path, kl_coef=kl_coef, guard="off", lora={"rank": 2})

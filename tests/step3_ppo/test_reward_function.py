@@ -1,4 +1,4 @@
-"""PPO by a function: alone without a reward model, beside one, over ranks, and on held-out prompts."""
+"""PPO with a reward function: without and with a reward model, on two ranks, and on held-out prompts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,10 @@ from step3_ppo.models import build_models, load_models
 from step3_ppo.rollout import weighted_sum
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
-from tests.step3_ppo.made import learn
+from tests.step3_ppo.example_rollouts import learn
 from tests.step3_ppo.test_stage import config, prompts, run_folder, weights
 
-# Of text and row; counts its calls, and raises for a row that says so.
+# A score of text and row, which counts its calls and raises for rows with "bad".
 TEXT = """
 calls = 0
 
@@ -52,11 +52,11 @@ def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
 
 
 def numbers_of(ppo: Ppo, actual: Any) -> list[int]:
-    """The rows that a rollout's prompts come from."""
+    """Return the row numbers of a rollout's prompts."""
     return [ppo.prompts.index(prompt) for prompt in actual.prompts]
 
 
-def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_zeros(tmp_path: Path) -> None:
+def test_without_a_reward_model_the_critic_starts_from_the_actor_with_a_zero_head(tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path)
     models = ppo.models
@@ -70,10 +70,11 @@ def test_without_a_reward_model_the_critic_begins_as_the_actor_with_a_head_of_ze
     before = weights(models.critic)
     learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
     assert all(not torch.equal(a, b) for a, b in zip(before, weights(models.critic), strict=True))
-    assert models.actor.module.lm.config.architectures == ["LlamaForCausalLM"]  # the critic's head left it alone
+    # Building the critic's head must not change the actor's configuration.
+    assert models.actor.module.lm.config.architectures == ["LlamaForCausalLM"]
 
 
-def test_a_function_alone_gives_the_score(tmp_path: Path) -> None:
+def test_without_a_reward_model_the_function_gives_the_score(tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2, reward_threads=2)
     assert ppo.models.function is not None and ppo.models.function.threads == 2
@@ -87,7 +88,7 @@ def test_a_function_alone_gives_the_score(tmp_path: Path) -> None:
     assert "function_score" not in rollout_metrics(rollout, ppo.compute_advantages(rollout))
 
 
-def test_beside_a_reward_model_the_two_are_added(tmp_path: Path) -> None:
+def test_scores_of_reward_model_and_function_are_added(tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, reward_model=True)
     rollout = ppo.collect(1, stage)
@@ -145,7 +146,7 @@ def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reward_model", [False, True])
-def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_path: Path) -> None:
+def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_path: Path) -> None:
     run_folder(tmp_path)
     made = setting(tmp_path, reward_model=reward_model)
     sources = load_models(made, tmp_path)
@@ -170,20 +171,21 @@ def test_held_out_answers_are_scored_by_the_same_total(reward_model: bool, tmp_p
 
 
 def one_rollout(folder: Path) -> dict[str, Any]:
-    """A rollout with its update, the calls this rank made for it, and what a call that fails says."""
+    """Run a rollout and its update. Return the results, this rank's calls, and the error of a failing call."""
     torch.set_num_threads(1)
     ppo, stage = ppo_of(folder)
     rollout = ppo.collect(1, stage)
     assert ppo.models.function is not None
     called = ppo.models.function.call.__globals__["calls"]
     learned = learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
-    ppo.rows = [{"number": 0, "bad": number == numbers_of(ppo, rollout)[1]} for number in range(12)]  # rank 1's of two
+    # This row is on rank 1.
+    ppo.rows = [{"number": 0, "bad": number == numbers_of(ppo, rollout)[1]} for number in range(12)]
     with pytest.raises(SharedError) as caught:
         ppo.collect(1, stage)
     return {"rollout": rollout, "calls": called, "learned": learned, "said": str(caught.value)}
 
 
-def test_two_ranks_share_the_calls_and_score_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_divide_the_calls_and_score_like_one_rank(tmp_path: Path) -> None:
     run_folder(tmp_path)
     single = one_rollout(tmp_path)
     several = run_ranks(one_rollout, 2, tmp_path)

@@ -20,7 +20,7 @@ from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.pipeline.models.tiny import frozen, source_in
 from tests.ranks import run_ranks
-from tests.step3_ppo.made import advantages_of, models_in, rollout_of, saved_models
+from tests.step3_ppo.example_rollouts import advantages_of, models_in, rollout_of, saved_models
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4, 2, 7], [4, 1, 6, 2, 5, 3, 2]
 SAMPLING = Sampling(max_new_tokens=6, end_ids=(5, 6), pad_id=0, seed=3)

@@ -1,4 +1,4 @@
-"""Kept answers: what is told of each is what its tokens add up to."""
+"""The rollout log: the figures of each answer are the sums over its tokens."""
 
 import json
 import math
@@ -12,17 +12,17 @@ import torch
 from pipeline.config.stage_sections import PpoSection
 from pipeline.tracking import metrics
 from step3_ppo.log import ROLLOUTS, write_rollout_log
-from tests.step3_ppo.made import advantages_of, rollout_of
+from tests.step3_ppo.example_rollouts import advantages_of, rollout_of
 
 PROMPTS, RESPONSES = [3, 6, 2], [4, 1, 6]
 
 
 def text(ids: list[int]) -> str:
-    """With a sign in it that ends a line for Python, and none in a file of JSON lines."""
+    """Return text with a character that ends a line for str.splitlines but not in JSON Lines."""
     return "\u2028".join(map(str, ids))
 
 
-def test_kept_answers_add_up_and_go_with_their_step(tmp_path: Path) -> None:
+def test_logged_answers_have_their_sums_and_their_step(tmp_path: Path) -> None:
     made = rollout_of(PROMPTS, RESPONSES)
     rollout = replace(made, function=torch.tensor([1.0, 2.0, 3.0]))
     targets = advantages_of(rollout, PpoSection(missing_end_penalty=0.7), kl_coef=0.13)

@@ -1,4 +1,4 @@
-"""What PPO starts from, its loop on tiny models, and its held-out answers."""
+"""The PPO stage: its starting models, its training loop on tiny models, and its evaluation."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ from step3_ppo.rollout import collect
 from step3_ppo.setup import Ppo
 from step3_ppo.update import PtxMix
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
-from tests.step3_ppo.made import learn
+from tests.step3_ppo.example_rollouts import learn
 
 VOCABULARY = 288
 
@@ -57,7 +57,7 @@ def config(folder: Path, quantize: Any = "none", **ppo: Any) -> RunConfig:
 
 
 def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward: Any = None) -> None:
-    """A run with finished stages sft and reward."""
+    """Write a run with finished stages sft and reward."""
     changes = {"vocab_size": VOCABULARY}
     language_model(config_of(family, **changes)).save_pretrained(folder / "a")
     classifier(config_of("llama", **changes)).save_pretrained(folder / "r")
@@ -68,7 +68,7 @@ def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward
     export_scorer(engine, scorer, reward or tokenizer(), folder / "reward" / "model", extra=extra)
 
 
-def test_a_missing_model_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_model_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="actor"):
         stage_inputs(config(tmp_path), tmp_path, "ppo")
     with pytest.raises(UserError, match=r"no finished sft stage.* set actor=FOLDER"):
@@ -83,7 +83,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         load_models(config(tmp_path), tmp_path)
 
 
-def test_models_in_each_others_place_are_refused(tmp_path: Path) -> None:
+def test_exchanged_models_are_refused(tmp_path: Path) -> None:
     run_folder(tmp_path)
     swapped = config(tmp_path).model_copy(update={"actor": str(tmp_path / "reward")})
     with pytest.raises(UserError, match="not a language model"):
@@ -94,7 +94,7 @@ def test_models_in_each_others_place_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gpt2"])
-def test_actor_and_reference_begin_as_the_same_policy(family: str, tmp_path: Path) -> None:
+def test_actor_and_reference_start_as_the_same_policy(family: str, tmp_path: Path) -> None:
     run_folder(tmp_path, family)
     made = config(tmp_path, reference_engine={"zero_stage": 3})
     models = build_models(made, load_models(made, tmp_path), actor_steps=2, critic_steps=2)
@@ -123,7 +123,7 @@ def weights(engine: Any) -> list[torch.Tensor]:
     return [dtensors.full_tensor(p.detach()).clone() for p in engine.module.parameters()]
 
 
-def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None:
+def test_the_loop_starts_on_policy_and_trains_both_models(tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, update_epochs=2, minibatches=2, critic_warmup=1, micro_batch_tokens=100)
     assert ppo.steps == 2
@@ -132,10 +132,10 @@ def test_the_loop_begins_on_policy_and_moves_both_models(tmp_path: Path) -> None
         rollout = ppo.collect(step, stage)
         assert len(rollout) == 6 and ppo.kl.coef == 0.05
         if step == 1:
-            assert torch.equal(rollout.logprobs, rollout.reference)  # KL 0: nothing has been learned yet
+            assert torch.equal(rollout.logprobs, rollout.reference)  # the KL is 0 before the first update
         learned = learn(ppo, step, rollout, ppo.compute_advantages(rollout), stage.budget)
         moved = [not torch.equal(a, b) for a, b in zip(actor, weights(ppo.models.actor), strict=True)]
-        if step == 1:  # only the critic learns
+        if step == 1:  # only the critic is trained
             assert not any(moved) and "first_ratio" not in learned and learned["lr"] == 0.0
             assert not all(torch.equal(a, b) for a, b in zip(critic, weights(ppo.models.critic), strict=True))
         else:
@@ -176,7 +176,7 @@ def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(tmp_path: Path
 
 
 def distillation(folder: Path) -> RunConfig:
-    """PPO that learns from the model in `folder`/teacher, without a reward."""
+    """Return a configuration of PPO that distils the model in `folder`/teacher without a reward."""
     section = {"advantage": "distill", "reward_model": False, "kl_coef": 0.0, "update_epochs": 1, "epochs": 6.0}
     made = config(folder, **section, batch_size=12, samples=4, lr=0.02)
     return made.model_copy(update={"reward_path": None, "teacher": str(folder / "teacher")})
@@ -242,7 +242,7 @@ def test_the_missing_end_costs_standard_deviations_of_the_score(tmp_path: Path) 
 
 
 def test_a_rollout_without_finished_answers_takes_no_optimizer_step(tmp_path: Path) -> None:
-    """After a first update, momentum would move the parameters also with a gradient of 0."""
+    """After a first update, momentum would change the parameters even with a zero gradient."""
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, unfinished="mask", minibatches=2, update_epochs=1)
     rollout = ppo.collect(1, stage)
@@ -262,7 +262,7 @@ def test_a_rollout_without_finished_answers_takes_no_optimizer_step(tmp_path: Pa
 
 
 def forwards(engine: Any) -> list[bool]:
-    """Of each forward to come, whether it is made for a gradient."""
+    """Return a list to which each later forward appends whether it has a gradient."""
     seen: list[bool] = []
     engine.module.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     return seen
@@ -270,14 +270,14 @@ def forwards(engine: Any) -> list[bool]:
 
 @pytest.mark.parametrize(("budget", "ptx_coef"), [(1000, 0.0), (40, 0.0), (1000, 0.1)])
 def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef: float, tmp_path: Path) -> None:
-    """The same figures and weights; scoring has no forwards of its own but for the first rollout's comparison."""
+    """Metrics and weights are equal. With sharing, only the check of the first rollout makes separate forwards."""
     run_folder(tmp_path)
     results = []
     for shared in (False, True):
         ppo, stage = ppo_of(
             tmp_path, update_epochs=2, critic_warmup=1, micro_batch_tokens=budget, shared_forward=shared, epochs=2.0
         )
-        ppo.models.actor.flip.parity_check_every = 0  # it scores, too
+        ppo.models.actor.flip.parity_check_every = 0  # the parity check makes forwards, too
         if ptx_coef:
             text = TokenItem(np.arange(5, 12), np.ones(7, dtype=bool))
             ppo.ptx = PtxMix([text], ptx_coef, size=1, budget=budget, pad_id=0, seed=1)
@@ -288,7 +288,7 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
             figures.append(learn(ppo, step, rollout, ppo.compute_advantages(rollout), stage.budget))
             many = len(rollout.batches)
             assert many == 1 if budget == 1000 else many > 2
-            mine = shared and step > 1 and not ptx_coef  # the actor's own
+            mine = shared and step > 1 and not ptx_coef  # the shared forwards of the actor
             trains = 2 * (many + bool(ptx_coef)) if step > 1 else 0
             assert actor.count(False) == (0 if mine and step > 2 else many) and actor.count(True) == trains
             assert critic.count(False) == (0 if shared else many) and critic.count(True) == 2 * many
@@ -300,8 +300,10 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(expected, got, strict=True))
 
 
-def test_dropout_that_is_left_on_is_found_where_forwards_are_shared(tmp_path: Path) -> None:
-    """Then old and new probabilities are equal whatever was drawn: the start holds them against a forward without."""
+def test_dropout_in_shared_forwards_is_detected(tmp_path: Path) -> None:
+    """With shared forwards, old and new probabilities are equal even with dropout. The stage compares them with a
+    forward without dropout in the first rollout.
+    """
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, shared_forward=True)
     hidden = ppo.models.actor.module.get_submodule("lm.model.embed_tokens")
@@ -312,7 +314,7 @@ def test_dropout_that_is_left_on_is_found_where_forwards_are_shared(tmp_path: Pa
 
 @pytest.mark.parametrize("budget", [1000, 80])
 def test_a_dry_run_of_the_longest_answers_changes_nothing(budget: int, tmp_path: Path) -> None:
-    """Both models see the longest prompts with whole answers, as many as a step and a micro-batch take."""
+    """Both models run the longest prompts with complete answers, in the numbers of a step and a micro-batch."""
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, minibatches=2, samples=2, advantage="gae", micro_batch_tokens=budget)
     engines = (ppo.models.actor, ppo.models.critic)
@@ -332,7 +334,7 @@ def test_a_dry_run_of_the_longest_answers_changes_nothing(budget: int, tmp_path:
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "grpo"])
-def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp_path: Path) -> None:
+def test_without_a_critic_answers_to_a_prompt_are_adjacent(advantage: str, tmp_path: Path) -> None:
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, batch_size=4, samples=3, advantage=advantage, kl_coef=0.1)
     assert ppo.models.critic is None and set(ppo.models.engines) == {"actor", "reference", "reward"}
@@ -341,7 +343,8 @@ def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp
     assert len(rollout) == 12 and rollout.values is None
     for first in range(0, 12, 3):
         assert rollout.prompts[first] == rollout.prompts[first + 1] == rollout.prompts[first + 2]
-        assert len({tuple(response) for response in rollout.responses[first : first + 3]}) > 1  # noise of its own each
+        # Each answer has its own random numbers.
+        assert len({tuple(response) for response in rollout.responses[first : first + 3]}) > 1
     targets = ppo.compute_advantages(rollout)
     assert targets.advantages[:, 0].view(4, 3).sum(1).abs().max() < 1e-4
     learned = learn(ppo, 1, rollout, targets, stage.budget)
@@ -352,7 +355,7 @@ def test_without_a_critic_answers_to_a_prompt_are_neighbours(advantage: str, tmp
 
 
 def test_prompts_whose_answers_score_the_same_are_replaced(tmp_path: Path) -> None:
-    """Scores clipped to their sign leave groups without a preference; another process chooses the same prompts."""
+    """Scores clipped to their sign give uniform groups. Another process chooses the same replacement prompts."""
     run_folder(tmp_path)
     keys: dict[str, Any] = {"batch_size": 4, "samples": 2, "advantage": "grpo", "missing_end_penalty": 0.0}
     keys |= {"score_clip": 1e-9, "kl_coef": 0.0}
@@ -396,7 +399,7 @@ def test_masked_answers_do_not_change_the_policy(tmp_path: Path) -> None:
 
 
 def test_evaluations_are_of_the_averaged_weights(tmp_path: Path) -> None:
-    """The weights that are exported: their curve, and not that of the last weights."""
+    """The averaged weights are exported, so they are evaluated instead of the last weights."""
     run_folder(tmp_path)
     ppo, stage = ppo_of(tmp_path, ema=0.5)
     rollout = ppo.collect(1, stage)
@@ -428,7 +431,7 @@ def prompts() -> list[Prompt]:
     return [Prompt((Message("user", text),), "made") for text in ("some words", "more", "and some more words")]
 
 
-def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path) -> None:
+def test_held_out_scores_subtract_the_reference_level(tmp_path: Path) -> None:
     run_folder(tmp_path)
     made = config(tmp_path)
     sources = load_models(made, tmp_path)
@@ -443,7 +446,7 @@ def test_held_out_answers_are_scored_at_their_end_less_the_level(tmp_path: Path)
         assert score == pytest.approx(expected, abs=3e-5)
     assert judged.gold is None and judged.metrics == {"eval_score": pytest.approx(sum(judged.scores) / 3)}
     first, second = evaluator.evaluate(models.actor), evaluator.evaluate(models.actor)
-    assert first == second and len(first[1.0].answers) == 3  # the same noise each time
+    assert first == second and len(first[1.0].answers) == 3  # the random numbers are the same each time
     assert first[0.0].answers != first[1.0].answers
     scores = {"eval_score": first[1.0].metrics["eval_score"], "eval_score_at_0": first[0.0].metrics["eval_score"]}
     assert metrics_of(first) == scores
@@ -469,7 +472,7 @@ def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(tmp_pa
     assert build_evaluator(*setting, (1.0,), budget=64, keep=True).evaluate_best(models.actor) == {}
 
 
-def test_earlier_answers_are_all_or_nothing(tmp_path: Path) -> None:
+def test_earlier_answers_are_complete_or_ignored(tmp_path: Path) -> None:
     made = prompts()
     samples = [Sample(prompt.messages, {"base": f"a{i}"}, temperature=0.5) for i, prompt in enumerate(made)]
     write_samples(tmp_path / "samples.jsonl", samples)

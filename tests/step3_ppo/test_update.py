@@ -1,4 +1,4 @@
-"""Targets and updates on a small made rollout, against loops by hand in float64."""
+"""Advantages and updates on a small random rollout, against loops by hand in float64."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from step3_ppo.rollout import Rollout
 from step3_ppo.setup import policy_loss_settings, reward_shaping
 from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy
 from tests.host_syncs import HostSyncCounter
-from tests.step3_ppo.made import Table, advantages_of, close, models_in, rollout_of, saved_models
+from tests.step3_ppo.example_rollouts import Table, advantages_of, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
 from tests.step3_ppo.test_loss import policy_by_hand, value_by_hand
 
@@ -26,7 +26,7 @@ PROMPTS, RESPONSES = [3, 6, 2, 5, 4], [4, 1, 6, 2, 5]
 
 
 def rows_of(values: torch.Tensor, rollout: Rollout) -> Table:
-    """(B, R) as ragged lists of float64."""
+    """Return (B, R) as ragged lists of float64."""
     return [row[: len(r)] for row, r in zip(values.double().tolist(), rollout.responses, strict=True)]
 
 
@@ -41,7 +41,7 @@ def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None, *, toke
 
 
 @pytest.mark.parametrize(("penalty", "clip", "token"), [(0.0, None, 0.0), (1.0, None, 0.25), (1.5, 0.8, 0.0)])
-def test_answers_earn_their_clipped_score_less_the_penalties(penalty: float, clip: float | None, token: float) -> None:
+def test_rewards_are_clipped_scores_minus_penalties(penalty: float, clip: float | None, token: float) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(missing_end_penalty=penalty, score_clip=clip, length_penalty=token, length_free=2)
     lengths = rollout.response_mask.sum(1)
@@ -92,12 +92,12 @@ def test_targets_without_a_critic(advantage: str, kl_in: str | None, divide: boo
     close(actual.advantages, [[a] * len(row) for a, row in zip(above, rollout.responses, strict=True)])
     assert actual.rewards.sum(1).tolist() == pytest.approx(earned, abs=1e-5)
     assert actual.returns is None
-    assert reward_shaping(section).kl_in_reward == in_reward  # where the KL counts: above, or in the loss
+    assert reward_shaping(section).kl_in_reward == in_reward  # the KL counts either in the reward or in the loss
 
 
-def test_reinforce_whitens_what_was_earned_from_a_token_on() -> None:
+def test_reinforce_whitens_the_rewards_to_go() -> None:
     rollout = dataclasses.replace(rollout_of(PROMPTS, RESPONSES), values=None)
-    section = PpoSection(advantage="reinforce", gamma=0.9, lam=0.5, kl_estimator="k2")  # lam is the critic's alone
+    section = PpoSection(advantage="reinforce", gamma=0.9, lam=0.5, kl_estimator="k2")  # only a critic uses lam
     actual = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     kl = [[0.5 * (a - b) ** 2 for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
@@ -122,7 +122,7 @@ def test_reinforce_with_a_group_baseline_is_whitened_over_the_rollout() -> None:
 
 
 def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
-    """Then returns and advantages know nothing of it, and the policy's loss has all of it."""
+    """Then returns and advantages do not contain the KL, and the policy loss contains all of it."""
     rollout, plain = rollout_of(PROMPTS, RESPONSES), PpoSection()
     actual = advantages_of(rollout, PpoSection(kl_in="loss"), kl_coef=0.13)
     without = advantages_of(rollout, plain, kl_coef=0.0)
@@ -130,7 +130,7 @@ def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
     assert not torch.equal(actual.advantages, advantages_of(rollout, plain, kl_coef=0.13).advantages)
 
 
-def test_prompts_whose_answers_score_alike_are_counted() -> None:
+def test_prompts_with_equal_scores_are_counted() -> None:
     rollout = dataclasses.replace(rollout_of([3] * 6, [4, 1, 6, 2, 3, 5]), values=None)
     rollout.scores.copy_(torch.tensor([1.3, 1.3, 1.3, 1.3, 1.3, 0.3]))
     rollout.finished.fill_(True)
@@ -144,7 +144,7 @@ def test_prompts_whose_answers_score_alike_are_counted() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_minibatches_hold_every_sequence_once(parts: int) -> None:
+def test_minibatches_contain_every_sequence_once(parts: int) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
     seen: dict[int, list[list[int]]] = {}
     for seed in (1, 2):
@@ -163,7 +163,7 @@ def test_minibatches_hold_every_sequence_once(parts: int) -> None:
     ]
 
 
-def test_masked_answers_are_in_no_minibatch() -> None:
+def test_minibatches_exclude_masked_answers() -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)  # every other answer is finished
     made = minibatches(rollout, count=2, seed=1, pad_id=0, budget=18, only_finished=True)
     assert sorted(i for minibatch in made for batch in minibatch.batches for i in batch.indices) == [0, 2, 4]
@@ -180,7 +180,7 @@ def test_masked_answers_are_in_no_minibatch() -> None:
 
 @pytest.mark.parametrize("budget", [18, 1000])
 def test_one_update_with_sequence_ratios(budget: int, tmp_path: Path) -> None:
-    """The mean over the answers, whatever the micro-batches and the lengths."""
+    """The loss is the mean over the answers for all micro-batches and lengths."""
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(ratio="sequence", clip=0.1, clip_high=0.2, dual_clip=None, importance_cap=1.5)
@@ -191,7 +191,7 @@ def test_one_update_with_sequence_ratios(budget: int, tmp_path: Path) -> None:
     new, _, _ = own_policy(tmp_path, rollout, 1.0)
     shift = [0.05, -0.3, 0.15, 0.02, -0.4]
     rollout.logprobs.copy_(padded([[x.item() - d for x in row] for row, d in zip(split(new), shift, strict=True)]))
-    weight = [1.2, 1.9, 0.8, 1.0, 1.4]  # the second is cut at 1.5
+    weight = [1.2, 1.9, 0.8, 1.0, 1.4]  # the second weight is capped at 1.5
     own = rows_of(rollout.logprobs, rollout)
     rollout.generator.copy_(
         padded([[x - math.log(w) / len(row) for x in row] for row, w in zip(own, weight, strict=True)])
@@ -207,7 +207,7 @@ def test_one_update_with_sequence_ratios(budget: int, tmp_path: Path) -> None:
 
 
 def own_policy(folder: Path, rollout: Rollout, temperature: float) -> tuple[list[float], list[float], torch.nn.Module]:
-    """Log-probabilities and entropies of all response tokens, row by row, by transformers in float64."""
+    """Return log-probabilities and entropies of all response tokens by transformers in float64, one row at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder / "actor").double()
     logprobs, entropies = [], []
     for prompt, response in zip(rollout.prompts, rollout.responses, strict=True):
@@ -224,7 +224,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     section = PpoSection(entropy_coef=0.05, clip=0.2, clip_high=0.1, dual_clip=1.3)
     targets = advantages_of(rollout, section, kl_coef=0.1)
     new, entropies, model = own_policy(tmp_path, rollout, 0.8)
-    # Old log-probabilities near the new ones, so that some tokens are clipped and some are not.
+    # Old log-probabilities are close to the new ones, so that some tokens are clipped and some are not.
     shift = iter(torch.randn(len(new), generator=torch.Generator().manual_seed(1)).mul(0.3).tolist())
     old = [[x.item() + next(shift) for x in part] for part in split(new)]
     rollout.logprobs.copy_(padded(old))
@@ -245,7 +245,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     deviations = [abs(math.exp(a.item() - b) - 1) for a, b in zip(new, flat, strict=True)]
     assert figures["deviation"] == pytest.approx(math.fsum(deviations) / count, rel=1e-3)
     assert update.maxima["largest"] == pytest.approx(max(deviations), rel=1e-3)
-    # The gradient: -A r of the tokens that count, less the entropy's, through transformers' own graph.
+    # The gradient is -A r of the unclipped tokens minus that of the entropy, through transformers' graph.
     terms = -0.05 * sum(entropies)
     for logprob, before, advantage in zip(new, flat, advantages, strict=True):
         ratio = (logprob - before).exp()
@@ -258,7 +258,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("estimator", [None, "k2", "k3_weighted"])
-def test_the_kl_in_the_loss_has_a_gradient_of_its_own(estimator: str | None, tmp_path: Path) -> None:
+def test_the_kl_in_the_loss_has_its_gradient(estimator: str | None, tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(clip=10.0, dual_clip=None, kl_estimator=estimator, kl_in="loss")
@@ -332,7 +332,7 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
 
 
-def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
+def test_the_host_does_not_wait_before_the_end_of_an_update(tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(importance_cap=2.0)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
-from tests.pipeline.report.made_runs import HOSTILE
+from tests.pipeline.report.example_runs import HOSTILE
 
 
 def test_samples_are_written_and_read_unchanged(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Engines from sources: every layout of files, random weights, adapters, dropout, and what is refused."""
+"""Engines from model sources: every layout of files, random weights, adapters, dropout, and refusals."""
 
 import copy
 import math
@@ -67,7 +67,7 @@ def test_a_saved_model_gives_the_same_numbers(family: str, files: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "qwen3"])
-def test_a_checkpoint_without_a_head_serves_a_model_that_ties_its_own(family: str, tmp_path: Path) -> None:
+def test_a_tied_model_needs_no_head_in_its_files(family: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     base = shaken(AutoModel.from_config(config_of(family)))
     base.save_pretrained(tmp_path)
@@ -87,7 +87,7 @@ def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Pa
         parameters = whole(build_scorer(source_in(tmp_path, seed), frozen(), pad_id=0))
         heads.append(parameters.pop("model.score.weight"))
     own = dict(model.named_parameters())
-    assert len(parameters) == len(own) - 1  # all but lm_head
+    assert len(parameters) == len(own) - 1  # all parameters except lm_head
     for name, value in parameters.items():
         assert torch.equal(value, own[name.removeprefix("model.")]), name
     drawn = torch.stack(heads)
@@ -105,7 +105,7 @@ def test_a_saved_reward_model_keeps_its_head(family: str, tmp_path: Path) -> Non
 
 
 def test_a_mixture_of_experts_becomes_a_reward_model(tmp_path: Path) -> None:
-    """Its experts are put together, and the head that the files lack is drawn."""
+    """Its experts are concatenated, and the head, which the files do not contain, is random."""
     language_model(config_of("mixtral")).save_pretrained(tmp_path)
     heads = [whole(build_scorer(source_in(tmp_path, s), frozen(), pad_id=0))["model.score.weight"] for s in (1, 1, 2)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
@@ -113,20 +113,22 @@ def test_a_mixture_of_experts_becomes_a_reward_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_random_weights_are_drawn_as_the_family_draws_them(family: str) -> None:
+def test_random_weights_have_the_familys_distribution(family: str) -> None:
     config = config_of(family)
     torch.manual_seed(0)
     own = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     for name, value in whole(build_policy(source_drawn(config), frozen())).items():
         theirs = own[name[3:]]
-        if value.ndim < 2:  # norms and biases are not drawn
+        if value.ndim < 2:  # norms and biases are not random
             assert torch.equal(value, theirs), name
-        elif not (family == "gpt2" and name.endswith("c_proj.weight")):  # GPT-2 narrows these by depth; we don't
+        elif not (
+            family == "gpt2" and name.endswith("c_proj.weight")
+        ):  # GPT-2 scales these by depth, zerochat does not
             assert abs(value.mean().item() - theirs.mean().item()) < 0.005, name
             assert value.std().item() == pytest.approx(theirs.std().item(), rel=0.15), name
 
 
-def test_random_weights_belong_to_the_seed() -> None:
+def test_random_weights_depend_on_the_seed() -> None:
     first, again, other = (whole(build_policy(source_drawn(config_of("llama"), s), frozen())) for s in (1, 1, 2))
     for name, value in first.items():
         assert torch.equal(value, again[name])
@@ -160,7 +162,7 @@ def test_wrong_shapes(family: str, expected: str, tmp_path: Path) -> None:
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    """By their names and shapes they would be read as if they were plain, without their scales."""
+    """Their names and shapes fit, so they would be read without their scales."""
     model = language_model(config_of("llama"))
     model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     model.config.save_pretrained(tmp_path)
@@ -170,7 +172,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, change: Callable[[dict[str, Tensor]], object], model: torch.nn.Module | None = None) -> Path:
-    """Save a model of two layers, and change its tensors."""
+    """Save a model of two layers and change its tensors."""
     (language_model(config_of("llama")) if model is None else model).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -194,7 +196,7 @@ def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> 
             build()
 
 
-def test_integers_are_no_weights(tmp_path: Path) -> None:
+def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, lambda t: t.update({name: value.mul(100).to(torch.int8) for name, value in t.items()}))
     with pytest.raises(UserError, match=r"has values of torch\.int8, as quantized weights have"):
         build_policy(source_in(folder), frozen())
@@ -210,14 +212,13 @@ def test_weights_of_more_layers_or_experts_are_refused(family: str, field: str, 
         build_policy(source_in(tmp_path), frozen())
 
 
-def test_tensors_without_a_use_are_named_unless_they_are_expected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unused_tensors_are_named_unless_they_are_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def add(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # of an old version
+        # A buffer that old versions of transformers saved.
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
     build_policy(source_in(saved(tmp_path / "a", add)), frozen())
-    build_scorer(source_in(tmp_path / "a"), frozen(), pad_id=0)  # the head of the language model
+    build_scorer(source_in(tmp_path / "a"), frozen(), pad_id=0)  # the language model's head is unused
     tied = language_model(config_of("qwen3"))
     build_policy(
         source_in(
@@ -239,7 +240,7 @@ def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
         build_scorer(source_in(folder), frozen(), pad_id=0)
 
 
-def test_a_reward_model_is_no_actor(tmp_path: Path) -> None:
+def test_a_reward_model_is_refused_as_actor(tmp_path: Path) -> None:
     classifier(config_of("llama")).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="LlamaForSequenceClassification, not a language model"):
         build_policy(source_in(tmp_path), frozen())
@@ -262,13 +263,13 @@ def test_a_family_without_sdpa_names_the_key() -> None:
         build_policy(type(source)("b", source.config, None, 1, "sdpa", False), frozen())
 
 
-def test_capped_scores_are_not_left_out() -> None:
+def test_a_soft_cap_of_scores_is_applied() -> None:
     source = source_drawn(config_of("gemma2", attn_logit_softcapping=30.0))
     with pytest.raises(UserError, match=r"caps attention scores.*model\.attention=eager"):
         build_policy(type(source)("g", source.config, None, 1, "sdpa", False), frozen())
 
 
-def test_dropout_is_what_was_asked_for_and_the_configuration_keeps_its_own() -> None:
+def test_the_requested_dropout_is_used_and_the_configuration_unchanged() -> None:
     config = config_of("opt", dropout=0.1, attention_dropout=0.2, layerdrop=0.3)
     clone = without_dropout(config, 0.05)
     assert (clone.dropout, clone.attention_dropout, clone.layerdrop) == (0.05, 0.05, 0.0)
@@ -291,7 +292,7 @@ def lora(**keys: object) -> LoraConfig:
 
 @pytest.mark.filterwarnings("error:fan_in_fan_out")
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
-def test_adapters_begin_as_nothing_and_are_all_that_learns(family: str, tmp_path: Path) -> None:
+def test_adapters_start_at_zero_and_only_they_are_trained(family: str, tmp_path: Path) -> None:
     model = language_model(config_of(family))
     model.save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), trained(lr=0.05, lora=lora()))
@@ -299,7 +300,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_learns(family: str, tmp_path
     assert learning and all(".lora_A." in name or ".lora_B." in name for name in learning)
     assert not any("lm_head" in name or "embed" in name or "wte" in name for name in learning)
     linear = sum(type(m).__name__ in ("Linear", "Conv1D") for n, m in model.named_modules() if n != "lm_head")
-    assert len(learning) == 2 * linear  # every linear map of the blocks
+    assert len(learning) == 2 * linear  # every linear layer of the blocks
     ids = ids_of(2, 9)
     base = own_logprobs(model, ids)
     torch.testing.assert_close(logprobs_of(engine, ids), base, atol=3e-5, rtol=1e-5)
@@ -310,7 +311,7 @@ def test_adapters_begin_as_nothing_and_are_all_that_learns(family: str, tmp_path
     assert (logprobs_of(engine, ids) - base).abs().max() > 1e-3
 
 
-def test_adapters_of_a_scorer_come_with_its_head(tmp_path: Path) -> None:
+def test_adapters_of_a_scorer_train_its_head_too(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     engine = build_scorer(source_in(tmp_path), trained(lora=lora(targets=["q_proj"])), pad_id=0)
     learning = {name for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -318,7 +319,7 @@ def test_adapters_of_a_scorer_come_with_its_head(tmp_path: Path) -> None:
     assert all("q_proj.lora_" in name for name in learning if name != "model.score.weight")
 
 
-def test_adapters_nowhere(tmp_path: Path) -> None:
+def test_adapters_without_a_target_are_refused(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"lora\.targets=\['no_proj'\] matches no module; .*q_proj"):
         build_policy(source_in(tmp_path), trained(lora=lora(targets=["no_proj"])))
@@ -333,7 +334,7 @@ def test_the_padding_id_reaches_the_scorers_configuration(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("card", "expected"), [(None, "fp32"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")])
-def test_dtype_auto_is_what_the_machine_computes_best(
+def test_dtype_auto_depends_on_the_machine(
     card: tuple[int, int] | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
@@ -346,12 +347,13 @@ def fuse_a_model_and_copy_it() -> None:
     names = [name for name, _ in model.named_parameters()]
     fuse_kernels(model)
     assert [name for name, _ in model.named_parameters()] == names
-    clone = copy.deepcopy(model)  # generation uses a copy
+    clone = copy.deepcopy(model)  # generation makes a copy
     for each in (model, clone):
         layer = each.model.layers[0]
         for module in (layer.mlp, layer.input_layernorm, layer.self_attn.q_norm, each.model.norm):
             assert module.forward.__self__ is module and "liger" in module.forward.__module__
-        assert type(each).forward is type(model).forward and "liger" not in each.forward.__module__  # no fused loss
+        # The fused loss is not used.
+        assert type(each).forward is type(model).forward and "liger" not in each.forward.__module__
 
 
 def fuse_an_unsupported_family() -> None:
@@ -362,7 +364,7 @@ def fuse_an_unsupported_family() -> None:
 
 @pytest.mark.parametrize("check", [fuse_a_model_and_copy_it, fuse_an_unsupported_family])
 def test_fused_kernels_replace_norms_and_gates_of_supported_families(check: Callable[[], None]) -> None:
-    run_ranks(check, 1)  # in a process of its own, because Liger Kernel also replaces functions of transformers
+    run_ranks(check, 1)  # in a new process, because Liger Kernel also replaces functions of transformers
 
 
 def test_fused_kernels_that_this_machine_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What families do otherwise than most is found out before anything is trained, and served or refused."""
+"""Unusual behaviour of model families is detected before training, and supported or refused."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def odd(family: str) -> Any:
 
 
 def policy_of(family: str, folder: Path, dtype: str = "fp32", **rest: Any) -> tuple[Engine, Any]:
-    """An engine, and transformers' own model."""
+    """Return an engine and transformers' model."""
     torch.manual_seed(1)
     model = shaken(AutoModelForCausalLM.from_config(odd(family)))
     model.save_pretrained(folder)
@@ -93,8 +93,8 @@ def scored(engine: Engine, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "roberta", "glm_moe_dsa", "deepseek_v2"])
-def test_policies_of_odd_families_are_the_models(family: str, tmp_path: Path) -> None:
-    """One whose backbone can't be reached by itself, one with positions of its own, one that wants a mask."""
+def test_policies_of_unusual_families_equal_their_models(family: str, tmp_path: Path) -> None:
+    """The families have no separate backbone, compute their own positions, or need a mask."""
     engine, model = policy_of(family, tmp_path)
     actual = verify(engine, max_length=32)
     assert actual.packing == (family == "deepseek_v2")
@@ -104,8 +104,8 @@ def test_policies_of_odd_families_are_the_models(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_positions_of_its_own_are_seen_where_they_say_little(dtype: str, tmp_path: Path) -> None:
-    """In bf16 what wrong positions change may be no more than what rounding does."""
+def test_own_positions_are_detected_even_with_little_effect(dtype: str, tmp_path: Path) -> None:
+    """In bf16, wrong positions may change logits less than rounding does."""
     model = AutoModelForCausalLM.from_config(odd("roberta"))
     with torch.no_grad():
         model.get_parameter("roberta.embeddings.position_embeddings.weight").mul_(0.03)
@@ -113,19 +113,19 @@ def test_positions_of_its_own_are_seen_where_they_say_little(dtype: str, tmp_pat
     assert not verify(build_policy(source_in(tmp_path), trained(dtype)), max_length=32).packing
 
 
-def test_experts_drawn_by_lot_are_not_in_training(tmp_path: Path) -> None:
+def test_random_expert_selection_is_disabled_in_training(tmp_path: Path) -> None:
     engine, model = policy_of("phimoe", tmp_path)
     notes = verify(engine, max_length=32).notes
     assert any("trains in evaluation mode" in note for note in notes)
     ids = ids_of(2, 30)
     for _ in range(3):
         torch.testing.assert_close(engine(ids, after_first(ids))[0], own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
-        scored(engine, ids)  # which goes back to training mode
+        scored(engine, ids)  # afterwards the engine is in training mode again
     with_dropout, _ = policy_of("falcon", tmp_path / "falcon", dropout=0.3)
     assert not verify(with_dropout, max_length=32).notes[:-1] and with_dropout.module.training
 
 
-def test_a_model_that_can_tell_how_long_its_row_is_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_depends_on_the_row_length_is_refused(tmp_path: Path) -> None:
     engine, _ = policy_of("prophetnet", tmp_path)
     with pytest.raises(UserError, match="ProphetNetForCausalLM attends to later tokens"):
         verify(engine, max_length=32)
@@ -139,7 +139,7 @@ def test_positions_reserved_for_padding_are_not_used(tmp_path: Path) -> None:
         verify(engine, max_length=64)
 
 
-def test_lengths_beyond_which_every_position_changes_are_refused(tmp_path: Path) -> None:
+def test_lengths_that_change_all_positions_are_refused(tmp_path: Path) -> None:
     sides = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
     changes: dict[str, Any] = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **sides}}
     fields = LLAMA_LIKE | {"vocab_size": VOCABULARY, "original_max_position_embeddings": 24, "pad_token_id": 0}
@@ -156,7 +156,7 @@ def test_a_model_that_cannot_run_is_refused_with_its_reason(tmp_path: Path) -> N
         verify(engine, max_length=32)
 
 
-def test_what_transformers_cannot_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_transformers_cannot_build_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(*_: Any, **__: Any) -> None:
         raise ImportError("\nSomeTower needs a library\nthat you can install")
 
@@ -166,8 +166,8 @@ def test_what_transformers_cannot_build_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_scale_behind_the_head_is_seen_where_logits_are_small(dtype: str, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(config_of("cohere"))  # narrow random weights, as a family begins with
+def test_a_scale_after_the_head_is_detected_with_small_logits(dtype: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(config_of("cohere"))  # the small random weights of a new model
     model.save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), frozen(dtype))
     verify(engine, max_length=32)
@@ -192,8 +192,8 @@ def test_a_head_of_zeros_does_not_hide_another_attention(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "phimoe", "falcon"])
-def test_adapters_of_a_mixture_are_at_its_linear_layers_alone(family: str, tmp_path: Path) -> None:
-    """peft would read some names as those of experts, whose weights then were never filled."""
+def test_adapters_of_a_mixture_are_only_in_linear_layers(family: str, tmp_path: Path) -> None:
+    """peft would treat some names as experts, whose weights would then never be filled."""
     engine, model = policy_of(family, tmp_path, lora=LoraConfig(rank=2, alpha=4.0))
     learning = [name for name, p in engine.module.named_parameters() if p.requires_grad]
     assert learning and not any(".experts." in name or ".router." in name for name in learning)
@@ -204,7 +204,7 @@ def test_adapters_of_a_mixture_are_at_its_linear_layers_alone(family: str, tmp_p
     torch.testing.assert_close(scored(engine, ids), own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
 
 
-def test_a_parameter_that_nothing_fills_is_told(tmp_path: Path) -> None:
+def test_an_unfilled_parameter_is_refused(tmp_path: Path) -> None:
     model = language_model(config_of("mixtral"))
     model.save_pretrained(tmp_path)
     model.model.renamed = torch.nn.Linear(2, 2)
@@ -213,7 +213,7 @@ def test_a_parameter_that_nothing_fills_is_told(tmp_path: Path) -> None:
         weights._read(parameters, {name: name for name in parameters}, model, source_in(tmp_path))
 
 
-def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path) -> None:
+def test_a_language_model_with_another_class_name_is_accepted(tmp_path: Path) -> None:
     text = LLAMA_LIKE | {"vocab_size": VOCABULARY, "head_dim": 8, "sliding_window": 6, "pad_token_id": 0}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model(
@@ -230,7 +230,7 @@ def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path)
     torch.testing.assert_close(scored(engine, ids), own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
     for _ in range(2):
         engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
-    with engine.generating() as generator:  # the flip runs the parity check
+    with engine.generating() as generator:  # the flip includes the parity check
         assert generator.mode == "slots"
     classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path / "reward")
@@ -238,12 +238,12 @@ def test_a_family_that_names_its_language_model_otherwise_is_one(tmp_path: Path)
         check_kind(source_in(tmp_path / "reward"), wanted="ForCausalLM")
 
 
-def test_what_can_be_a_reward_model() -> None:
+def test_families_that_can_be_reward_models() -> None:
     check_scores(source_drawn(config_of("llama")))
     with pytest.raises(UserError, match=r"no sequence classification of granite\. Set reward_model"):
         check_scores(source_drawn(config_of("granite")))
 
 
-def test_no_trial_is_longer_than_the_model(tmp_path: Path) -> None:
+def test_trial_lengths_fit_the_models_positions(tmp_path: Path) -> None:
     language_model(config_of("gpt2", n_positions=40)).save_pretrained(tmp_path)
     assert verify(build_policy(source_in(tmp_path), trained()), max_length=1000).packing

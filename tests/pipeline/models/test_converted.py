@@ -1,4 +1,4 @@
-"""What transformers renames, joins and splits on the way in is read in parts, and equals what it loads itself."""
+"""Tensors that transformers renames, joins and splits are read in slices and equal those that it loads."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ CASES = {  # experts stacked, matrices joined, matrices split
 
 
 class Noting(SafetensorsFolder):
-    """Knows what was read of it."""
+    """A folder that records its reads."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -35,13 +35,13 @@ class Noting(SafetensorsFolder):
 
 
 def part_of(tensor: Tensor) -> Region:
-    """The second half of its rows, and of what is left every column but the first."""
+    """Return the second half of the rows without the first column."""
     rows = slice(tensor.shape[0] // 2, tensor.shape[0])
     return ((rows,), *((slice(1, length),) for length in tensor.shape[1:]))
 
 
 @pytest.mark.parametrize("family", list(CASES))
-def test_every_part_is_that_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+def test_every_slice_equals_the_loaded_model(family: str, tmp_path: Path) -> None:
     model = language_model(CASES[family])
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     files = Noting(tmp_path)
@@ -53,7 +53,9 @@ def test_every_part_is_that_of_the_loaded_model(family: str, tmp_path: Path) -> 
         files.read_names.clear()
         part = part_of(tensor)
         assert torch.equal(converted.read(name, part), read_region(tensor, part)), name
-        if name.endswith(("gate_up_proj", "down_proj")):  # experts lie apart; the first two are not of the part
+        if name.endswith(
+            ("gate_up_proj", "down_proj")
+        ):  # experts are separate tensors; the first two are outside of the slice
             assert all(f".experts.{expert}." not in read for expert in (0, 1) for read in files.read_names)
 
 
@@ -64,7 +66,7 @@ def test_every_part_is_that_of_the_loaded_model(family: str, tmp_path: Path) -> 
         ((".experts.3.",), r"has shape \(3, 96, 32\), the model wants \(4, 96, 32\)"),
     ],
 )
-def test_an_expert_that_lacks_is_told(lost: tuple[str, ...], output: str, tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(lost: tuple[str, ...], output: str, tmp_path: Path) -> None:
     language_model(config_of("mixtral")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in lost)}

@@ -1,4 +1,4 @@
-"""Sequences side by side in one row give the numbers and gradients that they give in rows of their own."""
+"""Packed sequences give the numbers and gradients that they give in separate rows."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -65,7 +65,7 @@ def scored_of(documents: Documents, row: Tensor) -> Tensor:
 
 
 def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
-    """Rows of their own by the attention of `before`, then one row by document."""
+    """Compare separate rows with the attention `before` with one packed row."""
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(3))
     weights = weights.to(dist.world().device)
     own = attention_of(engine.module.lm, before)
@@ -83,7 +83,7 @@ def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_a_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     language_model(AutoConfig.for_model("bert", vocab_size=96, **sizes)).save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), trained())
@@ -91,7 +91,7 @@ def test_a_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
         verify(engine, max_length=32)
 
 
-def test_a_token_whose_experts_rounding_turned_is_no_token_that_saw_what_follows(
+def test_experts_changed_by_rounding_are_not_a_causality_violation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers, calls = checks._numbers, []
@@ -109,11 +109,11 @@ def test_a_token_whose_experts_rounding_turned_is_no_token_that_saw_what_follows
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_every_family_takes_documents_or_says_so(family: str, tmp_path: Path) -> None:
+def test_every_family_supports_packing_or_reports_it(family: str, tmp_path: Path) -> None:
     engine = policy_in(tmp_path, family)
     before = engine.module.lm.config._attn_implementation
     actual = verify(engine, max_length=32)
-    assert actual.packing == engine.module.packs == (family != "bloom")  # it has no positions to give
+    assert actual.packing == engine.module.packs == (family != "bloom")  # Bloom takes no positions
     assert actual.packing == (not any("padded" in note for note in actual.notes))
     assert (engine.module.lm.config._attn_implementation == NAME) == actual.packing
     if family in TRAINED:
@@ -122,13 +122,13 @@ def test_every_family_takes_documents_or_says_so(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ["opt", "gemma2", "mistral"])
 @pytest.mark.parametrize("prefixes", [(), (None, None, 1, 1, None)])
-def test_the_kernel_for_cpus_does_what_operators_do(
+def test_the_cpu_kernel_equals_the_operators(
     family: str, prefixes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library("ragged_attention") is None:
         pytest.skip("no C compiler, or switched off")
     windowed = {"sliding_window": 5} if family == "mistral" else {}
-    model = language_model(config_of(family, **windowed)).eval()  # no dropout
+    model = language_model(config_of(family, **windowed)).eval()  # without dropout
     assert attention.use_documents(model)
     row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS, prefixes)
     used, actual = [], []
@@ -147,20 +147,21 @@ def test_the_kernel_for_cpus_does_what_operators_do(
         actual.append([out.detach(), *(p.grad.clone() for p in model.base_model.parameters())])
         model.zero_grad()
     assert all(out is not None for out in used)
-    assert len(used) == (0 if family == "gemma2" else model.config.num_hidden_layers)  # a cap is left to operators
+    # The kernel does not support soft caps.
+    assert len(used) == (0 if family == "gemma2" else model.config.num_hidden_layers)
     for mine, theirs in zip(*actual, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", list(WINDOWED))
-def test_windows_are_kept(family: str, tmp_path: Path) -> None:
+def test_sliding_windows_hold_in_packed_rows(family: str, tmp_path: Path) -> None:
     engine = policy_in(tmp_path, family, **WINDOWED[family])
     before = engine.module.lm.config._attn_implementation
     assert verify(engine, max_length=32).packing
     check_policy(engine, before)
 
 
-def test_a_window_that_is_not_kept_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_sliding_window_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AttentionInterface
 
     def without_window(*inputs: Any, sliding_window: int | None = None, **rest: Any) -> Any:
@@ -195,14 +196,14 @@ def test_two_answers_share_one_pass_over_their_prompt(family: str, tmp_path: Pat
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_padded_rows_are_as_before(tmp_path: Path) -> None:
+def test_padded_rows_do_not_use_packing(tmp_path: Path) -> None:
     engine, ids = policy_in(tmp_path, "gemma2", sliding_window=5), ids_of(3, 11)
     before = engine(ids, after_first(ids))[0]
     assert verify(engine, max_length=32).packing
     torch.testing.assert_close(engine(ids, after_first(ids))[0], before, atol=1e-5, rtol=1e-5)
 
 
-def test_the_reference_computes_as_the_actor_does(tmp_path: Path) -> None:
+def test_reference_and_actor_give_the_same_bits(tmp_path: Path) -> None:
     actor = policy_in(tmp_path, "llama")
     reference = build_policy(source_in(tmp_path), frozen())
     verify(actor, max_length=32)
@@ -225,7 +226,7 @@ def test_documents_by_hand() -> None:
 
 @pytest.fixture
 def flash_attention() -> Iterator[None]:
-    """The operators under PyTorch's `varlen_attn`, by definition, as only its builds for CUDA have them."""
+    """Register the operators of PyTorch's `varlen_attn` by definition, because only CUDA builds have them."""
     with torch.library._scoped_library("aten", "IMPL") as operators:
         operators.impl("_flash_attention_forward", flash.forward, "CPU")
         operators.impl("_flash_attention_backward", flash.backward, "CPU")
@@ -236,16 +237,16 @@ def flash_attention() -> Iterator[None]:
 @pytest.mark.parametrize("again", [None, "recomputed", "compiled"])
 @pytest.mark.parametrize("prefixes", [(), (None, 0, None, None)])
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_kernel_of_gpus_computes_the_same(
+def test_the_gpu_kernel_equals_the_operators(
     window: int | None, prefixes: tuple[int | None, ...], again: str | None
 ) -> None:
-    """PyTorch's own `varlen_attn`, forward and backward, called, under activation checkpointing, in compiled code."""
+    """Test PyTorch's `varlen_attn` forward and backward: called, with activation checkpointing, and compiled."""
     documents = Documents((30, 20, 45, 1), prefixes)
     generator = torch.Generator().manual_seed(2)
     inputs = [torch.randn(h, 96, 8, generator=generator).bfloat16().requires_grad_() for h in (4, 2, 2)]
     how, kernel = attention._Options(0.3, window, None, 0.0), varlen_kernel()
     assert kernel is not None
-    documents.ragged(torch.device("cpu"))  # before compiled code asks, as `packed_inputs` does
+    documents.ragged(torch.device("cpu"))  # before compiled code reads it, as in `packed_inputs`
 
     def fast(*inputs: Tensor) -> Tensor:
         return attention._by_kernel(kernel, *inputs, documents.ragged(torch.device("cpu")), how)

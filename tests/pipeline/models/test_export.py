@@ -1,4 +1,4 @@
-"""Exported folders load with transformers alone and give the same numbers, from one rank and from two."""
+"""Exported folders load with transformers and give the same numbers, from one rank and from two."""
 
 import errno
 import json
@@ -68,7 +68,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def moved(engine: Engine) -> Engine:
-    """After one update that moves everything that learns."""
+    """Run one update that changes all trained parameters."""
     ids = ids_of(2, 9, seed=4)
     mine = ids[dist.world().rank :: dist.world().size]
     engine.update([mine], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
@@ -76,7 +76,7 @@ def moved(engine: Engine) -> Engine:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_trained_language_model_loads_and_says_the_same(family: str, tmp_path: Path) -> None:
+def test_a_trained_language_model_loads_with_equal_numbers(family: str, tmp_path: Path) -> None:
     language_model(config_of(family)).save_pretrained(tmp_path / "base")
     source = source_in(tmp_path / "base")
     engine = moved(build_policy(source, trained(lr=0.02)))
@@ -86,12 +86,12 @@ def test_a_trained_language_model_loads_and_says_the_same(family: str, tmp_path:
         ours = logprobs_of(module, ids)
     close(loaded_logprobs(tmp_path / "out", ids), ours)
     assert (ours - loaded_logprobs(tmp_path / "base", ids)).abs().max() > 0.01
-    again = build_policy(source_in(tmp_path / "out"), frozen())  # and our own way round
+    again = build_policy(source_in(tmp_path / "out"), frozen())  # zerochat loads the export, too
     close(logprobs_of(again.module, ids), ours)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
-def test_a_reward_model_loads_with_its_head_and_its_level(family: str, tmp_path: Path) -> None:
+def test_a_reward_model_loads_with_head_and_reference_level(family: str, tmp_path: Path) -> None:
     classifier(config_of(family)).save_pretrained(tmp_path / "base")
     source = source_in(tmp_path / "base")
     engine = build_scorer(source, frozen(), pad_id=0)
@@ -107,7 +107,7 @@ def test_a_reward_model_loads_with_its_head_and_its_level(family: str, tmp_path:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_adapters_are_merged_and_peft_is_not_needed(family: str, tmp_path: Path) -> None:
-    """With `lora`, the adapters are exported too, and peft loads them on top of the base model."""
+    """With `lora`, the adapters are exported, too, and peft loads them on the base model."""
     language_model(config_of(family)).save_pretrained(tmp_path / "base")
     source = source_in(tmp_path / "base")
     engine = moved(build_policy(source, trained(lr=0.1, lora=LORA)))
@@ -124,7 +124,8 @@ def test_adapters_are_merged_and_peft_is_not_needed(family: str, tmp_path: Path)
     factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     modules = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in factors}
     assert modules <= {name for name, _ in AutoModelForCausalLM.from_pretrained(tmp_path / "base").named_modules()}
-    assert {key.rpartition(".lora_")[2] for key in factors} == {"A.weight", "B.weight"}  # as other tools expect
+    # The names that other tools expect.
+    assert {key.rpartition(".lora_")[2] for key in factors} == {"A.weight", "B.weight"}
 
 
 def test_a_merged_export_loads_where_peft_is_not_installed(tmp_path: Path) -> None:
@@ -140,11 +141,11 @@ def test_a_merged_export_loads_where_peft_is_not_installed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_files_beside_the_weights(family: str, tmp_path: Path) -> None:
+def test_files_besides_the_weights(family: str, tmp_path: Path) -> None:
     config = config_of(family, attention_dropout=0.3)
     source, made = source_drawn(config), tokenizer()
     export_policy(build_policy(source, trained()), source, made, tmp_path / "out")
-    assert {p.name for p in tmp_path.iterdir()} == {"out"}  # nothing half-made is left
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}  # no temporary folder remains
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     assert generation.eos_token_id == list(made.end_ids) and generation.pad_token_id == made.pad_id
     assert generation.do_sample and generation.temperature in (None, 1.0)
@@ -170,7 +171,7 @@ def test_sixteen_bit_engines_export_sixteen_bits(dtype: str, stored: torch.dtype
     assert model.dtype == stored
 
 
-def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_split_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "FILE_BYTES", 16000)
     language_model(config_of("llama")).save_pretrained(tmp_path / "base")
     source = source_in(tmp_path / "base")
@@ -183,7 +184,9 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypat
     assert not list((tmp_path / "out").glob("part-*"))
     ids = ids_of(2, 9)
     close(loaded_logprobs(tmp_path / "out", ids), loaded_logprobs(tmp_path / "base", ids))
-    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "some are for their owner alone"
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, (
+        "all files must have the same permissions"
+    )
 
 
 def test_an_export_replaces_the_one_before(tmp_path: Path) -> None:
@@ -219,11 +222,11 @@ def test_an_export_that_cannot_write_changes_nothing(
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=f"{what}.*run the same command again"):
         export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "out")
-    assert sorted(tmp_path.rglob("*")) == before  # half a model would keep the disk full
+    assert sorted(tmp_path.rglob("*")) == before  # an incomplete model would still fill the disk
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    """ZeRO-3: load every model, score, train a little, export; draw random weights."""
+    """Under ZeRO-3, load every model, score, train, export, and initialize random weights."""
     torch.set_num_threads(1)
     ids, actual, made = ids_of(2, 9), {}, tokenizer()
     for family in MODELS:
@@ -246,7 +249,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return actual
 
 
-def test_two_ranks_load_train_and_export_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_load_train_and_export_like_one_rank(tmp_path: Path) -> None:
     for family in MODELS:
         language_model(config_of(family)).save_pretrained(tmp_path / family, max_shard_size="30KB")
     first, second = run_ranks(on_two_ranks, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""Policy and Scorer give transformers' own numbers, for many families, packed or padded."""
+"""Policy and Scorer give transformers' numbers for many families, packed and padded."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ SCORED = ["opt", "gpt2", "gpt_neox", "llama", "qwen3", "gemma2", "bloom"]
 
 
 def reference(logits: Tensor, ids: Tensor, temperature: float) -> tuple[list[float], list[float]]:
-    """Log-probabilities and entropies of all tokens but the first of each row, in float64, one by one."""
+    """Return float64 log-probabilities and entropies of all tokens except the first of each row."""
     logprobs, entropies = [], []
     for row, line in zip(ids.tolist(), (logits.detach().double().cpu() / temperature).tolist(), strict=True):
         for token, scores in zip(row[1:], line[:-1], strict=True):
@@ -41,7 +41,7 @@ def reference(logits: Tensor, ids: Tensor, temperature: float) -> tuple[list[flo
 
 
 @pytest.mark.parametrize("family", PLAIN + SCALED)
-def test_policy_gives_the_log_softmax_of_the_models_own_logits(family: str, tmp_path: Path) -> None:
+def test_policy_gives_the_log_softmax_of_the_models_logits(family: str, tmp_path: Path) -> None:
     model = language_model(config_of(family))
     model.save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), frozen())
@@ -59,7 +59,7 @@ def test_policy_gives_the_log_softmax_of_the_models_own_logits(family: str, tmp_
 
 
 @pytest.mark.parametrize("family", SCALED)
-def test_without_the_check_a_scaled_model_would_be_wrong(family: str, tmp_path: Path) -> None:
+def test_a_model_with_scaled_logits_needs_the_check(family: str, tmp_path: Path) -> None:
     language_model(config_of(family)).save_pretrained(tmp_path)
     engine, ids = build_policy(source_in(tmp_path), frozen()), ids_of(1, 8)
     before, _ = engine(ids, after_first(ids))
@@ -69,7 +69,7 @@ def test_without_the_check_a_scaled_model_would_be_wrong(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "gemma2", "bloom", "cohere", "mixtral"])
-def test_padding_on_the_right_changes_nothing(family: str, tmp_path: Path) -> None:
+def test_right_padding_changes_nothing(family: str, tmp_path: Path) -> None:
     language_model(config_of(family)).save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), frozen())
     short, long = ids_of(1, 5, seed=2), ids_of(1, 12, seed=3)
@@ -78,10 +78,10 @@ def test_padding_on_the_right_changes_nothing(family: str, tmp_path: Path) -> No
     together, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]), scored)
     torch.testing.assert_close(together[:4], single, atol=1e-5, rtol=1e-5)
     other, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7), value=9), long]), scored)
-    torch.testing.assert_close(other, together, atol=1e-6, rtol=1e-6)  # whatever the padding token is
+    torch.testing.assert_close(other, together, atol=1e-6, rtol=1e-6)  # for any padding token
 
 
-def test_only_the_scored_tokens_come_back_in_order(tmp_path: Path) -> None:
+def test_only_scored_tokens_are_returned_in_order(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     engine, ids = build_policy(source_in(tmp_path), frozen()), ids_of(3, 6)
     every, _ = engine(ids, after_first(ids))
@@ -92,7 +92,7 @@ def test_only_the_scored_tokens_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "cohere"])
-def test_gradients_are_those_of_the_models_own_logits(family: str, tmp_path: Path) -> None:
+def test_gradients_equal_those_of_the_models_logits(family: str, tmp_path: Path) -> None:
     model = language_model(config_of(family))
     model.save_pretrained(tmp_path)
     engine = build_policy(source_in(tmp_path), trained())
@@ -125,7 +125,7 @@ def test_scorer_gives_the_classifiers_logit_at_the_last_token(family: str, tmp_p
         own = model(input_ids=ids.cpu(), attention_mask=(ids != 0).long().cpu()).logits[:, 0]
     actual = [values[row, length - 1].item() for row, length in enumerate(lengths)]
     assert actual == pytest.approx(own.tolist(), abs=2e-5)
-    for row, length in enumerate(lengths):  # a value has seen the tokens up to its own and no others
+    for row, length in enumerate(lengths):  # a value depends only on tokens up to its own
         prefix = engine(ids[row : row + 1, : length - 1])[0, -1].item()
         assert values[row, length - 2].item() == pytest.approx(prefix, abs=2e-5)
 
@@ -139,8 +139,8 @@ def test_bf16_scores_keep_more_than_three_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_frozen_bf16_model_is_the_trained_one_bit_for_bit(family: str, tmp_path: Path) -> None:
-    """PPO's KL to the reference must begin at zero, so both must compute the same, rotary frequencies included."""
+def test_frozen_and_trained_bf16_models_give_the_same_bits(family: str, tmp_path: Path) -> None:
+    """PPO's KL to the reference must start at zero, so both engines must give the same bits."""
     language_model(config_of(family)).save_pretrained(tmp_path)
     still, learns = (build_policy(source_in(tmp_path), choice("bf16")) for choice in (frozen, trained))
     ids = ids_of(4, 60)
@@ -148,7 +148,7 @@ def test_a_frozen_bf16_model_is_the_trained_one_bit_for_bit(family: str, tmp_pat
         assert torch.equal(first(ids, after_first(ids))[0], second(ids, after_first(ids))[0])
 
 
-def test_the_modules_are_what_engines_hold(tmp_path: Path) -> None:
+def test_engines_contain_these_modules(tmp_path: Path) -> None:
     language_model(config_of("opt")).save_pretrained(tmp_path)
     assert isinstance(build_policy(source_in(tmp_path), frozen()).module, Policy)
     assert isinstance(build_scorer(source_in(tmp_path), frozen(), pad_id=0).module, Scorer)

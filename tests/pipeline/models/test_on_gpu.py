@@ -1,4 +1,4 @@
-"""On a GPU: documents in one row by the variable-length kernel, by itself and in whole models."""
+"""Packed rows on a GPU: the variable-length kernel by itself and in complete models."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) -> None:
+def test_the_kernel_equals_the_operators(window: int | None, dtype: torch.dtype) -> None:
     if not ON_GPU:
         pytest.skip("the kernel of a GPU")
     documents = Documents((30, 20, 45, 1), (None, 0, None, None))
@@ -39,7 +39,7 @@ def test_the_kernel_computes_the_same(window: int | None, dtype: torch.dtype) ->
         torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
 
 
-def test_documents_are_laid_out_before_compiled_code_sees_them() -> None:
+def test_packed_layout_is_computed_before_compiled_code() -> None:
     if not ON_GPU:
         pytest.skip("the kernel of a GPU")
     documents = Documents((3, 2))
@@ -54,8 +54,8 @@ def mean_loss(module: nn.Module, batch: tuple[Tensor, Tensor, Documents | None])
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "qwen3", "mistral", "gemma2"])
-def test_a_step_over_packed_rows_is_one_over_padded_rows(family: str, dtype: Any) -> None:
-    """Loss and gradient norm; heads of 8 numbers fit the kernel, soft caps and fp32 go without it."""
+def test_a_step_over_packed_rows_equals_one_over_padded_rows(family: str, dtype: Any) -> None:
+    """Compare loss and gradient norm. Heads of size 8 use the kernel. Soft caps and fp32 do not."""
     lengths = (12, 5, 9)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(VOCABULARY, (len(lengths), max(lengths)), generator=generator).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Ranks that share out the tokens of a row give the losses, gradients and weights of one rank that holds all of it."""
+"""Sequence parallelism gives the losses, gradients and weights of one rank with the full rows."""
 
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ from tests.pipeline.models.tiny import config_of, ids_of, source_drawn
 from tests.ranks import run_ranks
 
 STEPS, COUNT = 2, 50.0
-LENGTHS = ((7, 4, 12, 1, 5), (9, 3, 3), (6, 1), (2, 15))  # of four rows; none divides by the ranks
+LENGTHS = ((7, 4, 12, 1, 5), (9, 3, 3), (6, 1), (2, 15))  # four rows with lengths that the ranks do not divide
 PREFIXES = ((None, 0, 0, None, 3), (None, 0, 0), (None, None), (None, 0))
 SGD = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9}, max_grad_norm=1.0)  # Adam would magnify rounding
-ONE_BIT = OptimizerConfig(lr=1e-3, name="onebitadam", eps=1e-3)  # which averages by itself
+ONE_BIT = OptimizerConfig(lr=1e-3, name="onebitadam", eps=1e-3)  # averages gradients itself
 Row = tuple[Tensor, Documents]
 Told = tuple[list[float], list[float], dict[str, Tensor]]
 
 
 def rows(step: int, *, prefixes: bool) -> list[Row]:
-    """This group's share of a step."""
+    """Return this group's share of a step."""
     world = dist.world()
     made = [
         (ids_of(1, sum(lengths), seed=10 * step + place), Documents(lengths, PREFIXES[place] if prefixes else ()))
@@ -38,7 +38,7 @@ def rows(step: int, *, prefixes: bool) -> list[Row]:
 
 
 def policy_loss(module: nn.Module, row: Row) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """Each token by a weight of its own, with its entropy; of short rows the last alone, so that a rank has none."""
+    """Weight each token differently and add its entropy. Short rows count only the last token, so a rank has none."""
     ids, documents = row
     counts = [place for place in range(ids.shape[1]) if place not in documents.starts]
     scored = torch.tensor(counts if len(documents.lengths) > 2 else counts[-1:])
@@ -69,7 +69,7 @@ def built(
 
 def advance(engine: Engine, step: int, *, scorer: bool, prefixes: bool = False) -> tuple[float, float]:
     update = engine.update(rows(step, prefixes=prefixes), value_loss if scorer else policy_loss, COUNT)
-    assert update.sums["tokens"] == (68 if scorer else 24 + 12 + 1 + 1), "a group counts once"
+    assert update.sums["tokens"] == (68 if scorer else 24 + 12 + 1 + 1), "each group must count once"
     return update.loss, update.grad_norm
 
 
@@ -120,7 +120,7 @@ def all_cases(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Told]
     return [trained(family, sequence_parallel=ranks, **rest) for family, rest in cases]
 
 
-def refused() -> list[str]:
+def collect_refusals() -> list[str]:
     output = []
     three = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     for family, changes in (("llama", three), ("bloom", {})):
@@ -137,10 +137,10 @@ def refused() -> list[str]:
 
 
 def two() -> tuple[list[Told], list[str]]:
-    return all_cases(2, CASES), refused()
+    return all_cases(2, CASES), collect_refusals()
 
 
-def test_two_ranks_share_out_rows_or_refuse() -> None:
+def test_two_ranks_divide_rows_or_refuse() -> None:
     single = all_cases(1, CASES)
     for results, output in run_ranks(two, 2):
         for actual, expected, case in zip(results, single, CASES, strict=True):
@@ -152,7 +152,7 @@ def test_two_ranks_share_out_rows_or_refuse() -> None:
 
 
 def four(folder: str) -> dict[str, Any]:
-    """Two groups of two, then one of four; a checkpoint of one rank's, and one that it is to read."""
+    """Train two groups of two and one group of four. Load one rank's checkpoint and save another."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {"cases": all_cases(2, FOUR)}
     engine = built("llama", zero_stage=3, sequence_parallel=2)
@@ -163,7 +163,7 @@ def four(folder: str) -> dict[str, Any]:
     return results
 
 
-def test_groups_that_share_data_and_checkpoints(tmp_path: Path) -> None:
+def test_groups_divide_data_and_exchange_checkpoints(tmp_path: Path) -> None:
     single = all_cases(1, FOUR)
     engine = built("llama")
     advance(engine, 0, scorer=False)

@@ -1,4 +1,4 @@
-"""Where models come from, and one clear message for everything that is not one."""
+"""Model sources, and one clear message for each invalid source."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ def model_config(**keys: object) -> ModelConfig:
     return ModelConfig(name="tiny", **keys)  # type: ignore[arg-type]
 
 
-def said(config: ModelConfig, folder: Path | None = None) -> str:
+def error_of(config: ModelConfig, folder: Path | None = None) -> str:
     with pytest.raises(UserError) as error:
         resolve(config, 1, folder=folder)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_a_folder_and_a_stage_with_a_model_in_it(tmp_path: Path) -> None:
+def test_a_model_folder_and_a_stage_folder(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path / "sft" / "model")
     for path in (tmp_path / "sft", tmp_path / "sft" / "model"):
         source = resolve(model_config(path=str(path)), 3)
@@ -33,24 +33,24 @@ def test_a_folder_and_a_stage_with_a_model_in_it(tmp_path: Path) -> None:
     assert other.folder == tmp_path / "sft" / "model"
 
 
-def test_random_weights_need_a_shape_only() -> None:
+def test_random_weights_need_only_an_architecture() -> None:
     source = resolve(model_config(weights="random", architecture={"model_type": "opt", "vocab_size": 96}), 5)
     assert source.folder is None and source.config.vocab_size == 96 and source.seed == 5
-    assert "model.architecture" in said(model_config(weights="random"))
+    assert "model.architecture" in error_of(model_config(weights="random"))
 
 
-def test_what_is_no_model(tmp_path: Path) -> None:
-    assert "does not exist" in said(model_config(path=str(tmp_path / "no")))
-    assert "config.json" in said(model_config(path=str(tmp_path)))
-    assert "model.path" in said(model_config())
+def test_sources_without_a_model_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in error_of(model_config(path=str(tmp_path / "no")))
+    assert "config.json" in error_of(model_config(path=str(tmp_path)))
+    assert "model.path" in error_of(model_config())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "no model.safetensors" in said(model_config(path=str(tmp_path)))
+    assert "no model.safetensors" in error_of(model_config(path=str(tmp_path)))
 
 
-def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_pickles_are_refused_with_a_remedy(tmp_path: Path) -> None:
     language_model(config_of("llama")).config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
-    message = said(model_config(path=str(tmp_path)))
+    message = error_of(model_config(path=str(tmp_path)))
     assert "pytorch_model.bin" in message and "pickle" in message and "save_pretrained" in message
 
 
@@ -59,17 +59,17 @@ def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
     config, file = model_config(path=str(tmp_path)), tmp_path / "model.safetensors"
     full = file.read_bytes()
     file.write_bytes(full[: len(full) // 2])
-    message = said(config)
+    message = error_of(config)
     assert str(file) in message and "download it again" in message
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert "git lfs pull" in said(config)
+    assert "git lfs pull" in error_of(config)
     file.rename(tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
     (tmp_path / "model-1.safetensors").write_bytes(full)
-    assert "no model-2.safetensors" in said(config)
+    assert "no model-2.safetensors" in error_of(config)
     index.write_text("{")
-    assert f"{index} is damaged" in said(config)
+    assert f"{index} is damaged" in error_of(config)
 
 
 def test_an_index_names_files_of_its_folder_and_tensors_that_they_have(tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ def test_an_index_names_files_of_its_folder_and_tensors_that_they_have(tmp_path:
     index, config = tmp_path / "m" / "model.safetensors.index.json", model_config(path=str(tmp_path / "m"))
     for name in ("../other.safetensors", str(tmp_path / "other.safetensors")):
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-        assert f"names the file {name}, which is not in its folder" in said(config)
+        assert f"names the file {name}, which is not in its folder" in error_of(config)
     (tmp_path / "other.safetensors").rename(tmp_path / "m" / "a.safetensors")
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors", "model.none": "a.safetensors"}}))
-    assert "a.safetensors has no tensor model.none, which the index names" in said(config)
+    assert "a.safetensors has no tensor model.none, which the index names" in error_of(config)
     for content in ("[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ["b"]}}'):
         index.write_text(content)
-        assert f"{index} is damaged" in said(config)
+        assert f"{index} is damaged" in error_of(config)
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,16 @@ def test_an_index_names_files_of_its_folder_and_tensors_that_they_have(tmp_path:
 )
 def test_fields_of_an_architecture_are_checked(field: str, value: object, message: str) -> None:
     architecture = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, field: value}
-    assert f"model.architecture: {message}" in said(model_config(weights="random", architecture=architecture)) or (
-        field == "hidden_size" and message in said(model_config(weights="random", architecture=architecture))
+    assert f"model.architecture: {message}" in error_of(model_config(weights="random", architecture=architecture)) or (
+        field == "hidden_size" and message in error_of(model_config(weights="random", architecture=architecture))
     )
 
 
-def test_fields_that_the_library_converts_are_no_mistakes() -> None:
+def test_fields_that_transformers_converts_are_accepted() -> None:
     fields = {"rope_theta": 1e5, "torch_dtype": "float32", "tie_word_embeddings": True, "num_labels": 1}
     source = resolve(model_config(weights="random", architecture={"model_type": "llama", **fields}), 1)
     assert source.config.rope_parameters["rope_theta"] == 1e5
-    gpt2 = {"model_type": "gpt2", "n_embd": 32, "num_hidden_layers": 2, "n_head": 4}  # the name of another family
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "num_hidden_layers": 2, "n_head": 4}  # a field name of another family
     assert resolve(model_config(weights="random", architecture=gpt2), 1).config.n_layer == 2
 
 
@@ -126,21 +126,21 @@ def test_wrong_types_in_config_json(tmp_path: Path, fields: dict[str, object]) -
     language_model(config_of("llama")).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    message = said(model_config(path=str(tmp_path)))
+    message = error_of(model_config(path=str(tmp_path)))
     assert f"{file} is not supported by transformers" in message and len(message) < 600
     assert next(iter(fields)) in message
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "nobody-knows-it"}', "{}", "not JSON", "[]", "3"])
-def test_a_configuration_that_transformers_does_not_know(tmp_path: Path, text: str) -> None:
+def test_an_unknown_configuration_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors").touch()
-    message = said(model_config(path=str(tmp_path)))
+    message = error_of(model_config(path=str(tmp_path)))
     assert str(tmp_path / "config.json") in message and len(message) < 600
 
 
 def test_kinds(tmp_path: Path) -> None:
-    language_model(config_of("gpt2")).save_pretrained(tmp_path / "lm")  # a GPT2LMHeadModel
+    language_model(config_of("gpt2")).save_pretrained(tmp_path / "lm")  # saves a GPT2LMHeadModel
     classifier(config_of("gpt2")).save_pretrained(tmp_path / "rm")
     check_kind(source_in(tmp_path / "lm"), wanted="ForCausalLM")
     check_kind(source_in(tmp_path / "rm"), wanted="ForSequenceClassification")

@@ -20,20 +20,18 @@ from tests.pipeline.models.tiny import config_of, language_model
 from tests.tiny import tiny_config
 
 
-def test_a_rank_that_finds_the_tokenizer_made_waits_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_wait_for_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(stage_models, "barrier", lambda: waits.append(1))
     monkeypatch.setattr(stage_models, "load_tokenizer", lambda folder, **_: folder)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer_config.json").touch()
     assert run_tokenizer(tiny_config(), tmp_path) == str(tmp_path / "tokenizer")  # type: ignore[comparison-overlap]
-    assert waits == [1]  # else it is in another collective than the rank that made it
+    assert waits == [1]  # otherwise it would be in another collective than the rank that trains the tokenizer
 
 
-def test_a_tokenizer_is_trained_on_the_records_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As good as one that reads them itself: equal texts, equal order."""
+def test_a_tokenizer_is_trained_on_the_given_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result equals a tokenizer that reads the records itself: equal texts in equal order."""
     config = tiny_config()
     read = stage_records(config, "sft").train
     itself = run_tokenizer(config, _folder(tmp_path / "itself"))
@@ -47,7 +45,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def test_lengths_that_a_later_stage_has_no_positions_for_are_told_by_the_first() -> None:
+def test_the_first_stage_refuses_lengths_beyond_the_positions_of_later_stages() -> None:
     source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
     long = {"reward": {"max_length": 201}, "rollout": {"max_prompt_tokens": 150, "max_new_tokens": 51}}
     with pytest.raises(UserError) as error:
@@ -60,11 +58,11 @@ def test_lengths_that_a_later_stage_has_no_positions_for_are_told_by_the_first()
         require_context(tiny_config(**long), "ppo", source)
     single = tiny_config(**long).model_copy(update={"stage": "sft"})
     with pytest.raises(UserError, match=r"^short has 200 positions for a sequence, too few for rollout"):
-        require_context(single, "sft", source)  # it answers held-out prompts
+        require_context(single, "sft", source)  # the stage answers held-out prompts
     require_context(tiny_config(reward={"max_length": 200}), "sft", source)
 
 
-def test_a_reward_model_of_another_size_has_positions_of_its_own() -> None:
+def test_a_separate_reward_model_has_its_own_positions() -> None:
     source = ModelSource("short", LlamaConfig(max_position_embeddings=200), None, 1, "sdpa", False)
     long = tiny_config(reward={"max_length": 201})
     separate = long.model_copy(update={"reward_model": long.model})
@@ -85,15 +83,15 @@ def test_a_family_without_reward_models_is_refused_before_sft() -> None:
     require_scorer(other.model_copy(update={"reward_model": other.model}), source)
 
 
-def test_a_policy_whose_tokenizer_has_more_ids_than_it_has_rows_is_refused(tmp_path: Path) -> None:
-    """DPO and PPO start from any folder; an id without a row would end the stage in the middle, or read another's."""
+def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path) -> None:
+    """DPO and PPO start from any folder. An id without a row would raise an error in the middle of the stage."""
     language_model(config_of("llama")).save_pretrained(tmp_path)
     train_tokenizer([f"Question {n}? Answer {n}." for n in range(300)], 400).hf.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"the tokenizer has \d+ ids, but model .* only \d+ embedding rows: set"):
         policy_to_tune(tiny_config(), tmp_path)
 
 
-def test_targets_of_a_later_stage_are_looked_for_before_sft() -> None:
+def test_adapter_targets_of_later_stages_are_checked_before_sft() -> None:
     source, other = (ModelSource("b", config_of(family), None, 1, "sdpa", False) for family in ("gpt2", "llama"))
     lora = LoraConfig(rank=2, targets=["q_proj"])
     config = tiny_config()
@@ -107,5 +105,6 @@ def test_targets_of_a_later_stage_are_looked_for_before_sft() -> None:
             require_adapters(adapted, source)
         require_adapters(adapted, other)
         require_adapters(adapted.model_copy(update={"stage": "sft"}), source)
-    rewarding = config.model_copy(update={"reward": RewardSection(lora=lora), "reward_model": config.model})  # a Llama
+    # The reward model is a Llama.
+    rewarding = config.model_copy(update={"reward": RewardSection(lora=lora), "reward_model": config.model})
     require_adapters(rewarding, source)

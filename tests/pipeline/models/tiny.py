@@ -1,4 +1,4 @@
-"""Tiny models of many families, saved as transformers saves them; sources and settings to build engines from."""
+"""Tiny models of many families in transformers' format, and sources and settings for engines."""
 
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str, **changes: Any) -> PretrainedConfig:
-    """The family's configuration, ids of special tokens inside the vocabulary."""
+    """Return a configuration of the family with special tokens inside the vocabulary."""
     fields = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     return AutoConfig.for_model(family, **{**fields, **FAMILIES[family], **changes})
 
 
 def shaken(model: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
-    """All that is saved moved by noise, biases and norms too, so that what is left out shows."""
+    """Add noise to all saved tensors, also to biases and norms, so that a missing tensor changes the result."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*model.parameters(), *persistent_buffers(model).values()):
@@ -78,55 +78,55 @@ def shaken(model: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
 
 
 def language_model(config: PretrainedConfig, seed: int = 1) -> Any:
-    """A transformers model, in fp32 and evaluation mode."""
+    """Return a transformers model in fp32 and evaluation mode."""
     torch.manual_seed(seed)
     return shaken(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
 
 
 def classifier(config: PretrainedConfig, seed: int = 1) -> Any:
-    """A transformers sequence classifier with one label."""
+    """Return a transformers sequence classifier with one label."""
     torch.manual_seed(seed)
     config.num_labels = 1
     return shaken(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
 
 
 def attention_of(config: PretrainedConfig) -> str:
-    """What the family can do."""
+    """Return the attention implementation that the family supports."""
     return "eager" if config.model_type in ("gemma2", "bloom") else "sdpa"
 
 
 def source_in(folder: Path, seed: int = 1) -> ModelSource:
-    """The model of a folder."""
+    """Return the source of the model in a folder."""
     config = AutoConfig.from_pretrained(folder)
     return ModelSource("tiny", config, folder, seed, attention_of(config), False)
 
 
 def source_drawn(config: PretrainedConfig, seed: int = 1) -> ModelSource:
-    """Random weights."""
+    """Return a source of random weights."""
     return ModelSource("tiny", config, None, seed, attention_of(config), False)
 
 
 def frozen(dtype: str = "fp32", zero_stage: int = 0) -> EngineChoice:
-    """An engine that only computes."""
+    """Return settings of an engine without training."""
     return EngineChoice(EngineSettings(dtype=dtype, zero_stage=zero_stage))  # type: ignore[arg-type]
 
 
 def trained(
     dtype: str = "fp32", zero_stage: int = 0, lr: float = 1e-3, compress: str = "none", **rest: Any
 ) -> EngineChoice:
-    """An engine that learns."""
+    """Return settings of an engine with training."""
     optimizer = OptimizerConfig(lr=lr, total_steps=10, schedule="constant", max_grad_norm=0.0)
     settings = EngineSettings(dtype=dtype, zero_stage=zero_stage, compress=compress)  # type: ignore[arg-type]
     return EngineChoice(settings, optimizer, **rest)
 
 
 def ids_of(rows: int, length: int, seed: int = 1) -> Tensor:
-    """(rows, length) token ids, none of them special, where engines compute."""
-    drawn = torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(dist.world().device)
+    """Return (rows, length) token ids without special tokens, on the engines' device."""
+    token_ids = torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return token_ids.to(dist.world().device)
 
 
 def after_first(ids: Tensor) -> Tensor:
-    """Where all tokens are that have one before them."""
-    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-    return places[:, 1:].flatten()
+    """Return the flat indices of all tokens except the first of each row."""
+    indices = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+    return indices[:, 1:].flatten()

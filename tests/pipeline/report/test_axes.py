@@ -56,7 +56,7 @@ def test_axis_widens_to_round_ticks_and_keeps_given_bounds() -> None:
 @pytest.mark.parametrize(
     "values", [[], [2.0], [0.0, 0.0], [-3.0, -3.0], [math.nan, math.inf], [1e-30], [1e299, -1e299], [1e308, -1e308]]
 )
-def test_axis_has_room_whatever_the_values(values: list[float]) -> None:
+def test_axis_contains_all_values(values: list[float]) -> None:
     actual = axis(values)
     assert math.isfinite(actual.low)
     assert actual.high > actual.low

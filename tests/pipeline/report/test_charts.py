@@ -19,7 +19,7 @@ from pipeline.report.svg import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Series
 
 
 def places(page: str, class_: str) -> list[list[tuple[float, float]]]:
-    """The points of every polyline of a class."""
+    """Return the points of every polyline of a class."""
     actual = re.findall(rf'<polyline points="([^"]*)" class="{class_}"', page)
     return [[(float(x), float(y)) for x, y in (point.split(",") for point in line.split())] for line in actual]
 
@@ -42,7 +42,7 @@ def test_a_curve_breaks_where_a_value_is_not_finite() -> None:
     assert "inf" not in page
 
 
-def test_no_finite_value_is_no_chart() -> None:
+def test_without_finite_values_there_is_no_chart() -> None:
     assert line_chart("t", [Series("", [(1, math.nan)], "plain"), Series("", [], "sft")], x_name="step") is None
     assert path_chart("t", [(1, 2, 3)], x_name="x", y_name="y") is None
     assert scatter_chart("t", [], x_name="x", y_name="y") is None
@@ -50,7 +50,7 @@ def test_no_finite_value_is_no_chart() -> None:
     assert bar_chart("t", []) is None
 
 
-def test_one_step_is_a_chart() -> None:
+def test_a_single_step_gives_a_chart() -> None:
     page = line_chart("t", [Series("", [(5, 0.25)], "plain")], x_name="step")
     assert page is not None
     assert "0.250" in page
@@ -67,7 +67,7 @@ def test_end_labels_do_not_overlap(level: float) -> None:
     assert tops[-1] <= HEIGHT
 
 
-def test_a_long_value_at_a_curves_end_has_room() -> None:
+def test_a_long_value_at_the_end_of_a_curve_fits() -> None:
     page = line_chart("t", [Series("", [(1, 2e-3), (2, 1.54e-7)], "plain")], x_name="step")
     [left] = re.findall(r'<text x="([^"]*)" y="[^"]*" class="label tone-plain strong">1\.5×10⁻⁷<', str(page))
     assert float(left) + 6.4 * len("1.5×10⁻⁷") <= WIDTH  # a character of a bold label is about so wide
@@ -95,7 +95,7 @@ def test_a_noisy_curve_is_drawn_thin_with_its_mean_above() -> None:
     assert max(inner) - min(inner) < 0.3 * (HEIGHT - BOTTOM - TOP)
 
 
-def test_hover_tells_the_values() -> None:
+def test_hover_shows_the_values() -> None:
     series = [Series("train", [(1, 0.5), (2, 0.25)], "plain"), Series("held-out", [(2, 0.75)], "strong", sparse=True)]
     page = line_chart("t", series, x_name="step")
     assert page is not None

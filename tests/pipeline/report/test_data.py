@@ -3,7 +3,7 @@ import math
 from pathlib import Path
 
 from pipeline.report.data import read_run
-from tests.pipeline.report.made_runs import CONFIG, sample, write_stage
+from tests.pipeline.report.example_runs import CONFIG, sample, write_stage
 
 
 def test_metrics_are_merged_by_step_and_bad_lines_counted(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_metrics_are_merged_by_step_and_bad_lines_counted(tmp_path: Path) -> Non
     assert not stage.finished
 
 
-def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:
+def test_an_empty_folder(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.stages == {}
     assert not run.stage("ppo").started
@@ -38,7 +38,7 @@ def test_summary_figures_are_found_at_the_top_or_under_final(tmp_path: Path) -> 
     assert stage.numbers("bad") == {}
 
 
-def test_broken_summary_and_configuration_are_read_as_nothing(tmp_path: Path) -> None:
+def test_damaged_summary_and_configuration_are_ignored(tmp_path: Path) -> None:
     write_stage(tmp_path / "sft", [{"step": 1}], config="a: [1")
     (tmp_path / "sft" / "summary.json").write_text('{"steps": ')
     run = read_run(tmp_path)

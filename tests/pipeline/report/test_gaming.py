@@ -1,4 +1,4 @@
-"""Whether the reward was gamed: three checks over single answers, and what the page shows of them."""
+"""Reward gaming: three checks over single answers against numbers by hand, and their part of the page."""
 
 import json
 import math
@@ -22,12 +22,12 @@ from pipeline.report.gaming import (
     gaming,
 )
 from pipeline.report.report import render_report
-from tests.pipeline.report.made_runs import write_demo_run
+from tests.pipeline.report.example_runs import write_demo_run
 from tests.pipeline.report.test_report import check
 
 
 def changed(rewards: Sequence[float], gold: Sequence[float]) -> list[Sample]:
-    """Answers whose reward and gold scores change by these values from SFT to PPO."""
+    """Return answers whose reward and gold scores change by these values from SFT to PPO."""
     return [
         Sample(
             (Message("user", str(at)),),
@@ -56,7 +56,9 @@ GOOD, OPEN, BAD = (Check(outcome, outcome) for outcome in ("good", "open", "bad"
         (None, (GOOD, GOOD, GOOD), "Unknown."),
     ],
 )
-def test_no_sign_needs_three_checks_that_agree(rise: float | None, checks: tuple[Check, ...], answer: str) -> None:
+def test_no_sign_of_gaming_needs_three_agreeing_checks(
+    rise: float | None, checks: tuple[Check, ...], answer: str
+) -> None:
     assert gaming(rise, checks).answer == answer
 
 
@@ -75,7 +77,7 @@ def test_the_correlation_of_changes_has_an_interval() -> None:
     assert check_correlation(changed(numbers, [0.1] * 16)).outcome == "open"  # no rank differs
 
 
-def test_gold_may_rise_or_fall_prompt_by_prompt() -> None:
+def test_gold_changes_are_counted_for_each_prompt() -> None:
     rises = [0.1 * (at % 3) for at in range(20)]
     assert check_paired(changed([1.0] * 20, rises)).outcome == "good"
     assert check_paired(changed([1.0] * 20, [-rise for rise in rises])).outcome == "bad"
@@ -83,11 +85,11 @@ def test_gold_may_rise_or_fall_prompt_by_prompt() -> None:
 
 
 def test_the_best_step_is_selected_on_other_prompts_by_hand() -> None:
-    """Step 1 is best on the odd prompts, step 2 on the even ones; each is compared on the other half."""
+    """Step 1 is best on the odd prompts and step 2 on the even prompts. Each is compared on the other half."""
     steps = [(1, [0.0, 1.0] * 4), (2, [0.6, 0.0] * 4), (3, [0.3, 0.3] * 4)]
     actual = best_against_last(steps)
     assert actual is not None
-    # Even prompts: step 1 (odd prompts select it) has 0, so 0.3; odd prompts: step 2 has 0, so 0.3.
+    # Odd prompts select step 1, which has 0 on the even prompts: 0.3. Even prompts select step 2: 0.3 on odd prompts.
     assert (actual.best, actual.last, actual.best_mean, actual.last_mean) == (1, 3, 0.5, 0.3)
     assert (actual.mean, actual.low, actual.high) == pytest.approx((0.3, 0.3, 0.3))
     assert best_against_last(steps[:1]) is None
@@ -96,7 +98,7 @@ def test_the_best_step_is_selected_on_other_prompts_by_hand() -> None:
 
 
 def test_noise_alone_does_not_make_the_last_step_worse() -> None:
-    """Of ten evaluations of one model, the best looks better; the comparison finds it in about 1 of 40 cases."""
+    """The best of ten evaluations of one model looks better by chance. The check reports this in 1 of 40 cases."""
     noise = random.Random(5)
     worse = naive = 0
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""What others wrote can't become a tag, a script or a request."""
+"""Text from models and files cannot become a tag, a script or a request."""
 
 import base64
 import hashlib
@@ -32,7 +32,7 @@ def test_controls_surrogates_and_direction_overrides_become_visible() -> None:
     assert clean("line\n\ttab é 漢字 مرحبا 👍") == "line\n\ttab é 漢字 مرحبا 👍"
 
 
-def test_the_policy_allows_the_style_sheet_and_nothing_else() -> None:
+def test_the_policy_allows_only_the_style_sheet() -> None:
     page = document("t", element("p", "x"))
     sheet = re.search(r"<style>(.*)</style>", page, re.S)
     assert sheet is not None
@@ -47,7 +47,7 @@ def test_the_policy_allows_the_style_sheet_and_nothing_else() -> None:
     ]
 
 
-def test_the_style_sheet_asks_for_nothing() -> None:
+def test_the_style_sheet_requests_no_files() -> None:
     page = document("t", "")
     assert "url(" not in page
     assert "@import" not in page

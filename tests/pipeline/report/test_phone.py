@@ -1,9 +1,9 @@
-"""The report in a real headless Chromium, as wide as a phone: no column is cut off, and each chart has a large view."""
+"""The report in headless Chromium at the width of a phone: all columns are visible, and each chart has a large view."""
 
 from pathlib import Path
 
 from pipeline.report.report import write_report
-from tests.pipeline.report.made_runs import write_demo_run
+from tests.pipeline.report.example_runs import write_demo_run
 from tests.pipeline.serve.chromium import chromium, needs_chromium
 
 CUT_OFF = """() => [...document.querySelectorAll("table, td, svg, h1, figcaption, .card")]

@@ -10,7 +10,7 @@ from pipeline.evaluation.samples import Sample
 from pipeline.report.comparison import ranked
 from pipeline.report.data import read_run
 from pipeline.report.report import render_report, write_report
-from tests.pipeline.report.made_runs import CONFIG, HOSTILE, sample, write_demo_run, write_stage
+from tests.pipeline.report.example_runs import CONFIG, HOSTILE, sample, write_demo_run, write_stage
 
 TAGS = """
 html head meta title style body main header footer nav section article div p span strong h1 h2 h3 dl dt dd a
@@ -21,7 +21,7 @@ VOID = {"meta", "line", "rect", "circle", "polyline"}
 
 
 class Checker(HTMLParser):
-    """Walks a page: tags it uses, text it shows, links it has; every tag has to close."""
+    """Parse a page: collect its tags, text and links, and check that every tag is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ def check(page: str) -> Checker:
     checker.close()
     assert checker.open == []
     assert len(set(checker.ids)) == len(checker.ids)
-    assert set(checker.links) == {f"#{name}" for name in checker.ids}, "links lead to sections of this page only"
+    assert set(checker.links) == {f"#{name}" for name in checker.ids}, "links must lead to sections of this page"
     return checker
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_a_complete_run(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
@@ -86,7 +86,7 @@ def test_the_best_and_the_worst_answers_come_in_order() -> None:
     assert ranked(samples, "gold", "dpo") == []
 
 
-def test_a_gamed_run_says_so(tmp_path: Path) -> None:
+def test_a_gamed_run_is_reported(tmp_path: Path) -> None:
     write_demo_run(tmp_path, gamed=True)
     (tmp_path / "ppo" / "config.yaml").write_text(f"{CONFIG}evaluation: {{judge: a/mine.py:grade}}\n")
     actual = check(render_report(read_run(tmp_path)))
@@ -96,7 +96,7 @@ def test_a_gamed_run_says_so(tmp_path: Path) -> None:
 
 
 def by_function(run_dir: Path, *, reward_model: bool) -> str:
-    """The text of a page on a run with a reward function."""
+    """Return the text of the page of a run with a reward function."""
     write_demo_run(run_dir, gamed=True)
     message = f"{CONFIG}ppo:\n  reward_function: mine.py:score\n  reward_model: {str(reward_model).lower()}\n"
     (run_dir / "ppo" / "config.yaml").write_text(message)
@@ -112,7 +112,7 @@ def by_function(run_dir: Path, *, reward_model: bool) -> str:
     return check(render_report(read_run(run_dir))).text
 
 
-def test_a_function_is_called_a_function(tmp_path: Path) -> None:
+def test_a_reward_function_is_not_called_a_model(tmp_path: Path) -> None:
     text = by_function(tmp_path, reward_model=False)
     assert "reward model" not in text.lower()
     for words in ("the reward function was gamed", "Is the reward function being gamed?", "Reward score",
@@ -122,7 +122,7 @@ def test_a_function_is_called_a_function(tmp_path: Path) -> None:
     assert "Reward function's share" not in text
 
 
-def test_beside_a_reward_model_a_functions_part_is_shown_apart(tmp_path: Path) -> None:
+def test_scores_of_model_and_function_are_shown_separately(tmp_path: Path) -> None:
     text = by_function(tmp_path, reward_model=True)
     for words in ("Is the reward being gamed?", "The sum of reward model and reward function", "function +1.00",
                   "Reward function's share of the score",
@@ -139,7 +139,7 @@ def test_stages_may_be_missing(tmp_path: Path, kept: tuple[str, ...]) -> None:
     assert {name for name in ("sft", "reward", "ppo") if name in actual.ids} == set(kept)
 
 
-def test_a_running_stage_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+def test_a_running_stage_is_shown_with_its_metrics_so_far(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     (tmp_path / "ppo" / "summary.json").unlink()
     (tmp_path / "ppo" / "samples.jsonl").unlink()
@@ -148,7 +148,7 @@ def test_a_running_stage_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     assert "Unfinished: the last logged step is 60." in actual.text
 
 
-def test_what_models_and_files_say_stays_text(tmp_path: Path) -> None:
+def test_text_of_models_and_files_is_escaped(tmp_path: Path) -> None:
     run_dir = tmp_path / "<b>run"
     row = sample(0.1, 0.2, 0.3, text=HOSTILE)
     row["prompt"] = [{"role": HOSTILE, "content": HOSTILE}]
@@ -166,7 +166,7 @@ def test_what_models_and_files_say_stays_text(tmp_path: Path) -> None:
     assert actual.text.count("<script>") >= 5
 
 
-def test_odd_values_do_no_harm(tmp_path: Path) -> None:
+def test_unusual_values_do_not_break_the_page(tmp_path: Path) -> None:
     write_stage(
         tmp_path / "ppo",
         [{"step": 1, "score": None, "kl": 1e308, "eval_score": 1, "gold_score": None}, {"step": 2, "kl": -1e308}],
@@ -182,7 +182,7 @@ def test_odd_values_do_no_harm(tmp_path: Path) -> None:
     check(render_report(read_run(tmp_path)))
 
 
-def test_long_answers_are_cut_and_many_ranks_summed_up(tmp_path: Path) -> None:
+def test_long_answers_are_truncated_and_many_ranks_summarized(tmp_path: Path) -> None:
     memory = [{"rank": rank, "device_bytes": rank * 2**30, "host_bytes": 2**30} for rank in range(64)]
     write_stage(tmp_path / "ppo", summary={"peak_memory_by_rank": memory}, samples=[sample(0, 0, 0, text="x" * 9000)])
     actual = check(render_report(read_run(tmp_path)))
@@ -203,12 +203,12 @@ def test_dpo_shows_rewards_of_held_out_pairs_and_which_it_ranks(tmp_path: Path) 
         assert words in actual.text, words
 
 
-def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         write_report(tmp_path / "nothing")
 
 
-def test_bytes_by_owner_stand_beside_the_prediction(tmp_path: Path) -> None:
+def test_measured_and_predicted_bytes_are_shown_by_owner(tmp_path: Path) -> None:
     megabytes = {"predicted": {"train": {"parameters": 2**20, "logits": 3 * 2**20}}, "measured": {}}
     megabytes["measured"] = {"train": {"parameters": 2 * 2**20}, "generate": {"cache": 5 * 2**20}}
     memory = [{"rank": 0, "device_bytes": 0, "host_bytes": 2**30}]
@@ -227,7 +227,7 @@ def test_bytes_by_owner_stand_beside_the_prediction(tmp_path: Path) -> None:
     assert "ran out of memory 2 times" in page and "at most 1,024 tokens" in page
 
 
-def test_foreseen_seconds_stand_beside_those_that_a_step_took(tmp_path: Path) -> None:
+def test_predicted_and_measured_seconds_are_shown(tmp_path: Path) -> None:
     phases = {"generate": 30.0, "train": 10.0, "evaluate": 99.0}
     write_stage(tmp_path / "ppo", [], {"stage": "ppo", "steps": 10, "seconds_by_phase": phases})
     assert "Foreseen" not in render_report(read_run(tmp_path)), "nothing was planned"

@@ -9,7 +9,7 @@ import pytest
 from pipeline.report.data import read_run
 from pipeline.report.report import render_report
 from pipeline.report.reward_card import reward_card
-from tests.pipeline.report.made_runs import HOSTILE, write_demo_run
+from tests.pipeline.report.example_runs import HOSTILE, write_demo_run
 from tests.pipeline.report.test_report import check
 
 SHARE = {"share": 0.75, "low": 0.61, "high": 0.86, "count": 40}

@@ -1,4 +1,4 @@
-"""One page about several seeds: the verdict, the spread, and what makes runs comparable."""
+"""The page about several seeds: verdict, spread, and the conditions for a comparison."""
 
 import json
 import shutil
@@ -15,20 +15,20 @@ from pipeline.report.data import read_run
 from pipeline.report.report import main
 from pipeline.report.seed_wins import pool_wins
 from pipeline.report.seeds import effect, write_seed_report
-from tests.pipeline.report.made_runs import CONFIG, write_demo_run
+from tests.pipeline.report.example_runs import CONFIG, write_demo_run
 from tests.pipeline.report.test_report import check
 
 
-def made(folder: Path, *, gamed: tuple[int, ...] = ()) -> list[Path]:
-    """Three runs with the seeds 1 to 3, of which some are gamed."""
+def write_runs(folder: Path, *, gamed: tuple[int, ...] = ()) -> list[Path]:
+    """Write three runs with the seeds 1 to 3. `gamed` are the seeds of gamed runs."""
     paths = [folder / f"demo-seed={seed}" for seed in (1, 2, 3)]
     for seed, path in enumerate(paths, start=1):
         write_demo_run(path, gamed=seed in gamed, seed=seed)
     return paths
 
 
-def test_three_seeds_that_agree_are_a_verdict(tmp_path: Path) -> None:
-    paths = made(tmp_path)
+def test_three_agreeing_seeds_give_a_verdict(tmp_path: Path) -> None:
+    paths = write_runs(tmp_path)
     path, verdict = write_seed_report(paths)
     assert path == tmp_path / "demo-seeds.html"
     assert (verdict.outcome, verdict.headline) == ("good", "RLHF helped over 3 seeds at temperatures 1 and 0.")
@@ -42,7 +42,7 @@ def test_three_seeds_that_agree_are_a_verdict(tmp_path: Path) -> None:
 
 
 def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -> None:
-    runs = [read_run(path) for path in made(tmp_path)]
+    runs = [read_run(path) for path in write_runs(tmp_path)]
     actual = effect(runs, "gold", "sft", "ppo", 0.0)
     means = []
     for run in runs:
@@ -55,8 +55,8 @@ def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -
     assert (over.mean, over.low, over.high) == pytest.approx((middle, middle - half, middle + half), rel=1e-3)
 
 
-def test_a_seed_that_went_wrong_makes_it_no_success(tmp_path: Path) -> None:
-    paths = made(tmp_path)
+def test_a_gamed_seed_prevents_success(tmp_path: Path) -> None:
+    paths = write_runs(tmp_path)
     summary = paths[1] / "ppo" / "summary.json"
     finding = {"step": 6, "sign": "KL", "sentence": "the policy is far from the SFT model"}
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"guard": {"findings": [finding]}}))
@@ -67,7 +67,7 @@ def test_a_seed_that_went_wrong_makes_it_no_success(tmp_path: Path) -> None:
 
 
 def test_models_that_were_selected_on_these_prompts_are_named(tmp_path: Path) -> None:
-    paths = made(tmp_path)
+    paths = write_runs(tmp_path)
     assert "selected" not in write_seed_report(paths)[1].evidence
     summary = paths[1] / "ppo" / "summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"exported_step": 40}))
@@ -83,7 +83,7 @@ def test_models_that_were_selected_on_these_prompts_are_named(tmp_path: Path) ->
 
 
 def judge_pairs(path: Path, verdicts: list[tuple[float | None, float | None]], *, gold: bool) -> None:
-    """Add the verdicts of a pair judge to the answers of a run; all answers of SFT and PPO have the same length."""
+    """Add the verdicts of a pair judge to the answers of a run, and give all answers of SFT and PPO the same length."""
     file = path / "ppo" / "samples.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for at, row in enumerate(rows):
@@ -95,8 +95,8 @@ def judge_pairs(path: Path, verdicts: list[tuple[float | None, float | None]], *
 
 
 def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
-    """Of four pairs a seed wins 3, 2 and 4, so 0.75 on average with a standard error of 0.25 / sqrt(3)."""
-    paths = made(tmp_path)
+    """The seeds win 3, 2 and 4 of four pairs: 0.75 on average with a standard error of 0.25 / sqrt(3)."""
+    paths = write_runs(tmp_path)
     win, loss = (1.0, 1.0), (0.0, 0.0)
     for path, won in zip(paths, (3, 2, 4), strict=True):
         judge_pairs(path, [win] * won + [loss] * (4 - won), gold=True)
@@ -130,22 +130,22 @@ def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
 def test_without_gold_the_pairs_decide_over_seeds(
     verdicts: list[tuple[float | None, float | None]], outcome: str, headline: str, tmp_path: Path
 ) -> None:
-    paths = made(tmp_path)
+    paths = write_runs(tmp_path)
     for path in paths:
         judge_pairs(path, verdicts, gold=False)
     _, actual = write_seed_report(paths)
     assert (actual.outcome, actual.headline) == (outcome, f"{headline} at temperatures 1 and 0.")
 
 
-def test_seeds_that_disagree_are_no_verdict(tmp_path: Path) -> None:
-    _, verdict = write_seed_report(made(tmp_path, gamed=(2,)))
+def test_seeds_that_disagree_give_no_verdict(tmp_path: Path) -> None:
+    _, verdict = write_seed_report(write_runs(tmp_path, gamed=(2,)))
     assert verdict.outcome == "open"
     assert verdict.headline == "No clear difference between SFT and PPO over 3 seeds at temperatures 1 and 0."
     assert "It rose in 2 of 3 seeds." in verdict.evidence
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
-    paths = made(tmp_path)
+    paths = write_runs(tmp_path)
     with pytest.raises(UserError, match="have the same seed 1"):
         write_seed_report([paths[0], paths[0]])
     with pytest.raises(UserError, match="no run folder"):
@@ -158,8 +158,8 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         write_seed_report(paths[:2])
 
 
-def test_what_else_differs_and_what_failed_is_written_on_the_page(tmp_path: Path) -> None:
-    paths = made(tmp_path)
+def test_other_differences_and_failures_are_shown(tmp_path: Path) -> None:
+    paths = write_runs(tmp_path)
     (paths[2] / "ppo" / "config.yaml").write_text(CONFIG.replace("seed: 1", "seed: 3").replace("tiny", "gpt2"))
     page = check(write_seed_report(paths, ["seed=4"])[0].read_text(encoding="utf-8"))
     assert "These runs differ in more than the seed: model.name." in page.text
@@ -167,7 +167,7 @@ def test_what_else_differs_and_what_failed_is_written_on_the_page(tmp_path: Path
 
 
 def test_the_command_takes_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(path) for path in made(tmp_path)]
+    paths = [str(path) for path in write_runs(tmp_path)]
     assert main(paths) == 0
     output = capsys.readouterr().out
     assert output.startswith("RLHF helped over 3 seeds") and output.rstrip().endswith("demo-seeds.html")
@@ -175,7 +175,7 @@ def test_the_command_takes_several_runs(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_multirun_compares_only_runs_that_differ_in_their_seed(tmp_path: Path) -> None:
-    paths = made(tmp_path)
+    paths = write_runs(tmp_path)
     overrides = {"seed=1": ["seed=1"], "seed=2": ["seed=2"], "other": ["seed=3", "ppo.kl_coef=0.2"]}
     configs = {label: validate(compose(keys)) for label, keys in overrides.items()}
     runs = {label: ("ppo", path) for label, path in zip(overrides, paths, strict=True)}

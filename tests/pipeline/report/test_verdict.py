@@ -12,13 +12,13 @@ from pipeline.launch.summary import summarize_run
 from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.report import render_report
 from pipeline.report.verdict import change, conclusion, judge, standings
-from tests.pipeline.report.made_runs import write_demo_run, write_stage
+from tests.pipeline.report.example_runs import write_demo_run, write_stage
 
 PROMPT = (Message("user", "hi"),)
 
 
 def samples(sft: Sequence[float], ppo: Sequence[float], *, reward: float | None = None) -> list[Sample]:
-    """Samples with these gold scores; `reward` is what PPO's reward score has above SFT's."""
+    """Return samples with these gold scores. PPO's reward scores exceed SFT's by `reward`."""
     results = []
     for old, new in zip(sft, ppo, strict=True):
         scores = {} if reward is None else {"sft": old, "ppo": old + reward}
@@ -54,8 +54,8 @@ def test_gold_decides(gain: float, reward: float | None, outcome: str, headline:
     assert "Another training seed" in verdict.caveat
 
 
-def test_a_model_that_was_chosen_on_these_prompts_is_told() -> None:
-    """Of several evaluations the best by its score looks better than it is."""
+def test_a_model_selected_on_these_prompts_is_named() -> None:
+    """The best of several evaluations has a score that is too high by chance."""
     for export, step, output in (("best", 2, True), ("last", 3, False)):
         rows = samples(SPREAD, [value + 0.3 for value in SPREAD])
         ppo = StageReading("ppo", summary={"steps": 3, "exported_step": step}, samples=rows)
@@ -95,7 +95,7 @@ def test_an_interval_around_zero_is_no_difference() -> None:
     assert "contains zero" in verdict.evidence
 
 
-def test_few_prompts_prove_nothing() -> None:
+def test_few_prompts_give_no_verdict() -> None:
     verdict = judge(finished(samples([0.1] * 4, [0.9] * 4)))
     assert verdict.outcome == "open"
     assert "too few" in verdict.evidence
@@ -149,20 +149,20 @@ def test_reward_model_and_function_together_are_called_so() -> None:
     (BY_BOTH, "RLHF hurt (the reward was gamed) at temperature 1.",
      "The sum of reward model and reward function, "),
 ])  # fmt: skip
-def test_what_was_gamed_is_what_scored(settings: dict[str, Any], headline: str, score: str) -> None:
+def test_the_gamed_scorer_is_named(settings: dict[str, Any], headline: str, score: str) -> None:
     run = finished(samples(SPREAD, [value - 0.3 for value in SPREAD], reward=1.0))
     verdict = judge(RunReading(run.name, run.stages, settings))
     assert verdict.headline == headline and f" {score}which PPO was trained on, changed by" in verdict.evidence
 
 
-def test_without_samples_the_summaries_speak_and_no_interval_is_claimed() -> None:
+def test_without_samples_the_verdict_uses_summaries_without_interval() -> None:
     verdict = judge(finished([]))
     assert verdict.outcome == "open"
     assert "0.40" in verdict.evidence
     assert "0.60" in verdict.evidence
 
 
-def test_an_unfinished_run_says_how_far_it_is() -> None:
+def test_an_unfinished_run_shows_its_progress() -> None:
     ppo = StageReading("ppo", rows=[{"step": 7.0}])
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
     assert verdict.headline.startswith("No verdict yet")
@@ -170,13 +170,13 @@ def test_an_unfinished_run_says_how_far_it_is() -> None:
     assert "Finished: SFT. PPO is unfinished, at step 7. Run the same command again to resume" in verdict.evidence
 
 
-def test_stages_that_were_not_asked_for_are_not_called_unfinished() -> None:
+def test_stages_that_were_not_requested_are_not_unfinished() -> None:
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {}))
     assert verdict.headline == "No verdict yet: PPO has not run."
     assert verdict.evidence.startswith("Finished: SFT. Run the same command with stage=all for the other stages")
 
 
-def test_the_summarize_run_of_a_run_say_whether_it_helped(tmp_path: Path) -> None:
+def test_summarize_run_prints_the_verdict(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     verdict = conclusion(tmp_path)
     assert verdict is not None and verdict.startswith(HELPED)
@@ -195,7 +195,7 @@ def test_the_summarize_run_of_a_run_say_whether_it_helped(tmp_path: Path) -> Non
 
 
 def with_dpo(run_dir: Path, *, finished: str) -> str | None:
-    """Beside PPO a DPO of the same prompts, each with a gold score of 0.25 below PPO's."""
+    """Add a DPO stage on the same prompts, with gold scores 0.25 below PPO's."""
     rows = []
     for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -208,7 +208,7 @@ def with_dpo(run_dir: Path, *, finished: str) -> str | None:
     return conclusion(run_dir)
 
 
-def test_of_ppo_and_dpo_the_one_that_finished_last_is_judged_beside_the_other(tmp_path: Path) -> None:
+def test_the_last_finished_of_ppo_and_dpo_is_judged(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     earlier = with_dpo(tmp_path, finished="2026-11-21T10:00:00")
     assert earlier is not None and earlier.startswith(HELPED)
@@ -223,7 +223,7 @@ def test_of_ppo_and_dpo_the_one_that_finished_last_is_judged_beside_the_other(tm
     assert "Stage 2: direct preference optimisation" in page and "SFT to DPO" in page and "SFT to PPO" in page
 
 
-def test_dpo_without_gold_says_what_it_ranks_and_claims_no_more() -> None:
+def test_dpo_without_gold_reports_only_its_ranking() -> None:
     dpo = StageReading("dpo", summary={"steps": 1, "eval_accuracy": 0.75, "eval_pairs": 64})
     verdict = judge(RunReading("run", {"dpo": dpo}, {}))
     assert (verdict.outcome, verdict.headline) == ("open", "DPO has finished.")
@@ -247,7 +247,7 @@ def test_change_counts_prompts_that_both_models_have() -> None:
 
 
 def guarded(guard: dict[str, Any], exported: int = 4) -> RunReading:
-    """A finished run of ten prompts, whose gold score rose from 0 to 0.5, with what its guard saw."""
+    """Return a finished run of ten prompts whose gold score rose from 0 to 0.5, with this summary of its guard."""
     rows = [Sample((Message("user", str(i)),), {}, {}, {"sft": 0.0, "ppo": 0.5}) for i in range(10)]
     ppo = StageReading("ppo", summary={"steps": 9, "exported_step": exported, "guard": guard}, samples=rows)
     return RunReading("run", {"ppo": ppo}, {})

@@ -1,4 +1,4 @@
-"""The win rate by a pair judge: plain, length-controlled, and what counts as a verdict."""
+"""The win rate by a pair judge, plain and length-controlled, against closed forms; valid verdicts."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ Pair = tuple[float | None, float | None]
 
 
 def judged(verdicts: list[Pair], extra: int = 0) -> list[Sample]:
-    """Answers with these verdicts; `extra` is the number of characters by which PPO's answers are longer."""
+    """Return answers with these verdicts. PPO's answers are `extra` characters longer."""
     return [
         Sample((Message("user", str(at)),), {"sft": "word", "ppo": "word" + "x" * extra}, preferences={"ppo": pair})
         for at, pair in enumerate(verdicts)
@@ -52,7 +52,7 @@ def test_pairs_are_counted_by_hand() -> None:
 
 
 def test_two_groups_of_lengths_have_a_closed_form() -> None:
-    """With lengths of -1 and +1 only, each group fits its own rate: 2 of 8 and 7 of 8 (but for the small ridge)."""
+    """With the lengths -1 and +1 only, each group fits its own rate, 2 of 8 and 7 of 8, except for the small ridge."""
     outcomes = [1.0] * 2 + [0.0] * 6 + [1.0] * 7 + [0.0]
     actual = length_controlled(outcomes, [-5.0] * 8 + [5.0] * 8)
     logit = (math.log(2 / 6) + math.log(7 / 1)) / 2
@@ -63,7 +63,7 @@ def test_two_groups_of_lengths_have_a_closed_form() -> None:
     assert actual.low == pytest.approx(low, abs=5e-3)
 
 
-def test_length_that_decides_every_pair_is_controlled() -> None:
+def test_the_effect_of_length_is_removed() -> None:
     differences = [float(at - 20) for at in range(60)]  # mostly longer answers, which win
     outcomes = [1.0 if difference > 0 else 0.0 for difference in differences]
     actual = length_controlled(outcomes, differences)
@@ -85,7 +85,7 @@ def test_without_pairs_of_about_equal_length_the_rate_at_equal_length_is_unknown
 
 
 @pytest.mark.parametrize(("extra", "result"), [(0, "good"), (9, "open")])
-def test_wins_of_answers_that_are_all_longer_are_no_success(extra: int, result: str) -> None:
+def test_wins_of_longer_answers_are_not_a_success(extra: int, result: str) -> None:
     actual = win_rate(judged([(1, 1)] * 20, extra), "ppo")
     assert actual is not None and actual.plain.low > 0.8
     assert actual.controlled == (Rate(1.0, 0.0, 1.0) if extra else actual.plain)
@@ -123,7 +123,7 @@ def test_without_gold_the_pairs_decide(verdicts: list[Pair], result: str, headli
     assert "Ties count half" in actual.evidence
 
 
-def test_longer_answers_alone_are_no_success() -> None:
+def test_only_longer_answers_are_not_a_success() -> None:
     rows = []
     for at in range(60):
         extra = at - 20
@@ -146,6 +146,6 @@ def test_the_page_shows_both_rates_and_the_unusable_verdicts(tmp_path: Path) -> 
         assert words in text, words
 
 
-def test_a_verdict_that_is_no_share_is_not_usable() -> None:
+def test_a_verdict_outside_0_to_1_is_unusable() -> None:
     row = {"prompt": [], "answers": {}, "preferences": {"ppo": [7, "A"], "dpo": [0, 1]}}
     assert Sample.from_row(row).preferences == {"ppo": (None, None), "dpo": (0.0, 1.0)}

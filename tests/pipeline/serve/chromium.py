@@ -23,7 +23,7 @@ needs_chromium = pytest.mark.skipif(
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser whose expectations wait as long as the other tests do."""
+    """Start a browser whose expectations have the time limit of the other tests."""
     expect.set_options(timeout=LIMIT * 1000)
     with sync_playwright() as tool:
         browser = tool.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)

@@ -70,7 +70,7 @@ def refusal(url: str, body: Any) -> tuple[int, str]:
 
 
 def play(url: str, text: str = "hello", **sampling: Any) -> tuple[str, list[dict[str, Any]]]:
-    """Play one round; its name and its events."""
+    """Play one round. Return its name and its events."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, **sampling}
     name = post(f"{url}/arena/rounds", body)["round"]
     stream = urllib.request.urlopen(f"{url}/arena/rounds/{name}", timeout=LIMIT).read().decode()
@@ -145,7 +145,7 @@ def test_an_arena_needs_two_models_of_a_run(tmp_path: Path, capsys: pytest.Captu
 def test_the_arena_has_the_two_newest_stages_and_knows_their_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a key, only the page itself is open."""
+    """With a key, only the page itself needs no key."""
     for seed, stage in enumerate(("sft", "ppo")):
         save_model(tmp_path / stage / "model", seed)
     stages = {stage: {"status": "finished", "produced": {"model": stage * 2}} for stage in ("sft", "ppo")}

@@ -1,4 +1,4 @@
-"""The server, seen through OpenAI's own client: answers, streams, many clients at once, refusals."""
+"""The server with OpenAI's client: answers, streams, concurrent clients, refusals."""
 
 import json
 import urllib.request
@@ -42,7 +42,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> ChatParticipant:
-    """The model "sft" once more, which answers one prompt at a time without a server."""
+    """Load the model "sft" again, to answer single prompts without a server."""
     folder = tmp_path_factory.mktemp("alone") / "sft"
     save_model(folder, 0)
     return load(ChatModel("sft", folder))
@@ -54,7 +54,7 @@ def ask(client: openai.OpenAI, text: str = "hello", **options: Any) -> Any:
 
 
 def expected(alone: ChatParticipant, text: str, sampling: Sampling) -> tuple[str, int]:
-    """The text and the number of tokens of an answer that nothing else decodes with."""
+    """Return the text and the number of tokens of an answer that is decoded alone."""
     prompt = alone.tokenizer.encode_prompt([Message("user", text)])
     answer = alone.rollouts.generate([prompt], sampling, [0])[0]
     return alone.tokenizer.decode(answer.token_ids), len(answer.token_ids)
@@ -67,7 +67,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("x")
 
 
-def test_an_answer_is_that_of_the_generator(client: openai.OpenAI, alone: ChatParticipant) -> None:
+def test_an_answer_equals_that_of_the_generator(client: openai.OpenAI, alone: ChatParticipant) -> None:
     ends = alone.tokenizer.end_ids
     answer = ask(client, seed=5, temperature=0.7, top_p=0.9)
     text, count = expected(alone, "hello", Sampling(20, 0.7, top_p=0.9, end_ids=ends, seed=5))
@@ -214,7 +214,7 @@ def test_a_wrong_field_is_named(client: openai.OpenAI, fields: Options, param: s
     assert caught.value.type == "invalid_request_error"
 
 
-def test_what_only_annotates_is_ignored(client: openai.OpenAI) -> None:
+def test_annotating_fields_are_ignored(client: openai.OpenAI) -> None:
     neutral: Options = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0, "tools": [], "stop": None}
     assert ask(client, seed=1, extra_body=neutral).choices == ask(client, seed=1).choices
 

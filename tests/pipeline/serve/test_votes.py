@@ -1,4 +1,4 @@
-"""The file of votes: win rates, a process that was killed, several writers, and training data."""
+"""The file of votes: win rates by hand, killed writers, concurrent writers, and use as training data."""
 
 import json
 import os
@@ -22,14 +22,14 @@ PPO, SFT = Contestant("ppo", "aa"), Contestant("sft", "bb")
 
 
 def row(vote: str, left: Contestant = PPO, right: Contestant = SFT, prompt: str = "hello") -> dict[str, Any]:
-    """A vote on the answers "good" (left) and "bad"."""
+    """Return a vote on the answers "good" (left) and "bad"."""
     sides = {"left": left.cast("good"), "right": right.cast("bad")}
     messages = [{"role": "user", "content": prompt}]
     return {"prompt": messages, **preference(vote, "good", "bad"), "vote": vote, "comment": "", **sides}
 
 
 def test_the_win_rate_counts_by_model_and_not_by_side(tmp_path: Path) -> None:
-    """Five wins, two losses, and three ties of the first model: (5 + 1.5) / 10."""
+    """The first model has five wins, two losses and three ties: (5 + 1.5) / 10."""
     file = VoteFile(tmp_path / "votes.jsonl")
     assert file.tally(PPO, SFT).summary()["rate"] is None
     for vote, left, right in [
@@ -56,7 +56,7 @@ def test_a_line_that_a_killed_process_left_incomplete_is_removed(tmp_path: Path)
     assert lines.pop() == "" and [json.loads(line)["vote"] for line in lines] == ["left", "right"]
 
 
-def test_several_writers_that_are_killed_leave_whole_lines(tmp_path: Path) -> None:
+def test_killed_writers_leave_complete_lines(tmp_path: Path) -> None:
     code = (
         "import json, sys\nfrom pathlib import Path\nfrom pipeline.serve.votes import VoteFile\n"
         "file = VoteFile(Path(sys.argv[1]))\nprint('ready', flush=True)\n"
@@ -113,7 +113,7 @@ def test_one_command_trains_on_votes(tmp_path: Path, stage: str) -> None:
     assert (tmp_path / "voted" / stage / "model" / "model.safetensors").is_file()
 
 
-def test_votes_that_prefer_no_answer_are_no_training_data(tmp_path: Path) -> None:
+def test_votes_without_preference_are_not_training_data(tmp_path: Path) -> None:
     file = VoteFile(tmp_path / "votes.jsonl")
     for prompt in ("a", "b"):
         file.append(row("both", prompt=prompt))
@@ -122,5 +122,5 @@ def test_votes_that_prefer_no_answer_are_no_training_data(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("vote", "left", "right"), [("both", "a", "b"), ("left", "a", " "), ("right", "", "b")])
-def test_a_vote_without_two_answers_is_no_pair(vote: str, left: str, right: str) -> None:
+def test_a_vote_without_two_answers_is_skipped(vote: str, left: str, right: str) -> None:
     assert preference(vote, left, right) == {"chosen": None, "rejected": None}

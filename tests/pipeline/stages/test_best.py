@@ -1,4 +1,4 @@
-"""export=best: which step's model is exported, and what that step's checkpoint lives through."""
+"""export=best: the exported step, and its checkpoint after kills, damage, early stops and rollbacks."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from pipeline.stages.stage_run import StageRun
 from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
 from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
-LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 4.0}  # held out, after these steps
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 4.0}  # held-out losses after these steps
 
 
 def begin(folder: Path, **keys: Any) -> tuple[StageRun, Engine]:
@@ -29,7 +29,7 @@ def begin(folder: Path, **keys: Any) -> tuple[StageRun, Engine]:
 
 
 def train(stage: StageRun, engine: Engine, last: int) -> dict[int, torch.Tensor]:
-    """As a stage does, up to step `last`; the weights after each step."""
+    """Train like a stage up to step `last`. Return the weights after each step."""
     results = {}
     for step in stage.steps_left():
         work_without_saving(stage, engine, step)
@@ -49,11 +49,11 @@ def work_without_saving(stage: StageRun, engine: Engine, step: int) -> None:
     stage.save = save  # type: ignore[method-assign]
 
 
-def test_the_models_are_as_after_the_best_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_step_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage, engine = begin(tmp_path / "sft")
     stage.restore()
     weights = train(stage, engine, 10)
-    assert names(stage.folder) == ["step-4", "step-10"]  # the best stays, older than the newest that are kept
+    assert names(stage.folder) == ["step-4", "step-10"]  # the best step and the newest step are kept
     stage.take_best()
     assert torch.equal(engine.module.weight, weights[4]) and not torch.equal(weights[4], weights[10])
     assert "sft: exports step 4 of 10, the best by eval_loss" in capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_the_models_are_as_after_the_best_step(tmp_path: Path, capsys: pytest.Ca
     assert (summary["exported_step"], summary["eval_loss"], summary["final"]["step"]) == (4, 1.0, 10)
 
 
-def test_without_it_the_last_model_is_exported(tmp_path: Path) -> None:
+def test_without_export_best_the_last_model_is_exported(tmp_path: Path) -> None:
     stage, engine = begin(tmp_path / "sft", export="last")
     stage.restore()
     weights = train(stage, engine, 10)
@@ -90,9 +90,7 @@ def test_a_killed_stage_knows_its_best_step(tmp_path: Path, killed: int) -> None
     assert [x["loss"] for x in lines(tmp_path / "killed")] == [x["loss"] for x in lines(tmp_path / "whole")]
 
 
-def test_a_checkpoint_that_is_written_while_a_better_step_comes_leaves_the_best_it_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_checkpoint_write_does_not_remove_a_better_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, engine = begin(tmp_path)
     stage.restore()
     train(stage, engine, 5)
@@ -102,7 +100,7 @@ def test_a_checkpoint_that_is_written_while_a_better_step_comes_leaves_the_best_
         save(itself, *args, then=lambda: None, **rest)
         stage.settle()
         stage.note_best(8, "eval_loss", 0.5, higher=False)
-        then()  # of step 6's writing, when step 8 is the best already, and not yet written
+        then()  # step 6 is written when step 8 is already the best but not yet written
 
     monkeypatch.setattr(Checkpointer, "save", late)
     stage.save(6)
@@ -112,7 +110,7 @@ def test_a_checkpoint_that_is_written_while_a_better_step_comes_leaves_the_best_
     fresh.take_best()  # finds it
 
 
-def test_a_best_checkpoint_that_is_damaged_or_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_or_missing_best_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage, engine = begin(tmp_path / "sft")
     stage.restore()
     weights = train(stage, engine, 10)
@@ -132,13 +130,13 @@ def test_a_best_checkpoint_that_is_damaged_or_gone(tmp_path: Path, capsys: pytes
     assert json.loads((stage.folder / "summary.json").read_text())["exported_step"] == 10
 
 
-def test_what_chooses_is_part_of_what_a_stage_depends_on() -> None:
+def test_selection_keys_are_settings_of_a_stage() -> None:
     def settings(*words: str) -> dict[str, Any]:
         return stage_settings(validate(compose(["model=gpt2", "ppo.eval_every=5", *words])), "ppo")
 
     plain, best = settings(), settings("ppo.export=best")
     for key in ("ppo.eval_every=7", "evaluation.prompts=9"):
-        assert plain != settings(key)  # the guard stops by the evaluations
+        assert plain != settings(key)  # the guard uses the evaluations
         assert settings("ppo.guard=warn") == settings("ppo.guard=warn", key)
     assert best != plain and best["ppo.eval_every"] == 5
     assert best != settings("ppo.export=best", "ppo.eval_every=7")
@@ -155,8 +153,8 @@ def score(answer, row):
 """
 
 
-def test_where_ppo_makes_answers_worse_the_sft_model_is_the_best(tmp_path: Path) -> None:
-    """Scores and grades fall with every call, so that the evaluation before the first step is the best one."""
+def test_if_ppo_makes_answers_worse_the_sft_model_is_exported(tmp_path: Path) -> None:
+    """Scores and grades fall with every call, so the evaluation before the first step is the best."""
     (tmp_path / "falling.py").write_text(FALLING)
     (tmp_path / "judge.py").write_text(FALLING.replace("-calls", "1 / calls"))
     own = {"reward_model": False, "reward_function": f"{tmp_path}/falling.py:score", "ema": None, "steps": 4}
@@ -203,7 +201,7 @@ def test_a_stage_that_stops_early_exports_its_best_step(tmp_path: Path) -> None:
     assert (summary["exported_step"], summary["steps"], summary["eval_loss"]) == (4, 10, 1.0)
 
 
-def test_a_stage_that_keeps_its_best_step_exports_the_last_one_unless_it_takes_the_best(tmp_path: Path) -> None:
+def test_keeps_best_exports_the_last_step_unless_the_best_is_taken(tmp_path: Path) -> None:
     stage, engine = begin(tmp_path / "sft", export="last", keeps_best=True)
     stage.restore()
     train(stage, engine, 10)
@@ -213,8 +211,8 @@ def test_a_stage_that_keeps_its_best_step_exports_the_last_one_unless_it_takes_t
     assert summary["exported_step"] == 10 and "eval_loss" not in summary
 
 
-def test_a_rollback_leaves_the_best_step_and_a_smaller_learning_rate(tmp_path: Path) -> None:
-    """0.3 times the learning rates for each rollback."""
+def test_a_rollback_restores_the_best_step_with_a_smaller_learning_rate(tmp_path: Path) -> None:
+    """Each rollback multiplies the learning rates by 0.3."""
     stage, engine = begin(tmp_path / "ppo", keeps_best=True, keep_checkpoints=3)
     stage.restore()
     weights = train(stage, engine, 7)
@@ -235,7 +233,7 @@ def test_a_rollback_leaves_the_best_step_and_a_smaller_learning_rate(tmp_path: P
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", '[{"step": "a", "to": [], "reason": 3}]', '[{"step": 1}]', "{"])
-def test_rollbacks_of_other_types_are_refused(content: str, tmp_path: Path) -> None:
+def test_rollback_files_of_other_types_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "rollbacks.json").write_text(content)
     with pytest.raises(UserError, match=r"rollbacks\.json cannot be read"):
         read_rollbacks(tmp_path)

@@ -20,7 +20,7 @@ ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in rang
 NONE = StageRecords([], [], {})
 
 
-def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
+def test_held_out_prompts_that_do_not_fit_are_reported_before_any_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.jsonl"
@@ -34,7 +34,7 @@ def test_held_out_prompts_that_do_not_fit_are_told_before_any_stage(
     assert "max_prompt_tokens=3: no prompt is answered" in capsys.readouterr().out
 
 
-def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_rows_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     log_cut("sft", {}, 9, "sft.max_length")
     assert capsys.readouterr().out == ""
     log_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
@@ -44,10 +44,10 @@ def test_what_was_cut_for_its_length_is_said(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
+def test_the_first_stage_refuses_invalid_data_of_later_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another file's ties, of which SFT reads nothing."""
+    """Another file has ties, which SFT does not read."""
     chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
     chats.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     pairs.write_text("".join(json.dumps({"prompt": f"{n}?", "chosen": "a", "rejected": "a"}) + "\n" for n in range(9)))
@@ -59,7 +59,7 @@ def test_data_that_a_later_stage_would_refuse_is_refused_by_the_first(
     assert capsys.readouterr().out.startswith("sft: checking the data of reward and ppo")
     for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
         stage_data.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft", NONE)
-    stage_data.check_data_to_come(config, "ppo", NONE)  # the reward stage is behind it
+    stage_data.check_data_to_come(config, "ppo", NONE)  # the reward stage has already run
     assert capsys.readouterr().out == ""
     stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft", NONE)
     assert capsys.readouterr().out.startswith("sft: checking the data of ppo")
@@ -88,7 +88,7 @@ def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys
     assert "reserved" not in "\n".join(lines)
 
 
-def test_without_held_out_prompts_nothing_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_held_out_prompts_there_are_no_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": f"Text {n}."}) + "\n" for n in range(40)))
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=str(file)), "stage": "sft"})
@@ -97,7 +97,7 @@ def test_without_held_out_prompts_nothing_is_answered(tmp_path: Path, capsys: py
 
 
 def on_every_rank(file: str) -> dict[str, Any]:
-    """What a rank gets of the data, and how often it read any."""
+    """Return the data of a rank and the number of its reads."""
     read: list[str] = []
 
     def counted(data: DataConfig, which: str, seed: int, **keys: Any) -> StageRecords:

@@ -1,4 +1,4 @@
-"""The folder of a stage: when it saves, what it keeps, where a killed run goes on, and what it says when it can't."""
+"""The folder of a stage: checkpoints, resume after a kill, metrics, the summary, and errors of writing."""
 
 import errno
 import json
@@ -51,10 +51,10 @@ def zero_to_a_power(module: nn.Module, power: Tensor) -> tuple[Tensor, dict[str,
 
 
 def work(stage: StageRun, engine: Engine, first: int, last: int) -> None:
-    """Steps as a stage makes them."""
+    """Run steps like a stage."""
     for step in range(first, last + 1):
         with stage.clock.phase("train"):
-            x = torch.randn(4, 3)  # from the generator that a checkpoint keeps
+            x = torch.randn(4, 3)  # from the generator whose state a checkpoint contains
             update = engine.update([x.to(dist.world().device)], squared, 4)
         stage.clock.tokens += 10
         stage.log(step, {"loss": update.loss})
@@ -74,16 +74,18 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ("steps", "save_every", "saved"),
     [(6, 4, [4, 6]), (6, 3, [3, 6]), (25, 0, [3, 6, 9, 12, 15, 18, 21, 24, 25]), (5, 0, [1, 2, 3, 4, 5]), (5, 9, [5])],
 )
-def test_saves_every_so_often_and_at_the_end(tmp_path: Path, steps: int, save_every: int, saved: list[int]) -> None:
+def test_checkpoints_are_saved_periodically_and_at_the_end(
+    tmp_path: Path, steps: int, save_every: int, saved: list[int]
+) -> None:
     stage, _ = stage_of(tmp_path, steps, save_every=save_every, keep_checkpoints=99)
     for step in range(1, steps + 1):
         stage.save(step)
-        stage.save(step)  # once is enough
+        stage.save(step)  # a second save of the same step has no effect
     stage.settle()
     assert names(tmp_path) == [f"step-{n}" for n in saved]
 
 
-def test_a_checkpoint_is_written_where_the_last_one_is_long_ago(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_after_a_time_limit(tmp_path: Path) -> None:
     for save_every, saved in ((0, [3, 4, 6]), (4, [4])):
         stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
         for step in range(1, 7):
@@ -100,17 +102,17 @@ def test_keeps_the_newest_checkpoints(tmp_path: Path, keep: int) -> None:
         for step in range(1, 7):
             stage.save(step)
             full = [name for name in names(tmp_path) if not name.endswith(".tmp")]
-            assert step == 1 or full  # something to go back to while the next one is written
+            assert step == 1 or full  # the older checkpoint remains until the next one is complete
     assert names(tmp_path) == [f"step-{n}" for n in range(7 - keep, 7)]
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     through, engine = stage_of(tmp_path / "a", save_every=2)
     work(through, engine, 1, 6)
     through.settle()
     killed, engine = stage_of(tmp_path / "b", save_every=2)
-    work(killed, engine, 1, 5)  # and no more: two checkpoints, five lines
+    work(killed, engine, 1, 5)  # killed here: two checkpoints, five lines
     killed.settle()
     (tmp_path / "b" / "checkpoints" / "step-6.tmp").mkdir()
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
@@ -126,7 +128,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
     assert [x["seconds"] for x in ours] == sorted(x["seconds"] for x in ours)
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_serves(
+def test_a_damaged_checkpoint_is_reported_and_the_older_one_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     through, engine = stage_of(tmp_path / "a", save_every=2)
@@ -152,7 +154,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_serves(
     assert [x["loss"] for x in lines(tmp_path / "b")] == [x["loss"] for x in lines(tmp_path / "a")]
 
 
-def test_nothing_begins_anew_by_itself_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+def test_a_stage_with_only_damaged_checkpoints_does_not_restart(tmp_path: Path) -> None:
     stage, engine = stage_of(tmp_path, save_every=2)
     work(stage, engine, 1, 4)
     stage.settle()
@@ -164,7 +166,7 @@ def test_nothing_begins_anew_by_itself_where_all_checkpoints_are_damaged(tmp_pat
     assert names(tmp_path) == ["step-2", "step-4"] and len(lines(tmp_path)) == 4
 
 
-def test_a_signal_to_stop_is_heeded_when_a_step_is_done(tmp_path: Path) -> None:
+def test_a_stop_signal_ends_the_stage_after_the_step(tmp_path: Path) -> None:
     stage, engine = stage_of(tmp_path, save_every=5)
     try:
         with pytest.raises(Stopped), stage:
@@ -186,7 +188,7 @@ def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(at_once: bool,
         with pytest.raises(Stopped), stage:
             for step in stage.steps_left():
                 work(stage, engine, step, step)
-                if at_once and step == 6:  # no update is left that would tell other ranks
+                if at_once and step == 6:  # no further update would pass the stop to other ranks
                     os.kill(os.getpid(), signal.SIGUSR1)
             assert not at_once, "the steps have raised it"
             with handle_signals(raise_stopped):
@@ -197,7 +199,7 @@ def test_a_stop_between_the_last_step_and_the_end_keeps_that_step(at_once: bool,
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
+def test_all_state_besides_weights_is_restored(tmp_path: Path) -> None:
     taken: list[dict[str, Any]] = []
     stage, engine = stage_of(tmp_path, save_every=2, extra=lambda: {"kl_coef": 0.07})
     stage.note_best(1, "eval_loss", 2.0, higher=False)
@@ -208,7 +210,7 @@ def test_what_comes_back_besides_the_weights(tmp_path: Path) -> None:
     assert taken == [{"kl_coef": 0.07}]
     assert fresh.best == {"eval_loss": 2.0} and fresh.clock.tokens == 20 and fresh.last["step"] == 2
     assert fresh.clock.seconds["train"] == pytest.approx(stage.clock.seconds["train"])
-    assert fresh.clock.lap()["tokens_per_second"] == 0.0  # the lap begins here
+    assert fresh.clock.lap()["tokens_per_second"] == 0.0  # the lap starts at the resume
 
 
 @pytest.mark.parametrize("holds_graphs", [False, True])
@@ -229,7 +231,7 @@ def test_a_pass_out_of_memory_leaves_smaller_limits_for_the_next_start(holds_gra
     assert read_limits(folder).restarts == (3 if holds_graphs else 2)
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_restarts(tmp_path: Path) -> None:
     stage, _ = stage_of(tmp_path)
     stage.log(0, {"lr": 0.0})
     stage.log(1, {"loss": 1.0})
@@ -252,7 +254,7 @@ def test_phases_and_laps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     stage.clock.tokens += 500
     stage.clock.move("generate", "flip", 0.25)
     assert stage.clock.seconds == {"generate": 1.25, "evaluate": 0.5, "flip": 0.25}
-    # Evaluation is not the stage's work: 500 tokens in 1.5 seconds.
+    # The time of evaluation is excluded: 500 tokens in 1.5 seconds.
     assert stage.clock.lap() == {"generate_seconds": 1.25, "flip_seconds": 0.25, "tokens_per_second": 333.3}
     with stage.clock.phase("train"):
         now += 0.5
@@ -310,7 +312,7 @@ def test_evaluations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_stops_with_its_batch(tmp_path: Path, loss: float) -> None:
+def test_a_nan_loss_stops_with_its_batch(tmp_path: Path, loss: float) -> None:
     stage, _ = stage_of(tmp_path)
     stage.require_finite(4, 1.0, [])
     with pytest.raises(UserError, match="at step 5") as error:
@@ -333,14 +335,14 @@ def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
     with pytest.raises(UserError, match="the disk is full") as error:
         stage.save(3)
     assert "run the same command again to resume" in str(error.value) and "Traceback" not in str(error.value)
-    assert names(tmp_path) == ["step-1"]  # half a checkpoint would keep the disk full
+    assert names(tmp_path) == ["step-1"]  # an incomplete checkpoint would still fill the disk
     monkeypatch.undo()
     fresh, _ = stage_of(tmp_path, save_every=1)
     assert fresh.restore() == 1
     assert names(tmp_path) == ["step-1"]
 
 
-def test_other_troubles_of_writing_are_named(tmp_path: Path) -> None:
+def test_other_write_errors_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Read-only"), explained_disk(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system")
     with pytest.raises(ZeroDivisionError), explained_disk(tmp_path):
@@ -364,7 +366,7 @@ def test_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_steps_whose_gradient_is_not_finite_have_no_norm_and_are_told_where_there_are_no_others(
+def test_steps_with_non_finite_gradients_are_counted_and_reported(
     dtype: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=4, hysteresis=1))
@@ -373,7 +375,7 @@ def test_steps_whose_gradient_is_not_finite_have_no_norm_and_are_told_where_ther
         (tmp_path / str(good)).mkdir()
         stage = StageRun(tmp_path / str(good), SftSection(), 2 + good, {"net": engine})
         for step in range(1, 3 + good):
-            power = 1.0 if step == 3 else 0.5  # the root of 0 has no finite slope
+            power = 1.0 if step == 3 else 0.5  # the square root of 0 has an infinite slope
             update = engine.update([torch.full((1, 1), power)], zero_to_a_power, 1)
             stage.log(step, {"loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr})
         stage.finish({})
@@ -391,14 +393,14 @@ def test_steps_whose_gradient_is_not_finite_have_no_norm_and_are_told_where_ther
         )
 
 
-def test_json_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_json_is_written_atomically(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": 1})
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"x": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "a.json", "\ud83d")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # and nothing beside it
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # no temporary file
 
 
 def test_the_bytes_per_step_of_a_stage_that_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

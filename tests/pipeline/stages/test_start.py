@@ -4,7 +4,7 @@ from pipeline.stages.start import log_steps
 from tests.tiny import tiny_config
 
 
-def test_what_a_stage_will_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
     section = tiny_config().sft.model_copy(update={"batch_size": 64, "steps": None, "epochs": 1.0})
     log_steps("sft", section, 1, 85)
     assert capsys.readouterr() == (

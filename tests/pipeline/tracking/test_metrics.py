@@ -1,4 +1,4 @@
-"""metrics.jsonl after a run that did not end in order."""
+"""metrics.jsonl after an interrupted run."""
 
 from pathlib import Path
 

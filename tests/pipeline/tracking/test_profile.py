@@ -1,4 +1,4 @@
-"""Recorded steps: which ones, what the files have, and what is left out."""
+"""The profiler: selected steps, the contents of its files, and unchanged training."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 
 def spans(trace: Path) -> list[str]:
-    """The names of a trace's spans, in order."""
+    """Return the names of a trace's spans in order."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return [event["name"] for event in sorted((e for e in events if "ts" in e), key=lambda e: e["ts"])]
 
@@ -25,7 +25,7 @@ def on_two_ranks(folder: Path) -> None:
 
 
 def run(folder: Path, steps: list[int], *, ranks: str = "first") -> Any:
-    """Six steps, of which some are recorded."""
+    """Run six steps and record some of them."""
     folder.mkdir(exist_ok=True)
     stage, engine = stage_of(folder, 6, save_every=2, profile=ProfileSection(steps=steps, ranks=ranks))
     stage.restore()
@@ -35,7 +35,7 @@ def run(folder: Path, steps: list[int], *, ranks: str = "first") -> Any:
     return stage
 
 
-def test_the_wanted_steps_are_recorded_with_their_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_selected_steps_are_recorded_with_their_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "sft", [3, 4])
     actual = tmp_path / "sft" / "profile"
     assert sorted(path.name for path in actual.iterdir()) == ["steps-3-4-rank-0.json.gz", "steps-3-4-rank-0.txt"]
@@ -47,9 +47,7 @@ def test_the_wanted_steps_are_recorded_with_their_phases(tmp_path: Path, capsys:
     assert f"sft: steps 3 to 4 recorded, {actual}/steps-3-4-rank-0.txt" in capsys.readouterr().out
 
 
-def test_a_stage_that_is_shorter_or_goes_on_in_between_records_what_there_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shorter_and_resumed_stages_record_their_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a", [6, 9])
     assert (tmp_path / "a" / "profile" / "steps-6-6-rank-0.txt").exists()
     stage, engine = stage_of(tmp_path / "a", 8, save_every=2, profile=ProfileSection(steps=[5, 7]))
@@ -71,7 +69,7 @@ def test_one_rank_is_recorded_or_all(tmp_path: Path) -> None:
         assert actual == [f"steps-2-2-rank-{rank}.{end}" for rank in recorded for end in ("json.gz", "txt")]
 
 
-def test_recording_changes_no_number(tmp_path: Path) -> None:
+def test_recording_does_not_change_the_training(tmp_path: Path) -> None:
     torch.manual_seed(5)
     recorded = run(tmp_path / "a", [2, 5])
     torch.manual_seed(5)

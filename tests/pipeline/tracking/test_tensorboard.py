@@ -1,4 +1,4 @@
-"""TensorBoard: sections, tables and notes in its files, repeated steps, and its absence."""
+"""TensorBoard: sections, tables and notes in its files, repeated steps, and the missing package."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from pipeline.tracking.watchers import SampleTables, Tracker, open_watchers
 
 
 def events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
-    """The scalars and the texts that TensorBoard itself reads from a folder."""
+    """Return the scalars and texts that TensorBoard reads from a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     files = EventAccumulator(str(folder))

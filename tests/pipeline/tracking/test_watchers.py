@@ -1,4 +1,4 @@
-"""Followers of a stage: wandb offline and quiet, wandb that fails, the lines and the bar."""
+"""The watchers of a stage: wandb offline, a failing wandb, progress lines and the progress bar."""
 
 import io
 import json
@@ -17,8 +17,8 @@ from pipeline.tracking.watchers import Progress, Tracker, _outlook, logged_in, o
 
 
 @pytest.fixture
-def alone(monkeypatch, tmp_path):
-    """Nobody is logged in, and wandb may not find the network."""
+def offline_run(monkeypatch, tmp_path):
+    """Remove all logins and block the network for wandb."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -31,41 +31,41 @@ def config_of(*overrides: str):
     return validate(compose(["model=gpt2", *overrides]))
 
 
-def test_wandb_runs_offline_when_nobody_is_logged_in(alone, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))  # as a judge imports it
+def test_wandb_runs_offline_without_a_login(offline_run, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))  # a judge may have imported this module
     monkeypatch.delenv("WANDB_DISABLE_WEAVE", raising=False)
     began = time.monotonic()
-    tracker = open_tracker(config_of(), "sft", alone)
+    tracker = open_tracker(config_of(), "sft", offline_run)
     assert time.monotonic() - began < 10
     tracker.log(1, {"loss": 2.0})
     tracker.table("samples", ["prompt", "sft"], [["hi", "hello"]])
     tracker.finish()
-    assert list((alone.parent / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert list((offline_run.parent / "wandb").glob("offline-run-*/run-*.wandb"))
     assert capfd.readouterr() == ("", "")
-    kept = (alone / ".wandb-id").read_text()
-    again = open_tracker(config_of(), "sft", alone)
+    kept = (offline_run / ".wandb-id").read_text()
+    again = open_tracker(config_of(), "sft", offline_run)
     again.finish()
-    assert all(kept in run.name for run in (alone.parent / "wandb").glob("offline-run-*"))
+    assert all(kept in run.name for run in (offline_run.parent / "wandb").glob("offline-run-*"))
 
 
-def test_a_service_that_does_not_answer_leaves_an_offline_run_to_upload(alone, monkeypatch, capfd):
+def test_without_a_connection_the_run_is_stored_for_upload(offline_run, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no process listens on this port
     monkeypatch.setattr(watchers, "ONLINE_PATIENCE", 1.0)
-    tracker = open_tracker(config_of(), "sft", alone)
+    tracker = open_tracker(config_of(), "sft", offline_run)
     tracker.log(1, {"loss": 2.0})
     tracker.finish()
-    (folder,) = (alone.parent / "wandb").glob("offline-run-*")
+    (folder,) = (offline_run.parent / "wandb").glob("offline-run-*")
     errors = capfd.readouterr().err
     assert f"sft is tracked offline. Upload it later: wandb sync {folder}" in errors
     assert "wandb stopped" not in errors
 
 
-def test_tracking_none_leaves_wandb_out(alone):
-    with open_watchers(config_of("tracking=none"), "sft", alone, 3) as opened:
+def test_tracking_none_does_not_import_wandb(offline_run):
+    with open_watchers(config_of("tracking=none"), "sft", offline_run, 3) as opened:
         for watcher in opened:
             watcher.log(1, {"loss": 1.0})
-    assert not (alone.parent / "wandb").exists()
+    assert not (offline_run.parent / "wandb").exists()
 
 
 class Broken:
@@ -76,7 +76,7 @@ class Broken:
         raise ConnectionError("gone\nfar away")
 
 
-def test_a_failing_wandb_is_said_once(capsys):
+def test_a_failing_wandb_is_reported_once(capsys):
     run = Broken()
     tracker = Tracker(run)
     for step in range(3):
@@ -102,19 +102,19 @@ def test_a_note_of_the_guard_reaches_wandb_and_the_log():
     assert shown.getvalue() == "ppo: step 3: guard: the KL rose\n"
 
 
-def test_wandb_that_cannot_start_is_said(alone, capsys, monkeypatch):
+def test_a_wandb_that_cannot_start_is_reported(offline_run, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sideways")
-    tracker = open_tracker(config_of(), "sft", alone)
+    tracker = open_tracker(config_of(), "sft", offline_run)
     tracker.log(1, {"loss": 1.0})
     assert "metrics.jsonl is still written" in capsys.readouterr().err
 
 
-def test_a_key_is_looked_for_without_the_network(alone, monkeypatch):
+def test_the_search_for_a_key_does_not_use_the_network(offline_run, monkeypatch):
     import wandb
 
     assert not logged_in()
     host = wandb.Settings().base_url.split("//")[1]
-    (alone.parents[1] / "netrc").write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
+    (offline_run.parents[1] / "netrc").write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
     assert logged_in()
     monkeypatch.setenv("NETRC", os.devnull)
     assert not logged_in()
@@ -123,7 +123,7 @@ def test_a_key_is_looked_for_without_the_network(alone, monkeypatch):
 
 
 def lines_of(progress_steps, clock_steps, steps=100):
-    """What a progress display prints for metrics at given seconds."""
+    """Return the progress lines for metrics at these seconds."""
     stream, now = io.StringIO(), [0.0]
     progress = Progress("sft", steps, stream, clock=lambda: now[0])
     for (step, metrics), seconds in zip(progress_steps, clock_steps, strict=True):
@@ -133,7 +133,7 @@ def lines_of(progress_steps, clock_steps, steps=100):
     return stream.getvalue().splitlines()
 
 
-def test_lines_come_first_now_and_then_and_last():
+def test_lines_are_printed_first_periodically_and_last():
     logged = [(step, {"loss": 1.0 / step, "grad_norm": 9.0}) for step in range(1, 101)]
     lines = lines_of(logged, [0.1 * step for step in range(1, 101)])
     assert [line.split()[1] for line in lines] == ["1/100", "51/100", "100/100"]
@@ -141,12 +141,12 @@ def test_lines_come_first_now_and_then_and_last():
     assert "grad_norm" not in lines[0]
 
 
-def test_a_stage_of_a_run_has_a_place_a_speed_and_an_end(alone):
-    """50 of 100 steps took 50 s, and the later stages take half the time of this one: 50 s and 50 s are left."""
-    (alone / "plan.json").write_text(json.dumps({"stage_seconds": 10.0, "later_seconds": 5.0}))
-    outlook = _outlook(config_of("tracking=none"), "sft", alone)
+def test_progress_shows_stage_speed_and_remaining_time(offline_run):
+    """50 of 100 steps took 50 s, and later stages take half the time of this stage. So 50 s and 50 s remain."""
+    (offline_run / "plan.json").write_text(json.dumps({"stage_seconds": 10.0, "later_seconds": 5.0}))
+    outlook = _outlook(config_of("tracking=none"), "sft", offline_run)
     assert outlook == {"place": "stage 1 of 3", "later": 0.5}
-    assert _outlook(config_of("tracking=none", "stage=sft"), "sft", alone) == {}
+    assert _outlook(config_of("tracking=none", "stage=sft"), "sft", offline_run) == {}
     stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
     progress = Progress("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
     progress.log(0, {"tokens": 10})
@@ -157,11 +157,11 @@ def test_a_stage_of_a_run_has_a_place_a_speed_and_an_end(alone):
     )
 
 
-def test_what_was_measured_before_the_first_step_is_said_to_be():
+def test_figures_before_the_first_step_are_labelled():
     assert lines_of([(0, {"loss": 1.0})], [0.0]) == ["sft before its first step  loss 1"]
 
 
-def test_evaluation_figures_stay_in_sight():
+def test_evaluation_figures_remain_visible():
     lines = lines_of([(1, {"loss": 2.0, "eval_loss": 3.0}), (2, {"loss": 1.0})], [0.0, 9.0])
     assert lines[-1].startswith("sft 2/100  loss 1  eval_loss 3")
 

@@ -1,4 +1,4 @@
-"""Random ragged tables, as lists of float64 to work on by hand and as the tensors that the code gets; tiny models."""
+"""Random rollouts: ragged tables as float64 lists for computations by hand, the same as tensors, and tiny models."""
 
 import random
 from pathlib import Path
@@ -22,30 +22,30 @@ Table = list[list[float]]
 
 
 def lengths_of(rows: int, longest: int, seed: int) -> list[int]:
-    """Ragged lengths from 1 to `longest`; one row has all of it."""
+    """Return random lengths from 1 to `longest`. One row has the length `longest`."""
     source = random.Random(seed)
     return [longest] + [source.randint(1, longest) for _ in range(rows - 1)]
 
 
 def table(lengths: list[int], seed: int, *, scale: float = 1.0, shift: float = 0.0) -> Table:
-    """One list of numbers a row, of its length."""
+    """Return a list of random numbers for each row, of its length."""
     source = random.Random(seed)
     return [[source.gauss(shift, scale) for _ in range(length)] for length in lengths]
 
 
 def tensor(rows: Table, *, junk: float = 7.5) -> Tensor:
-    """(B, R) fp32; what lies behind a row's end is junk that nobody may read."""
+    """Return (B, R) fp32 with the value `junk` after the end of each row. No code may read it."""
     widest = max(len(row) for row in rows)
     return torch.tensor([[*row, *[junk] * (widest - len(row))] for row in rows])
 
 
 def mask_of(lengths: list[int]) -> Tensor:
-    """(B, R) bool, True up to each length."""
-    return torch.tensor([[place < length for place in range(max(lengths))] for length in lengths])
+    """Return (B, R) bool, True up to each length."""
+    return torch.tensor([[position < length for position in range(max(lengths))] for length in lengths])
 
 
 def close(actual: Tensor, wanted: Table, *, tolerance: float = 2e-5) -> None:
-    """Equal within the rows, and zero behind them."""
+    """Assert that the rows are equal, and that the values after their ends are zero."""
     for place, row in enumerate(wanted):
         for t in range(actual.shape[1]):
             expected = row[t] if t < len(row) else 0.0
@@ -53,7 +53,7 @@ def close(actual: Tensor, wanted: Table, *, tolerance: float = 2e-5) -> None:
 
 
 def rollout_of(prompt_lengths: list[int], response_lengths: list[int], seed: int = 1) -> Rollout:
-    """A rollout of random tokens and numbers; every other answer has an end token."""
+    """Return a rollout of random tokens and numbers. Every second answer has an end token."""
     source = random.Random(seed)
     prompts = [[source.randint(2, 95) for _ in range(n)] for n in prompt_lengths]
     responses = [[source.randint(2, 95) for _ in range(n)] for n in response_lengths]
@@ -73,7 +73,7 @@ def rollout_of(prompt_lengths: list[int], response_lengths: list[int], seed: int
 
 
 def saved_models(folder: Path, family: str = "llama") -> None:
-    """An actor and a reward model of one family, in `folder`/actor and `folder`/reward."""
+    """Save an actor and a reward model of one family in `folder`/actor and `folder`/reward."""
     language_model(config_of(family), seed=1).save_pretrained(folder / "actor")
     classifier(config_of(family), seed=2).save_pretrained(folder / "reward")
 
@@ -81,7 +81,7 @@ def saved_models(folder: Path, family: str = "llama") -> None:
 def models_in(
     folder: Path, *, zero_stage: int = 0, lora: LoraConfig | None = None, packing: bool = False, **actor: Any
 ) -> Models:
-    """PPO's four engines; the critic starts from the reward model, whose scores are around 0.5."""
+    """Return PPO's four engines. The critic starts from the reward model, whose scores are about 0.5."""
     source, reward = source_in(folder / "actor"), source_in(folder / "reward")
     learner = build_policy(source, trained(zero_stage=zero_stage, lora=lora, **actor), generates=True)
     models = Models(
@@ -97,12 +97,12 @@ def models_in(
 
 
 def advantages_of(rollout: Rollout, section: PpoSection, *, kl_coef: float) -> Advantages:
-    """The advantages of a rollout by the settings of a section."""
+    """Return the advantages of a rollout with the settings of a section."""
     return compute_advantages(rollout, reward_shaping(section), advantage_estimator(section), kl_coef=kl_coef)
 
 
 def learn(ppo: Ppo, step: int, rollout: Rollout, advantages: Advantages, budget: int) -> dict[str, float]:
-    """All updates of a rollout, as the training loop makes them, and their metrics."""
+    """Run all updates of a rollout like the training loop. Return their metrics."""
     updates = UpdateMetrics()
     for minibatch in ppo.minibatches(rollout, step, budget):
         ppo.update(step, minibatch, rollout, advantages, updates)

@@ -1,4 +1,4 @@
-"""Run folders made up for the tests: figures of the shape that the stages write, from a seed."""
+"""Example run folders for the tests, with random metrics in the formats of the stages."""
 
 import json
 import math
@@ -17,7 +17,7 @@ def write_stage(
     samples: Iterable[Mapping[str, Any]] = (),
     config: str = "",
 ) -> None:
-    """Write a stage folder; what is not given is not there."""
+    """Write a stage folder with only the given files."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"metrics.jsonl": _lines(rows), "samples.jsonl": _lines(samples), "config.yaml": config}
     if summary is not None:
@@ -32,7 +32,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def sample(base: float, sft: float, ppo: float, *, text: str = "17", scores: bool = True) -> dict[str, Any]:
-    """A line of samples.jsonl with these gold scores; reward scores are three times the gold less one."""
+    """Return a line of samples.jsonl with these gold scores. Reward scores are three times the gold score minus one."""
     gold = {"base": base, "sft": sft, "ppo": ppo}
     row: dict[str, Any] = {
         "prompt": [{"role": "user", "content": "What is 8 + 9?"}],
@@ -62,7 +62,7 @@ MANIFEST = {"identity": {}, "asked": "", "stages": {"sft": {"produced": {"model"
 
 
 def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96, seed: int = 1) -> None:
-    """A whole run as `make demo` would leave it: RLHF helps, or the reward model is gamed. Each seed has other data."""
+    """Write a complete run like that of `make demo`: RLHF helps, or the reward model is gamed."""
     noise = random.Random(2 + seed)
     memory = [{"rank": rank, "device_bytes": 0, "host_bytes": (900 + 15 * rank) * 2**20} for rank in range(2)]
     _write_sft(run_dir / "sft", noise, memory)
