@@ -143,7 +143,7 @@ def chat_in_browser(newcomer: Newcomer, browser: Browser) -> float:
         answer = page.locator(".assistant").text_content() or ""
         page.screenshot(path=newcomer.folder / "chat_page.png")
     print(f"the chat page answered after {seconds:.1f} s: {answer}", flush=True)
-    assert "arrives on Monday" in answer, answer
+    assert "It is on its way" in answer, answer
     return seconds
 
 
@@ -175,7 +175,7 @@ def ask_server(newcomer: Newcomer) -> None:
         messages = [{"role": "user", "content": "How do I pay for my blue hat?"}]
         answer = client.chat.completions.create(model="ppo", messages=messages, max_tokens=32, temperature=0)  # type: ignore
         print("openai:", answer.choices[0].message.content, flush=True)
-        assert "by card" in (answer.choices[0].message.content or "")
+        assert "You can pay for it" in (answer.choices[0].message.content or "")
 
 
 def export(newcomer: Newcomer) -> None:
