@@ -81,9 +81,8 @@ def test_similar_lengths_share_a_micro_batch() -> None:
 
 def test_packing_fills_micro_batches_evenly() -> None:
     assert divide_batch([6, 5, 4, 3, 2], ranks=1, budget=11, packing=True) == [[[0, 3, 4], [1, 2]]]
-    assert divide_batch([6, 5, 4, 3, 2], ranks=1, budget=10, packing=True) == [
-        [[0, 2], [1, 3, 4]]
-    ]  # equal parts do not fit
+    # Equal parts do not fit.
+    assert divide_batch([6, 5, 4, 3, 2], ranks=1, budget=10, packing=True) == [[[0, 2], [1, 3, 4]]]
     assert divide_batch([12, 5], ranks=1, budget=10, packing=True) == [[[0], [1]]]
     lengths = [random.Random(i).randint(1, 50) for i in range(200)]
     (cut,) = divide_batch(lengths, ranks=1, budget=640, packing=True)

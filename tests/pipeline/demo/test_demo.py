@@ -27,12 +27,12 @@ def questions(row: dict) -> list[str]:
     return [message["content"] for message in row.get("prompt") or row["messages"] if message["role"] == "user"]
 
 
-def test_sizes_are_as_asked():
+def test_sizes_are_as_requested():
     assert {kind: len(ROWS[kind]) for kind in KINDS} == {"conversations": 2000, "preferences": 2000, "prompts": 1000}
     assert [len(ROWS[f"held_out_{kind}"]) for kind in KINDS] == [100, 100, 50]
 
 
-def test_same_seed_same_rows_and_another_seed_others():
+def test_rows_depend_only_on_the_seed():
     assert demo_rows(60, seed=3) == demo_rows(60, seed=3)
     assert demo_rows(60, seed=3) != demo_rows(60, seed=4)
 
@@ -43,7 +43,7 @@ def test_the_rows_are_those_that_the_published_figures_come_from():
     assert sha256(text.encode()).hexdigest() == "6a5c258ef6fa58f0730204fd37fa532ed4852f961bec0cab6df1834f587d5e7c"
 
 
-def test_no_held_out_question_stands_in_training_rows_of_any_kind_or_seed():
+def test_no_held_out_question_is_in_training_rows():
     held_out = {questions(row)[-1] for kind in KINDS for row in ROWS[f"held_out_{kind}"]}
     seen = {
         text
@@ -128,7 +128,7 @@ def test_the_gold_scorer_reads_every_prompt():
         assert all(read_question(question) is not None for question in questions_of_kind)
 
 
-def test_answers_to_imitate_are_of_mixed_quality():
+def test_sft_answers_have_mixed_quality():
     """Some are good; each of the four things the gold scorer looks at is amiss in some."""
     parts = [gold_parts(messages_of(row), row["messages"][-1]["content"]) for row in ROWS["conversations"]]
     assert 0.10 < sum(min(part.values()) == 1 for part in parts) / len(parts) < 0.60
@@ -137,7 +137,7 @@ def test_answers_to_imitate_are_of_mixed_quality():
 
 
 @pytest.mark.parametrize(("split", "share"), [("preferences", 0.05), ("held_out_preferences", 0.0)])
-def test_the_gold_scorer_agrees_with_preferences_but_for_the_noise(split, share):
+def test_the_gold_scorer_agrees_with_preferences_except_noise(split, share):
     """Ties count as agreement: both answers may be worth nothing, where one is wrong and the other wrong and rude."""
     against = [
         gold_score(messages_of(row), row["chosen"]) < gold_score(messages_of(row), row["rejected"])
@@ -146,7 +146,7 @@ def test_the_gold_scorer_agrees_with_preferences_but_for_the_noise(split, share)
     assert sum(against) / len(against) == pytest.approx(share, abs=0.015)
 
 
-def test_a_misplaced_answer_is_good_english_and_no_answer_to_the_question():
+def test_an_answer_to_another_question_is_fluent_but_wrong():
     """The label of a pair would be wrong if an answer to another question were right by chance."""
     rng = Random(3)
     for _ in range(300):

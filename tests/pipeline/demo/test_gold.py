@@ -1,4 +1,4 @@
-"""The gold scorer judges what an answer claims, and can't be won over by tricks."""
+"""The gold scorer scores the claim of an answer and gives no score for tricks."""
 
 import pytest
 
@@ -72,19 +72,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("question", "answer"), RIGHT)
-def test_right_in_any_words(question, answer):
+def test_a_correct_claim_in_any_wording(question, answer):
     assert right(question, answer) == 1.0
     assert score(question, answer) == 1.0
 
 
 @pytest.mark.parametrize(("question", "answer"), WRONG)
-def test_a_false_claim_has_nothing_right_and_less_than_half_of_the_score(question, answer):
+def test_a_false_claim_scores_less_than_half(question, answer):
     assert right(question, answer) == 0.0
     assert score(question, answer) < 0.5
 
 
 @pytest.mark.parametrize("answer", ["", "   ", ".", "...", "!?"])
-def test_nothing_said_is_worth_nothing(answer):
+def test_answers_without_a_claim_score_zero(answer):
     assert set(gold_parts([Message("user", "What is 2 plus 2?")], answer).values()) == {0.0}
 
 
@@ -106,7 +106,7 @@ def test_each_flaw_costs_half(answer, part):
     assert score("What is 2 plus 2?", answer) == 0.5 * score("What is 2 plus 2?", "It is 4.")
 
 
-def test_words_over_and_over_are_not_to_the_point():
+def test_repetitions_are_not_to_the_point():
     assert (
         gold_parts([Message("user", "How are you?")], "I am fine fine fine fine fine fine fine fine.")["to_the_point"]
         < 0.7
@@ -123,7 +123,7 @@ def test_words_over_and_over_are_not_to_the_point():
         ("End every answer with an exclamation mark.", "It is cold!", "It is cold."),
     ],
 )
-def test_form_asked_for_by_system_or_user(rule, good, bad):
+def test_the_form_requested_by_system_or_user(rule, good, bad):
     question = "What is the opposite of hot?"
     assert (right(question, good, system=rule), right(question, bad, system=rule)) == (1.0, 0.5)
     by_user = f"{rule.replace('every answer ', '')} {question}"

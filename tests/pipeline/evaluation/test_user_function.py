@@ -143,9 +143,8 @@ def test_an_error_names_line_answer_and_row_shortened(tmp_path: Path) -> None:
     output = str(caught.value)
     assert "mine.py:score raised IndexError: list index out of range (line 2) for the answer 'word word" in output
     assert "answer: '#### 7'" in output and "prompt: 'ppp" in output and len(output) < 700
-    with pytest.raises(
-        UserError, match=r"raised OSError: no answer from the judge \(line 2\)"
-    ):  # the message has one line
+    # The message has one line.
+    with pytest.raises(UserError, match=r"raised OSError: no answer from the judge \(line 2\)"):
         failing = "def score(answer, row):\n    raise OSError('no answer\\n from the judge')"
         load_function(write_function(tmp_path, failing)).score("a", ROW)
     with pytest.raises(UserError, match="raised SystemExit"):

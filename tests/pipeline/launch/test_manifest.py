@@ -263,9 +263,8 @@ def test_without_manifest_the_reward_model_starts_from_the_same_model(train):
     status, output = train("name=x", "stage=reward")
     assert status == 2 and "runs/x/sft/model exists, but runs/x/manifest.json has no record of the sft stage" in output
     assert train("name=x", "stage=reward", "reward.init=base")[0] == 0
-    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == [
-        "tokenizer.1"
-    ]  # the tokenizer of unknown files
+    # The tokenizer of unknown files.
+    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
     assert "sft: runs again (its record is gone)" in train("name=x")[1]
 
 

@@ -53,9 +53,8 @@ def test_every_slice_equals_the_loaded_model(family: str, tmp_path: Path) -> Non
         files.read_names.clear()
         part = part_of(tensor)
         assert torch.equal(converted.read(name, part), read_region(tensor, part)), name
-        if name.endswith(
-            ("gate_up_proj", "down_proj")
-        ):  # experts are separate tensors; the first two are outside of the slice
+        # Experts are separate tensors in the files. The first two are outside of the slice.
+        if name.endswith(("gate_up_proj", "down_proj")):
             assert all(f".experts.{expert}." not in read for expert in (0, 1) for read in files.read_names)
 
 

@@ -33,7 +33,7 @@ def test_less_memory_needs_settings_with_less_memory() -> None:
     assert fastest(candidates(task, Capacity(GIB // 100, GIB, GIB, is_gpu=True), RATES)) is None
 
 
-def test_auto_is_chosen_once_for_a_stage(
+def test_auto_chooses_once_for_each_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(engine={"auto": True, "zero_stage": 3})

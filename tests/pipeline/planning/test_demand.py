@@ -1,4 +1,4 @@
-"""Predicted bytes and seconds of stages, against sums worked out by hand."""
+"""Predicted bytes and seconds of stages against sums by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def llama() -> ModelShape:
 
 
 def work(ranks: int = 8, **keys: Any) -> Workload:
-    """Fields of a workload, and of its engine."""
+    """Return a workload with these fields of the workload or of its engine."""
     own = {key: keys.pop(key) for key in list(keys) if key in Workload.__dataclass_fields__}
     return Workload(EngineConfig(**{"zero_stage": 2, **keys}), ranks, **own)
 
@@ -45,7 +45,7 @@ def ppo(shape: ModelShape, layout: Workload, load: GenerationLoad | None = None,
     return predict_bytes(StageTask("ppo", shape, layout, load or GenerationLoad(), **keys))
 
 
-def test_layouts_move_bytes_as_they_should(opt: ModelShape) -> None:
+def test_bytes_by_layout(opt: ModelShape) -> None:
     train = {stage: sft(opt, work(zero_stage=stage)).phases["train"] for stage in range(4)}
     totals = [sum(train[stage].values()) for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
@@ -70,7 +70,7 @@ def test_logits(opt: ModelShape) -> None:
     assert sft(opt, work(is_cpu=True)).phases["train"]["logits"] == hidden + cpu
 
 
-def test_ppo_has_the_models_that_it_needs(opt: ModelShape) -> None:
+def test_ppo_counts_only_the_models_that_it_needs(opt: ModelShape) -> None:
     four = ppo(opt, work())
     assert four.phases["generate"]["cache"] == ALL_SLOTS * 2 * 12 * 768
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
@@ -130,7 +130,7 @@ def test_shards_average_and_adapters(llama: ModelShape) -> None:
     assert train["overlap"] == -4 * full // 8 and one.device_bytes("train") == sum(train.values())
 
 
-def test_weights_to_generate_with(llama: ModelShape) -> None:
+def test_weights_for_generation(llama: ModelShape) -> None:
     def weights(layout: Workload, **load: Any) -> int:
         return sft(llama, layout, **load).phases["generate"]["inference_model"]
 
@@ -154,7 +154,7 @@ def test_cache(llama: ModelShape) -> None:
         return predict_bytes(task, free_bytes=free_bytes).phases["generate"]["cache"] // number
 
     def slots(answers: int, prompts: int) -> int:
-        """Prompts of 512 tokens; answers of 256, and one to spare."""
+        """Return the bytes of prompts of 512 tokens and answers of 256 tokens, with one spare slot."""
         return 256 * (answers + 1) + 512 * prompts
 
     assert tokens() == slots(64, 64)

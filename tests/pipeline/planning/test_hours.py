@@ -69,7 +69,7 @@ def test_at_most_three_settings_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_plan_of_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo's rows are counted; without a reward model its stage has no plan."""
+    """The rows of the demo are counted. Without a reward model, the reward stage has no plan."""
     monkeypatch.setattr(hours, "measure", lambda *_: RATES)
     for words in ({}, {"reward_model": False, "reward_function": "mine.py:score"}):
         hours.run(tiny_config(ppo=words), Path())
@@ -80,7 +80,7 @@ def test_the_plan_of_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_recorded_and_assumed_sizes() -> None:
-    """A hub set's rows are shared 0.2 : 0.4 : 0.4; without an own split 5 % of the prompts are held out."""
+    """The rows of a hub data set are divided 0.2 : 0.4 : 0.4. Without an evaluation split, 5 % are held out."""
     size = {"rows": 1000, "prompt_tokens": 30, "answer_tokens": 70}
 
     def sizes(**source: Any) -> dict[str, DataSize]:
