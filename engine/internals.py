@@ -5,8 +5,8 @@ module with the oldest and the newest version that pyproject.toml allows. The ta
 subclasses (`_parameters`, `_buffers`, `_modules`, `_apply`) and `torch._foreach_*` count as public: they are as old as
 the public interface.
 
-FSDP2's parameters have no `unsharded_accumulated_grad` in torch 2.15. `ParameterUsage`, `discard_pass` and
-`fsdp_gradients` must change before the bound of torch can rise.
+FSDP2 accumulates gradients in `unsharded_accumulated_grad` up to torch 2.14, and in the gradient of the gathered
+parameter since 2.15, where `unsharded_accumulated_grad` is a property that returns this gradient.
 
 | interface | need |
 | --- | --- |
@@ -121,10 +121,10 @@ class ParameterUsage:
         for parameter in trained:
             full = parameter._unsharded_param
             if not full.numel():  # FSDP2 cannot reduce empty gradients
-                full.grad = parameter.unsharded_accumulated_grad = None
+                _drop_full_gradients(parameter)
                 continue
             if parameter.unsharded_accumulated_grad is None and full.grad is None:
-                full.grad = torch.zeros_like(full)
+                full.grad = torch.zeros_like(full, dtype=full.grad_dtype)
                 self._filled[id(parameter)] = parameter
             else:
                 self._used[id(parameter)] = parameter
@@ -192,9 +192,7 @@ def discard_pass(module: Any) -> None:
     groups = _groups(module)
     for group in groups:
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            _drop_full_gradients(parameter)
             parameter.sharded_param.grad = None
         group._partial_reduce_output = None
         group.parameter_usage.reset()
@@ -231,9 +229,16 @@ def fsdp_gradients(module: nn.Module) -> list[Tensor]:
     found = []
     for parameter in _parameters(module):
         full = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
-        each = (parameter.sharded_param.grad, full, parameter.unsharded_accumulated_grad)
-        found += [_local(gradient) for gradient in each if gradient is not None]
+        each = {id(g): g for g in (parameter.sharded_param.grad, full, parameter.unsharded_accumulated_grad)}
+        found += [_local(gradient) for gradient in each.values() if gradient is not None]
     return found
+
+
+def _drop_full_gradients(parameter: Any) -> None:
+    if "unsharded_accumulated_grad" in vars(parameter):
+        parameter.unsharded_accumulated_grad = None
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
 
 
 def _local(tensor: Tensor) -> Tensor:
