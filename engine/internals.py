@@ -89,35 +89,25 @@ def pack_linear(weight: Tensor, rows: int) -> tuple[Callable[..., Tensor], Tenso
     return ops._linear_pointwise, ops._reorder_linear_weight(weight.contiguous(), rows)
 
 
-class ParameterUsage:
-    """The parameters of one FSDP group that had a gradient since `reset`, and those whose gradient became zeros.
+def fill_missing_gradients(module: nn.Module) -> None:
+    """Let each FSDP group reduce zeros for parameters without a gradient, and record the others (`take_used`).
 
     Some parameters have no gradient on some ranks, such as the experts that no token of a rank was routed to. FSDP2
     reduces the gradients that exist. Ranks with different gradients would wait for each other or sum gradients of
-    different parameters. A unit used only in the last micro-batch would have gradients in two precisions. Therefore
-    zeros replace missing gradients in each reduction. At the step, the ranks find the parameters that none of them
-    used: these have no gradient, as on one rank (`engine.parallel.zero.unused_on_all_ranks`). Not supported: a unit
-    whose forward only some ranks run.
+    different parameters. A unit used only in the last micro-batch would have gradients in two precisions. Not
+    supported: a unit whose forward only some ranks run.
     """
+    for group in _groups(module):
+        group.used = {}
+        group.post_backward = partial(_fill_and_post_backward, group, group.post_backward)
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._post_backward: Callable[..., None] = group.post_backward
-        self._used: dict[int, Any] = {}
-        self._filled: dict[int, Any] = {}
-        group.post_backward = self._fill_and_post_backward
 
-    def _fill_and_post_backward(self, *args: Any) -> None:
-        if self._group.reduce_grads:
-            self._fill_missing()
-        self._post_backward(*args)
-
-    @torch.no_grad()
-    def _fill_missing(self) -> None:
-        """Give all gathered parameters a gradient in one precision."""
-        gathered = [p for p in self._group.fsdp_params if hasattr(p, "_unsharded_param")]
-        trained = [p for p in gathered if p._unsharded_param.requires_grad]
-        accumulates = any(p.unsharded_accumulated_grad is not None for p in trained)
+def _fill_and_post_backward(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    """Give all gathered parameters a gradient in one precision, before a reduction."""
+    gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")] if group.reduce_grads else []
+    trained = [p for p in gathered if p._unsharded_param.requires_grad]
+    accumulates = any(p.unsharded_accumulated_grad is not None for p in trained)
+    with torch.no_grad():
         for parameter in trained:
             full = parameter._unsharded_param
             if not full.numel():  # FSDP2 cannot reduce empty gradients
@@ -125,31 +115,20 @@ class ParameterUsage:
                 continue
             if parameter.unsharded_accumulated_grad is None and full.grad is None:
                 full.grad = torch.zeros_like(full, dtype=full.grad_dtype)
-                self._filled[id(parameter)] = parameter
             else:
-                self._used[id(parameter)] = parameter
+                group.used[id(parameter)] = parameter
             if accumulates and parameter.unsharded_accumulated_grad is None:
                 parameter.unsharded_accumulated_grad = full.grad.to(parameter.reduce_dtype)
                 full.grad = None
-
-    def used(self) -> list[nn.Parameter]:
-        """Return the shards of the parameters that had a gradient."""
-        return [parameter.sharded_param for parameter in self._used.values()]
-
-    def unused(self) -> list[nn.Parameter]:
-        """Return the shards of the parameters that had no gradient."""
-        return [parameter.sharded_param for key, parameter in self._filled.items() if key not in self._used]
-
-    def reset(self) -> None:
-        """Start a new step."""
-        self._used.clear()
-        self._filled.clear()
+    post_backward(*args)
 
 
-def track_parameter_usage(module: nn.Module) -> None:
-    """Give each FSDP group of a sharded module a `ParameterUsage`."""
+def take_used(module: nn.Module) -> list[Tensor]:
+    """Return the shards of the parameters that had a gradient since the last call."""
+    used = [parameter.sharded_param for group in _groups(module) for parameter in group.used.values()]
     for group in _groups(module):
-        group.parameter_usage = ParameterUsage(group)
+        group.used.clear()
+    return used
 
 
 def take_gradients(module: nn.Module, takers: Mapping[int, Callable[[Tensor], None]]) -> None:
@@ -176,11 +155,6 @@ def _give_gradients(
             del parameter.to_sharded_dtensor
 
 
-def parameter_usages(module: nn.Module) -> list[ParameterUsage]:
-    """Return the `ParameterUsage` of each FSDP group; none without FSDP2."""
-    return [group.parameter_usage for group in _groups(module)]
-
-
 def discard_pass(module: Any) -> None:
     """Reset a module in the middle of a pass to its state before the forward, without gradients.
 
@@ -195,7 +169,7 @@ def discard_pass(module: Any) -> None:
             _drop_full_gradients(parameter)
             parameter.sharded_param.grad = None
         group._partial_reduce_output = None
-        group.parameter_usage.reset()
+        group.used.clear()
     root = module._get_fsdp_state()
     root._state_ctx.iter_forward_root = None
     root._comm_ctx.all_gather_state = None

@@ -69,12 +69,6 @@ def product_of(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return in_c.product(a, b, out=out) if uses_c(a, b) else torch.mm(a, b, out=out)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in fp32."""
-    products = Products(a, b)
-    return products(products.operand(a), products.operand(b))
-
-
 @contextmanager
 def _bf16_products() -> Iterator[None]:
     """Make oneDNN round the inputs of fp32 products to bf16 inside the context.

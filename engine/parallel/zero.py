@@ -130,26 +130,22 @@ def shard(
         comm_hooks.install(unit, replicate=replicate, ranks=ranks, compress=compress)
         if isinstance(unit, nn.Embedding):
             cast("FSDPModule", unit).set_unshard_in_backward(False)  # its gradient needs the tokens only
-    internals.track_parameter_usage(module)
+    internals.fill_missing_gradients(module)
 
 
 def unused_on_all_ranks(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that no rank used in this step. Their gradients are zeros.
+    """Return the names of the parameters that no rank used in this step. Their gradients are zeros, or None.
 
-    Every rank calls, once per step.
+    A step leaves them out, as on one rank. Every rank calls, once per step.
     """
     if compute_copies(module) is not None:
         return set()
-    usages = internals.parameter_usages(module)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    used, unused = set[str](), set[str]()
-    for usage in usages:
-        used.update(names[id(shard)] for shard in usage.used())
-        unused.update(names[id(shard)] for shard in usage.unused())
-        usage.reset()
-    if dist.max_over_ranks(float(len(unused))) == 0.0:
+    used_shards = {id(shard) for shard in internals.take_used(module)}
+    trained = {name: id(p) for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+    used = {name for name, key in trained.items() if key in used_shards}
+    if dist.max_over_ranks(float(len(trained) - len(used))) == 0.0:
         return set()
-    return unused.difference(*dist.gather_objects(used))
+    return trained.keys() - set[str]().union(*dist.gather_objects(used))
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
