@@ -60,7 +60,7 @@ class DecodeLoop:
         self.model = SlotModel(module, device, computes_chosen_logits=check_model(module))
         self.cache: KVCache | None = None
         self._state: DecodeState | None = None
-        self._steps: dict[Sampling, tuple[DecodeStep, GraphedStep]] = {}
+        self._steps: dict[Sampling, tuple[DecodeStep, GraphedStep | None]] = {}
         self._addresses: list[int] = []
         self._warned = False
         self.token_bytes = self._try()
@@ -123,8 +123,11 @@ class DecodeLoop:
                 )
         return self.cache
 
-    def _step_for(self, cache: KVCache, sampling: Sampling) -> tuple[DecodeStep, GraphedStep]:
-        """Return the step for these settings. Steps are valid for fixed addresses of weights, cache and state."""
+    def _step_for(self, cache: KVCache, sampling: Sampling) -> tuple[DecodeStep, GraphedStep | None]:
+        """Return the step for these settings, and its graphs if the loop uses graphs.
+
+        Both are valid for fixed addresses of weights, cache and state.
+        """
         module = self.model.module
         addresses = [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
         if self._state is None or addresses != self._addresses:
@@ -134,7 +137,8 @@ class DecodeLoop:
         step_and_graphs = self._steps.pop(settings, None)
         if step_and_graphs is None:
             step = DecodeStep(self.model, cache, self._state, settings)
-            step_and_graphs = step, GraphedStep(step, self._state.step, scratch=cache.size.sequences)
+            scratch = cache.size.sequences
+            step_and_graphs = step, GraphedStep(step, self._state.step, scratch=scratch) if self.use_graphs else None
         self._steps[settings] = step_and_graphs
         while len(self._steps) > MAX_STEPS:
             del self._steps[next(iter(self._steps))]

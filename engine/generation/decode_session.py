@@ -61,7 +61,7 @@ class _Request:
     seed: int
     ends: Callable[[int, int], bool]
     step: DecodeStep
-    graphs: GraphedStep
+    graphs: GraphedStep | None
     count: int = 0
 
 
@@ -74,7 +74,7 @@ class DecodeSession:
 
     def __init__(
         self,
-        step_for: Callable[[Sampling], tuple[DecodeStep, GraphedStep]],
+        step_for: Callable[[Sampling], tuple[DecodeStep, GraphedStep | None]],
         cache: KVCache,
         scheduler: Scheduler,
         window: int,
