@@ -124,9 +124,14 @@ class Checkpointer:
 
     def _can_copy(self, tensors: Mapping[str, Mapping[str, LocalChunks]]) -> bool:
         """Return whether the host has room for a copy of all ranks' tensors. Log the first refusal."""
-        needed = sum(chunks.values.nbytes for found in tensors.values() for chunks in found.values())
-        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
+        values = [chunks.values for found in tensors.values() for chunks in found.values()]
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
+        # PyTorch rounds pinned memory up to powers of two, and keeps what earlier copies no longer use.
+        needed = ranks * sum(1 << (v.nbytes - 1).bit_length() if v.is_cuda and v.nbytes else v.nbytes for v in values)
         free = psutil.virtual_memory().available
+        if any(v.is_cuda for v in values):
+            pinned = torch.cuda.host_memory_stats()
+            free += ranks * (pinned["allocated_bytes.current"] - pinned["active_bytes.current"])
         if needed <= COPY_SHARE * free:
             return True
         if not self._has_warned:
