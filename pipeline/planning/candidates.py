@@ -59,7 +59,8 @@ def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
     local_ranks = min(ranks, devices) if devices else ranks
     disk = shutil.disk_usage(folder or tempfile.gettempdir()).free // local_ranks
     host = psutil.virtual_memory().total // local_ranks
-    sizes = [torch.cuda.mem_get_info(index)[1] for index in range(devices)]
+    # `mem_get_info` would create a CUDA context, about half a GiB, on the devices of all other ranks.
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(devices)]
     return Capacity(min(sizes, default=host), host, disk, bool(devices))
 
 

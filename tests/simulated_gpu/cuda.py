@@ -352,6 +352,7 @@ def _copying_from_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _free(device: Any = None) -> tuple[int, int]:
+    assert _device(device).index == _ops.device(), "mem_get_info creates a context on another device (simulated)"
     return _now.memory - allocated(), _now.memory
 
 
@@ -381,6 +382,7 @@ def _install() -> None:
         "get_device_capability": lambda device=None: (9, 0), "mem_get_info": _free,
         "reset_peak_memory_stats": lambda device=None: _ops.reset_peak(), "device": _on,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(), "_is_in_bad_fork": lambda: False,
+        "host_memory_stats": lambda: dict.fromkeys(("allocated_bytes.current", "active_bytes.current"), 0),
         "get_sync_debug_mode": lambda: _now.sync, "set_sync_debug_mode": _set_sync,
     }  # fmt: skip
     for name, replacement in (no_ops | always_true | memory_now | memory_peak | others).items():
