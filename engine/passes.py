@@ -168,7 +168,8 @@ class PipelinePasses(Passes):
 
         with watch_pass():
             results = self._pipeline.run(micro_batches, scored)
-        return self._pipeline.broadcast_from_last(to_host(results))
+        # Results may be views of one tensor, and the pickle of a view contains the memory of the whole tensor.
+        return self._pipeline.broadcast_from_last(tree_map_only(Tensor, Tensor.clone, to_host(results)))
 
     def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
         """Return None: forwards and backwards of a pipeline take turns."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from engine import distributed
 from pipeline import progress
@@ -86,6 +87,18 @@ def gather_by_index(results: Mapping[int, T]) -> list[T]:
     """
     gathered = {index: result for local in distributed.gather_objects(results) for index, result in local.items()}
     return [gathered[index] for index in range(len(gathered))]
+
+
+def gather_rows(rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the fp32 tensors (n,) of all ranks by index, on every rank. Each rank sends one tensor.
+
+    The rows of a rank usually share memory, and the pickle of each row would contain all of this memory.
+    """
+    lengths = {index: len(row) for index, row in rows.items()}
+    gathered: dict[int, Tensor] = {}
+    for sizes, values in distributed.gather_objects((lengths, torch.cat([torch.empty(0), *rows.values()]))):
+        gathered |= dict(zip(sizes, values.split(list(sizes.values())), strict=True))
+    return gathered
 
 
 def sum_over_ranks(value: float) -> float:

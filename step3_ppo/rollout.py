@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling, distributed
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import device, gather_by_index, gather_objects
+from pipeline.distributed import device, gather_by_index, gather_rows
 from pipeline.errors import SharedError
 from pipeline.evaluation.judge import Call, function_rewards
 from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
@@ -174,8 +174,7 @@ def collect(
     if models.critic is not None:
         local["values"] = score("critic", models.critic, values)
     local["logprobs"] = score("actor", models.actor, logprobs)
-    of_ranks = gather_objects(local)
-    tables = {name: {i: row for rank in of_ranks for i, row in rank[name].items()} for name in local}
+    tables = {name: gather_rows(rows) for name, rows in local.items()}
     tables["generator"] = {i: torch.tensor(generation.logprobs) for i, generation in enumerate(generations)}
     table = {name: distributed.to_device(_table(rows, len(prompts)), device()) for name, rows in tables.items()}
     lengths = torch.tensor([len(response) for response in responses])

@@ -1,8 +1,10 @@
 """Shared forwards for scoring and training give the numbers of separate forwards, also after errors."""
 
 import gc
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from engine import EngineConfig, OptimizerConfig, initialize
 from engine.engine import Engine
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist, dtensors
+from engine.passes import PipelinePasses
 from tests.ranks import run_ranks
 
 WIDTH, STEPS = 8, 3
@@ -206,3 +209,19 @@ def test_other_passes_discard_the_shared_forwards() -> None:
         losses.append(engine.update(share, loss, 16.0).loss)
     assert losses == expected["losses"] and engine.module.seen.item() == expected["seen"]
     assert forwards == [True, False, True, True, True, True, True]  # only the two forwards of the third step are shared
+
+
+def test_a_pipeline_sends_each_row_of_its_results_once() -> None:
+    sent = list[int]()
+
+    def broadcast(value: Any) -> Any:
+        sent.append(len(pickle.dumps(value)))
+        return value
+
+    values = torch.arange(6400.0)
+    pipeline = SimpleNamespace(
+        run=lambda batches, score: [list(enumerate(values.split(100)))], broadcast_from_last=broadcast
+    )
+    found = PipelinePasses.score(SimpleNamespace(_pipeline=pipeline), [None], lambda *_: [])  # type: ignore[arg-type]
+    assert torch.equal(torch.cat([row for _, row in found[0]]), values)
+    assert sent[0] < 3 * values.nbytes

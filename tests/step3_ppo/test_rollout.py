@@ -1,5 +1,6 @@
 """Rows of sequences, and what the four models say of answers, against each sequence on its own."""
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine import Generation, Sampling
+from pipeline import distributed
 from pipeline.config.stage_sections import LoraConfig, PpoSection
 from pipeline.data.batch import Documents
 from pipeline.data.tokenizer import train_tokenizer
@@ -69,6 +71,22 @@ def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> No
             scored = [where for where in batch.scored.tolist() if start <= where < end]
             assert scored == list(range(start + PROMPTS[place], end))
         assert len(batch.scored) == sum(batch.response_lengths) == sum(RESPONSES[place] for place in batch.indices)
+
+
+def test_rows_that_share_memory_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[int]()
+
+    def gather(value: Any) -> list[Any]:
+        other = ({9: 2}, torch.tensor([7.0, 8.0]))
+        sent.append(len(pickle.dumps(value)))
+        return [pickle.loads(pickle.dumps(value)), other, ({}, torch.empty(0))]
+
+    monkeypatch.setattr(distributed.distributed, "gather_objects", gather)
+    rows = dict(enumerate(torch.arange(6400.0).split([100] * 64)))
+    found = distributed.gather_rows(rows)
+    assert sorted(found) == sorted([*rows, 9]) and found[9].tolist() == [7.0, 8.0]
+    assert all(torch.equal(found[i], row) for i, row in rows.items())
+    assert sent[0] < 2 * 4 * 6400
 
 
 def test_a_rollout_counts_its_tokens() -> None:
