@@ -131,7 +131,8 @@ class Checkpointer:
         free = psutil.virtual_memory().available
         if any(v.is_cuda for v in values):
             pinned = torch.cuda.host_memory_stats()
-            free += ranks * (pinned["allocated_bytes.current"] - pinned["active_bytes.current"])
+            allocated = pinned.get("allocated_bytes.current", 0)
+            free += ranks * (allocated - pinned.get("active_bytes.current", allocated))  # older versions lack it
         if needed <= COPY_SHARE * free:
             return True
         if not self._has_warned:
