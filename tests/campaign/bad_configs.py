@@ -42,7 +42,7 @@ VALUES: list[tuple[str, str]] = [
     ("sft.schedule=exponential", "sft.schedule=exponential: write constant, linear or cosine"),
     ("sft.lora=8", "sft.lora"),
     ("sft.lora.rank=-1", "sft.lora.rank=-1: must be >= 0"),
-    ("sft.export=best", "sft.export=best needs several evaluations"),
+    ("sft.export=first", "sft.export=first: write last or best"),
     ("sft=1", "sft"),
     ("sft.learning_rate=1", "there is no such key; did you mean sft.lr"),
     ("sft.foo.bar=1", "sft.foo"),
