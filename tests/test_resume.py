@@ -69,6 +69,8 @@ def test_resumed_run_equals_undisturbed_run(tmp_path: Path) -> None:
         write_stage_configs(killed, config)
         for name in INPUTS[stage]:
             shutil.copytree(undisturbed / name, killed / name, dirs_exist_ok=True)
+        if stage == "sft":  # as after a kill before the first checkpoint: the machine is not measured again
+            shutil.copy(undisturbed / stage / "plan.json", killed / stage)
         if stage in ("reward", "dpo"):  # DPO must resume with the reference of its start, not with the trained policy
             stop_with_sigterm(killed, stage)
         moment = kill_at_random(killed, stage, 6, rng)

@@ -123,6 +123,7 @@ def plan_stage(
     if size.answer is None:  # PPO's prompts: answers as long as those of SFT
         size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))
     config, predicted = announce(config, stage, folder, policy=policy, reward=reward, size=size)
+    seed_torch(config)
     if distributed.world().is_rank_zero:
         print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)
         if stage == "ppo":  # a step of the other stages is one optimizer step
@@ -131,11 +132,19 @@ def plan_stage(
 
 
 def arrange_ranks(config: RunConfig) -> None:
-    """Group the ranks that share one model, and seed torch. Ranks of a tensor-parallel group have the same seed."""
+    """Group the ranks that share one model."""
     settings = config.engine
-    world = distributed.set_parallelism(
+    distributed.set_parallelism(
         tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel, sequence=settings.sequence_parallel
     )
+
+
+def seed_torch(config: RunConfig) -> None:
+    """Seed torch. Ranks of a tensor-parallel group have the same seed.
+
+    Call this after the prediction: only the first start of a stage measures the machine, with random numbers.
+    """
+    world = distributed.world()
     torch.manual_seed(config.seed * 1_000_003 + world.rank // world.tensor)
 
 
