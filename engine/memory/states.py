@@ -28,7 +28,7 @@ class ModelStates:
     """Bytes of one model on one rank, at the peak of a step.
 
     Between steps the device holds `parameters` (masters, or shards in compute precision), `optimizer` (moments) and
-    `average`. While the model trains, `gathered`, `gradients` and
+    `average`. While the model trains, `gathered` (of it `prefetched` belongs to the next block), `gradients` and
     `reduction` come on top; `overlap` bytes of gathered copies are freed before the last gradients exist. `host`
     includes `host_gradients`; `nvme` is in files.
     """
@@ -37,6 +37,7 @@ class ModelStates:
     optimizer: int = 0
     average: int = 0
     gathered: int = 0
+    prefetched: int = 0
     gradients: int = 0
     reduction: int = 0
     overlap: int = 0
@@ -83,14 +84,14 @@ def model_states(
     """
     size, shards, stage = BYTES[config.dtype], shard_count(config, ranks), config.zero_stage
     trained = parameters if trained is None else trained
-    gathered = _gathered_bytes(parameters, root, block, config)
+    gathered, prefetched = _gathered_bytes(parameters, root, block, config)
     unit = max(root, block) if unit is None else unit
     reduction = unit * (size + 4) if trained else 0
     accumulates_full = accumulates and stage < 2
     if config.offload_optimizer != "none":
         states = _offloaded_states(parameters, trained, shards, moments, has_average, config, accumulates)
         gradients = 4 * trained if accumulates_full else states.gradients
-        return replace(states, gathered=gathered, gradients=gradients, reduction=reduction)
+        return replace(states, gathered=gathered, prefetched=prefetched, gradients=gradients, reduction=reduction)
     each = 2 if config.states == "bf16" else 4
     error_feedback = 4 * trained + 4 * trained // ranks if has_error_feedback else 0
     states = ModelStates(
@@ -98,6 +99,7 @@ def model_states(
         optimizer=each * moments * trained // shards + error_feedback,
         average=each * has_average * trained // shards,
         gathered=gathered,
+        prefetched=prefetched,
         gradients=4 * trained if stage == 0 or accumulates_full else each * trained // shards,
         reduction=reduction,
     )
@@ -105,6 +107,7 @@ def model_states(
         reduced = 4 * trained // shards
         return ModelStates(
             gathered=gathered,
+            prefetched=prefetched,
             gradients=states.gradients if stage == 1 else 0,
             reduction=reduction,
             host=states.resting + reduced,
@@ -112,7 +115,7 @@ def model_states(
         )
     if _is_plain(config, ranks) and each == 4 and not has_error_feedback:
         copies = size * parameters if size < 4 else 0
-        return replace(states, gathered=copies, reduction=size * unit if trained else 0)
+        return replace(states, gathered=copies, prefetched=0, reduction=size * unit if trained else 0)
     # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
     is_freed = not accumulates and stage < 3
     return replace(states, overlap=min(gathered, states.gradients) if is_freed else 0)
@@ -150,19 +153,23 @@ def _offloaded_states(
 def frozen_states(parameters: int, *, root: int, block: int, config: EngineConfig, ranks: int) -> ModelStates:
     """Return the bytes of a model that only scores: parameters in compute precision, gathered while they are used."""
     shard = {config.offload_parameters: BYTES[config.dtype] * parameters // shard_count(config, ranks)}
-    gathered = _gathered_bytes(parameters, root, block, config)
+    gathered, prefetched = _gathered_bytes(parameters, root, block, config)
     is_copied = not _is_plain(config, ranks) or config.offload_parameters != "none"
     return ModelStates(
         parameters=shard.get("none", 0),
         gathered=gathered if is_copied else 0,
+        prefetched=prefetched if is_copied else 0,
         host=shard.get("cpu", 0),
         nvme=shard.get("nvme", 0),
     )
 
 
-def _gathered_bytes(parameters: int, root: int, block: int, config: EngineConfig) -> int:
-    """Return the bytes of gathered copies. At stage 3 these are the root, a block, and the next block."""
-    return BYTES[config.dtype] * (parameters if config.zero_stage < 3 else min(parameters, root + 2 * block))
+def _gathered_bytes(parameters: int, root: int, block: int, config: EngineConfig) -> tuple[int, int]:
+    """Return the bytes of gathered copies, and those of the prefetched block, which only stage 3 has."""
+    size = BYTES[config.dtype]
+    if config.zero_stage < 3:
+        return size * parameters, 0
+    return size * min(parameters, root + 2 * block), size * max(0, min(block, parameters - root - block))
 
 
 def _is_plain(config: EngineConfig, ranks: int) -> bool:

@@ -148,7 +148,7 @@ def training_bytes(
     saved = _activations(shape, work, work.rank_tokens, work.max_length)
     checkpointing = work.config.activation_checkpointing
     owners = {
-        "gathered": states.gathered,
+        **_gathered_bytes(states),
         "gradients": states.gradients,
         "reduction": states.reduction,
         "activations": forwards * saved.total(checkpointing=checkpointing),
@@ -162,7 +162,7 @@ def training_bytes(
 
 def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
     """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
-    return {"gathered": states.gathered, "logits": 8 * _logits(shape, work)} | _unpacked(shape, work)
+    return _gathered_bytes(states) | {"logits": 8 * _logits(shape, work)} | _unpacked(shape, work)
 
 
 def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
@@ -235,6 +235,10 @@ def _unpacked(shape: ModelShape, work: Workload) -> Owners:
     """Return the bytes of the largest packed weight in compute precision: one exists at a time."""
     largest = max((layer.parameters for layer in shape.linears if not layer.is_head), default=0)
     return {"unpacked": BYTES[work.config.dtype] * largest} if work.packed else {}
+
+
+def _gathered_bytes(states: ModelStates) -> Owners:
+    return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
 
 
 def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, *, is_split: bool) -> int:
