@@ -210,7 +210,7 @@ def test_an_unfilled_parameter_is_refused(tmp_path: Path) -> None:
     model.model.renamed = torch.nn.Linear(2, 2)
     parameters = dict(model.named_parameters())
     with pytest.raises(UserError, match=r"2 parameters are missing from the files, for example model\.renamed\.bias"):
-        weights._read(parameters, {name: name for name in parameters}, model, source_in(tmp_path))
+        weights._read(parameters, {name: name for name in parameters}, model, source_in(tmp_path), {})
 
 
 def test_a_language_model_with_another_class_name_is_accepted(tmp_path: Path) -> None:
