@@ -198,7 +198,7 @@ def test_people_vote_in_two_tabs(page: Page, url: str, votes: VoteFile) -> None:
 def test_a_reload_in_the_middle_of_a_round_continues_it(
     page: Page, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch, votes: VoteFile
 ) -> None:
-    go_on = [pause_after(3, model, monkeypatch) for model in models.values()]
+    go_on = [pause_after(6, model, monkeypatch) for model in models.values()]
     page.fill("#text", "hello")
     page.click("#send")
     for side in page.locator(".assistant").all():
