@@ -15,6 +15,15 @@ from pipeline.installation import pip_install
 
 TRAINED = ("actor_engine", "critic_engine")
 
+# The engine settings that pipeline parallelism and weights in 4 bits both need.
+PLAIN: dict[str, Any] = {
+    "deepspeed": None,
+    "offload_optimizer": "none",
+    "offload_parameters": "none",
+    "compile_blocks": False,
+    "compress": "none",
+}
+
 
 def shard_ranks(config: RunConfig) -> Iterator[tuple[str, int]]:
     """Yield each key that sets `shard_ranks`, with the number of ranks that shard one copy of a model."""
@@ -79,15 +88,7 @@ def _quantize_mistakes(config: RunConfig) -> Iterable[str]:
                 f"{key} freezes the model, so each stage trains adapters, but {stage}.lora.rank=0: set {stage}=lora, "
                 f"or {stage}.lora.rank=16"
             )
-    needed: dict[str, Any] = {
-        "deepspeed": None,
-        "offload_optimizer": "none",
-        "offload_parameters": "none",
-        "compile_blocks": False,
-        "compress": "none",
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
-    }
+    needed = {**PLAIN, "tensor_parallel": 1, "pipeline_parallel": 1}
     for name, own in {"engine": {}, **{f"ppo.{role}": getattr(config.ppo, role) for role in ROLE_ENGINES}}.items():
         values = own or (config.engine.model_dump() if name == "engine" else {})
         for field, value in needed.items():
@@ -132,15 +133,7 @@ def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
         yield f"{pipeline} supports only SFT: set stage=sft, then run the other stages without it"
     if settings.zero_stage == 3:
         yield f"{pipeline} does not support sharded parameters: set engine=zero0, zero1 or zero2"
-    needed: dict[str, Any] = {
-        "deepspeed": None,
-        "offload_optimizer": "none",
-        "offload_parameters": "none",
-        "compile_blocks": False,
-        "compress": "none",
-        "states": "fp32",
-        "tensor_parallel": 1,
-    }
+    needed = {**PLAIN, "states": "fp32", "tensor_parallel": 1}
     for key, value in needed.items():
         if getattr(settings, key) != value:
             yield f"{pipeline} needs engine.{key}={as_written(value)}"
