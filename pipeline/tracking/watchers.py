@@ -22,7 +22,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, wanted_stages
 from pipeline.evaluation.samples import SAMPLES
 from pipeline.files import read_plan
-from pipeline.tracking.sections import sectioned
+from pipeline.tracking.sections import section_of, sectioned
 from pipeline.tracking.tensorboard import TensorBoard
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -217,11 +217,21 @@ class Progress:
         self._first_tokens: float | None = None
         self._shown_at = -float("inf")
         self._known: dict[str, float] = {}
+        self._held_out: dict[str, float] = {}  # of the newest evaluation, at step `_evaluated_at`
+        self._evaluated_at = 0
         self._bar: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one step. Metrics of an evaluation are shown until the next evaluation."""
-        self._known.update({name: metrics[name] for name in STAGES[self._stage].progress if name in metrics})
+        """Show the metrics of one step.
+
+        A line has the metrics of an evaluation once, a bar until the next evaluation. If later steps have been taken
+        since the evaluation, the step of the evaluation is shown.
+        """
+        shown = {name: metrics[name] for name in STAGES[self._stage].progress if name in metrics}
+        held_out = {name: value for name, value in shown.items() if section_of(name) == "held_out"}
+        self._known.update({name: value for name, value in shown.items() if name not in held_out})
+        if held_out:
+            self._held_out, self._evaluated_at = held_out, step
         if self._first_step is None:
             self._first_step, self._began = step, self._clock()
         if self._stream.isatty():
@@ -229,8 +239,9 @@ class Progress:
         elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = self._clock()
             done = f"{step}/{self._steps}" if step else "before its first step"
-            line = f"{self._stage}{self._place} {done}  {self._figures()}{self._left(step, metrics)}"
+            line = f"{self._stage}{self._place} {done}  {self._figures(step)}{self._left(step, metrics)}"
             print(line, file=self._stream, flush=True)
+            self._held_out = {}
 
     def note(self, step: int, text: str) -> None:
         """Print a sentence of the training guard above the progress bar."""
@@ -253,11 +264,17 @@ class Progress:
             self._bar = tqdm(
                 total=self._steps, initial=start, desc=self._stage, file=self._stream, dynamic_ncols=True, unit="step"
             )
-        self._bar.set_postfix_str(self._figures(), refresh=False)
+        self._bar.set_postfix_str(self._figures(step), refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def _figures(self) -> str:
-        return "  ".join(f"{name} {value:.4g}" for name, value in self._known.items() if value is not None)
+    def _figures(self, step: int) -> str:
+        trained, held_out = (
+            "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None)
+            for metrics in (self._known, self._held_out)
+        )
+        if held_out and self._evaluated_at != step:
+            held_out += f" (step {self._evaluated_at})"
+        return "  ".join(filter(None, (trained, held_out)))
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the tokens per second, the time that the stage still needs, and the expected end of the run."""

@@ -158,9 +158,20 @@ def test_figures_before_the_first_step_are_labelled():
     assert lines_of([(0, {"loss": 1.0})], [0.0]) == ["sft before its first step  loss 1"]
 
 
-def test_evaluation_figures_remain_visible():
-    lines = lines_of([(1, {"loss": 2.0, "eval_loss": 3.0}), (2, {"loss": 1.0})], [0.0, 9.0])
-    assert lines[-1].startswith("sft 2/100  loss 1  eval_loss 3")
+def test_each_evaluation_is_in_one_line_with_its_step():
+    """Step 2 is evaluated less than 5 s after the line of step 1, so the line of step 3 shows the evaluation."""
+    steps = [
+        (1, {"eval_loss": 3.0, "loss": 2.0}),
+        (2, {"eval_loss": 2.0, "loss": 1.5}),
+        (3, {"loss": 1.0}),
+        (4, {"loss": 0.5}),
+    ]
+    assert [line.partition("left")[0].rsplit("  ", 1)[0] for line in lines_of(steps, [0.0, 1.0, 9.0, 18.0])] == [
+        "sft 1/100  loss 2",
+        "sft 3/100  loss 1  eval_loss 2 (step 2)",
+        "sft 4/100  loss 0.5",
+    ]
+    assert lines_of(steps[:1], [0.0]) == ["sft 1/100  loss 2  eval_loss 3"]
 
 
 def test_a_terminal_gets_a_bar():
@@ -168,10 +179,10 @@ def test_a_terminal_gets_a_bar():
     stream.isatty = lambda: True
     progress = Progress("ppo", 10, stream)
     for step in range(4, 11):
-        progress.log(step, {"score": 0.5})
+        progress.log(step, {"score": 0.5} | ({"eval_score": 0.25} if step == 4 else {}))
     progress.finish()
     assert "10/10" in stream.getvalue()
-    assert "score 0.5" in stream.getvalue()
+    assert "score 0.5  eval_score 0.25 (step 4)" in stream.getvalue()
 
 
 def test_samples_become_a_table(tmp_path):
