@@ -27,7 +27,7 @@ from pipeline.launch.folder import with_stage_shares
 from pipeline.launch.ranks import count_gpus, own_ranks
 from pipeline.planning.candidates import predict
 from pipeline.planning.planner import measure, plan
-from pipeline.stages.overview import batch_line, rendered_example, steps_line
+from pipeline.stages.overview import batch_line, few_steps, rendered_example, steps_line
 
 USAGE = f"""\
 Show what a command line of `train` would train on what, without training.
@@ -82,7 +82,8 @@ def examine(job: Job, words: Sequence[str], stream: TextIO) -> Iterator[str]:
     yield from rate_lines(compare_rates(config, job.reference), job.reference.name if job.reference else "")
     yield ""
     yield from _predictions(config, facts, ranks)
-    yield from (f"warning: {text}" for text in warnings(config))
+    few = (few_steps(each.stage, getattr(config, each.stage), each.steps, each.train) for each in facts.stages)
+    yield from (f"warning: {text}" for text in (*filter(None, few), *warnings(config)))
 
 
 def rate_lines(rates: Sequence[Rate], recipe: str) -> Iterator[str]:

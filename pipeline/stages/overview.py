@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pipeline.config.schema import RunConfig
+from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import STAGES
 from pipeline.data.tokenizer import ChatTokenizer
 
+FEW_STEPS = 20  # with fewer steps a stage learns little
 LONGEST_EXAMPLE = 800  # characters of the rendered example
 COLOUR, PLAIN = ("\x1b[32m", "\x1b[0m"), ("[", "]")  # around the tokens of the loss
 
@@ -51,6 +53,20 @@ def steps_line(config: RunConfig, stage: str, steps: int) -> str:
         return f"{steps:,} optimizer steps"
     epochs, minibatches = config.ppo.update_epochs, config.ppo.minibatches
     return f"{steps * epochs * minibatches:,} optimizer steps ({steps:,} rollouts x {epochs} epochs x {minibatches})"
+
+
+def few_steps(stage: str, section: StageSection, steps: int, examples: int) -> str:
+    """Return a warning if the data and the epochs of a stage give few steps, else "".
+
+    A limit that the user has set (`section.steps`) causes no warning. A step of PPO is a rollout.
+    """
+    if section.steps is not None or steps >= FEW_STEPS:
+        return ""
+    epochs = math.ceil(FEW_STEPS * section.batch_size / examples)
+    return (
+        f"{stage}: {steps} {STAGES[stage].step}{'s' if steps > 1 else ''} will hardly change the model: for "
+        f"{FEW_STEPS} steps set {stage}.epochs={epochs} or a smaller {stage}.batch_size, or add data"
+    )
 
 
 def _runs(ids: Sequence[int], counts: Sequence[bool]) -> Iterator[tuple[Sequence[int], bool]]:

@@ -1,6 +1,5 @@
 """Start a stage: convert its configuration to values for the engine, plan its memory and open its folder."""
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +20,9 @@ from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import size_of
 from pipeline.planning.planner import announce
 from pipeline.planning.stage_task import stage_steps
-from pipeline.stages.overview import batch_line, steps_line
+from pipeline.stages.overview import batch_line, few_steps, steps_line
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
-
-FEW_STEPS = 20  # with fewer steps a stage learns little
 
 
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:
@@ -81,9 +78,8 @@ def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
     cut = section.steps is not None and steps < section.steps
     limit = f"; {stage}.epochs={section.epochs:g} ends before {stage}.steps={section.steps}" if cut else ""
     print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes:.2g} passes over {examples}{limit}", flush=True)
-    if section.steps is None and steps < FEW_STEPS:
-        advice = f"{stage}.epochs={math.ceil(FEW_STEPS * batch_size / examples)}, or a smaller {stage}.batch_size"
-        print(f"warning: {stage}: {counted_steps} will hardly teach anything: {advice}", file=sys.stderr, flush=True)
+    if warning := few_steps(stage, section, steps, examples):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ def test_the_screen_shows_the_rows_of_each_stage(pairs: Path, capsys: pytest.Cap
     assert held_out > 0 and skipped == 1 and sum(trained) + held_out == len(PAIRS)
     assert f"{round(3 * trained[0] / 8)} optimizer steps" in screen
     assert "sft: batch of 8 conversations = 1 rank x micro-batch of 4 x accumulation over 2" in screen
+    steps = round(trained[1] / 32)  # of the recipe's batch
+    assert f"warning: dpo: {steps} step{'s' if steps > 1 else ''} will hardly change the model: for 20 steps" in screen
+    assert "warning: sft: " in screen
     assert "tokens: answers end with <|end|> (1); begin none, padding <|pad|> (0)" in screen
     example = next(line for line in screen.splitlines() if line.startswith("  | "))
     assert example.startswith("  | <|user|>What is ") and "<|assistant|>[It is " in example

@@ -9,7 +9,8 @@ def test_a_stage_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
     log_steps("sft", section, 1, 85)
     assert capsys.readouterr() == (
         "sft: 1 step of 64 conversations, 0.75 passes over 85\n",
-        "warning: sft: 1 step will hardly teach anything: sft.epochs=16, or a smaller sft.batch_size\n",
+        "warning: sft: 1 step will hardly change the model: for 20 steps set sft.epochs=16 or a smaller "
+        "sft.batch_size, or add data\n",
     )
     log_steps("sft", section.model_copy(update={"steps": 2}), 2, 85)
     log_steps("ppo", section, 20, 1280)
