@@ -1,7 +1,7 @@
 """Build the report sections that compare models: verdict, changes, and answers."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from pipeline.config.stages import POLICIES
@@ -9,10 +9,10 @@ from pipeline.data.records import Message
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_signed
 from pipeline.report.charts import histogram_chart, interval_chart, meter
-from pipeline.report.data import RunReading
+from pipeline.report.data import SHOWN_MODELS, RunReading
 from pipeline.report.html import Child, Markup, element, grid, section, table
 from pipeline.report.svg import Series
-from pipeline.report.verdict import LABELS, Change, Measure, change, judge, standings
+from pipeline.report.verdict import Change, Measure, change, judge, standings
 from pipeline.report.win_rate import win_rate
 
 LONGEST_TEXT = 4000
@@ -51,7 +51,7 @@ def verdict_header(run: RunReading, facts: Markup) -> Markup:
     charts = [
         interval_chart(
             f"{title} at temperature {temperature:g}",
-            standings(run.samples(temperature), measure),
+            standings(run.samples(temperature), measure, run.labels),
             x_name="mean and 95% interval",
             note=note,
             bounds=(0, 1) if measure == "gold" else (None, None),
@@ -67,7 +67,7 @@ def changes_section(run: RunReading) -> Markup | None:
     """Build the table of paired changes between models. Return None without scores."""
     wins = _wins_table(run)
     rows = [
-        (f"{LABELS[before]} to {LABELS[after]}", title, f"{temperature:g}", *_change_cells(found, measure))
+        (f"{run.labels[before]} to {run.labels[after]}", title, f"{temperature:g}", *_change_cells(found, measure))
         for measure, title, _ in measures(run)
         for before, after in (("base", "sft"), *(("sft", policy) for policy in POLICIES), (BEST_OF, "ppo"))
         for temperature in run.temperatures
@@ -92,7 +92,7 @@ def _histograms(run: RunReading) -> Iterator[Markup]:
         for temperature in run.temperatures:
             samples = run.samples(temperature)
             values = {model: [getattr(sample, measure).get(model, math.nan) for sample in samples] for model in models}
-            groups = [Series(LABELS[model], [*enumerate(found)], model) for model, found in values.items()]
+            groups = [Series(run.labels[model], [*enumerate(found)], model) for model, found in values.items()]
             chart = histogram_chart(
                 f"{title}s before and after, temperature {temperature:g}",
                 groups,
@@ -104,14 +104,14 @@ def _histograms(run: RunReading) -> Iterator[Markup]:
 
 
 _WINS_LEAD = (
-    "A pair judge compares each answer with that of SFT in both orders. A win needs both orders; ties count half. "
+    "A pair judge compares the two answers in both orders. A win needs both orders; ties count half. "
     "The length-controlled rate is that of answers of equal length, by a logistic regression on the difference in "
     "characters (Dubois et al., 2024). Pairs without a usable verdict are counted and left out."
 )
 
 
 def _wins_table(run: RunReading) -> Markup | None:
-    """Build the table of win rates against SFT. Return None without verdicts of a pair judge."""
+    """Build the table of win rates against the start model. Return None without verdicts of a pair judge."""
     rows: list[tuple[Child, ...]] = []
     for policy in POLICIES:
         for temperature in run.temperatures:
@@ -120,7 +120,7 @@ def _wins_table(run: RunReading) -> Markup | None:
                 continue
             rates = (f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" for rate in (found.plain, found.controlled))
             counts = (found.wins, found.ties, found.losses, found.inconsistent, found.unusable)
-            rows.append((f"{LABELS[policy]} against SFT", f"{temperature:g}", *rates, *counts))
+            rows.append((f"{run.labels[policy]} against {run.labels['sft']}", f"{temperature:g}", *rates, *counts))
     head = (
         "Models",
         "Temperature",
@@ -157,7 +157,7 @@ def answers_section(run: RunReading) -> Markup | None:
     for temperature in run.temperatures:
         for sample in run.samples(temperature):
             by_prompt.setdefault(sample.prompt, []).append(sample)
-    cards = [answer_card(samples) for samples in islice(by_prompt.values(), count)]
+    cards = [answer_card(samples, run.labels) for samples in islice(by_prompt.values(), count)]
     lead = f"The first {len(cards)} of {_prompts(run)} held-out prompts, in file order."
     more = None
     if len(cards) > OPEN_CARDS:
@@ -173,12 +173,15 @@ def _extremes(run: RunReading) -> Markup | None:
     found = next(((title, order) for title, order in by_measure.items() if len(order) >= 2 * EXTREMES), None)
     if found is None:
         return None
-    title, order = found
+    (title, order), labels = found, run.labels
     groups = (("Best", order[:EXTREMES]), ("Worst", order[: -EXTREMES - 1 : -1]))
     return element(
         "div",
         (
-            (element("h3", f"{word} answers of {LABELS[policy]} by {title}"), [answer_card([each]) for each in some])
+            (
+                element("h3", f"{word} answers of {labels[policy]} by {title}"),
+                [answer_card([each], labels) for each in some],
+            )
             for word, some in groups
         ),
     )
@@ -190,22 +193,22 @@ def ranked(samples: Sequence[Sample], measure: Measure, model: str) -> list[Samp
     return sorted(scored, key=lambda sample: -getattr(sample, measure)[model])
 
 
-def answer_card(samples: Sequence[Sample]) -> Markup:
-    """Build the card of one prompt. `samples` are its answers at each temperature."""
+def answer_card(samples: Sequence[Sample], labels: Mapping[str, str]) -> Markup:
+    """Build the card of one prompt. `samples` are its answers at each temperature, `labels` the names of the models."""
     turns = [
         element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.content), dir="auto"))
         for turn in samples[0].prompt
     ]
     found = dict.fromkeys(model for sample in samples for model in sample.answers)
-    order = sorted(found, key=lambda model: list(LABELS).index(model) if model in LABELS else len(LABELS))
-    answers = [_answer(sample, model) for model in order for sample in samples if model in sample.answers]
+    order = sorted(found, key=lambda model: SHOWN_MODELS.index(model) if model in SHOWN_MODELS else len(SHOWN_MODELS))
+    answers = [_answer(sample, model, labels) for model in order for sample in samples if model in sample.answers]
     return element(
         "article", element("div", turns, class_="prompt"), element("div", answers, class_="answers"), class_="card"
     )
 
 
-def _answer(sample: Sample, model: str) -> Markup:
-    tone = model if model in LABELS else "plain"
+def _answer(sample: Sample, model: str, labels: Mapping[str, str]) -> Markup:
+    tone = model if model in SHOWN_MODELS else "plain"
     figures: list[Child] = []
     if model in sample.gold:
         gold = sample.gold[model]
@@ -216,7 +219,7 @@ def _answer(sample: Sample, model: str) -> Markup:
     if model in sample.function:
         figures.append(element("span", f"function {format_signed(sample.function[model])}", class_="score"))
     text = element("p", _cut(answer), dir="auto", class_="text") if answer else element("p", "(empty)", class_="empty")
-    head = element("h3", f"{LABELS.get(model, model)}, temperature {sample.temperature:g}", class_=f"tone-{tone}")
+    head = element("h3", f"{labels.get(model, model)}, temperature {sample.temperature:g}", class_=f"tone-{tone}")
     return element("div", element("div", head, figures, class_="who"), text, class_="answer")
 
 

@@ -9,13 +9,15 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from pipeline.config.stages import METHODS, POLICIES, STAGES
-from pipeline.evaluation.samples import GRADES, SAMPLES, Sample, StepGrades, read_grades, read_samples
+from pipeline.config.stages import ANSWERING, METHODS, POLICIES, STAGES
+from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, StepGrades, read_grades, read_samples
 from pipeline.files import PLAN
 from pipeline.report.svg import Point
 
 METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.yaml", "manifest.json"
 ROLLOUTS, CARD = "rollouts.jsonl", "card.json"
+SHOWN_MODELS = ("base", "sft", BEST_OF, *POLICIES)
+"""The models that answer held-out prompts, in display order. "sft" is the model that PPO and DPO start from."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,19 @@ class RunReading:
             return max(order, key=lambda name: (self.stage(name).finished, ends[name], self.stage(name).started))
         method = self.setting("method")
         return METHODS[method][-1] if method in METHODS else "ppo"
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Return the display names of the models in `SHOWN_MODELS`.
+
+        The model "sft" has the name of the SFT stage, or that of the stage or folder that `actor` names.
+        """
+        titles = {stage: STAGES[stage].title for stage in ANSWERING}
+        start, actor = titles["sft"], Path(str(self.setting("actor") or "sft"))
+        folder = actor.parent.name if actor.name == "model" else actor.name
+        if folder != "sft":
+            start = f"earlier {titles[folder]}" if folder == self.policy else titles.get(folder, folder)
+        return {"base": "Base", "sft": start, BEST_OF: f"{start}, best of n", **{p: titles[p] for p in POLICIES}}
 
     @property
     def temperatures(self) -> list[float]:

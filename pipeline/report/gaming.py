@@ -19,7 +19,7 @@ from pipeline.report.curves import line_chart
 from pipeline.report.data import RunReading
 from pipeline.report.html import Markup, element, grid, section
 from pipeline.report.svg import Series
-from pipeline.report.verdict import FEWEST_PROMPTS, LABELS, Outcome, change
+from pipeline.report.verdict import FEWEST_PROMPTS, Outcome, change
 
 DISAGREEMENTS = 6  # answers on the page
 
@@ -78,7 +78,7 @@ def best_against_last(evaluations: Sequence[tuple[int, Sequence[float]]]) -> Bes
 
 
 def check_correlation(samples: Sequence[Sample]) -> Check:
-    """Check whether the reward of an answer rose where its gold score rose, from SFT to PPO."""
+    """Check whether the reward of an answer rose where its gold score rose with PPO."""
     both = [s for s in samples if {"sft", "ppo"} <= s.scores.keys() and {"sft", "ppo"} <= s.gold.keys()]
     rewards = [sample.scores["ppo"] - sample.scores["sft"] for sample in both]
     gold = [sample.gold["ppo"] - sample.gold["sft"] for sample in both]
@@ -91,11 +91,11 @@ def check_correlation(samples: Sequence[Sample]) -> Check:
 
 
 def check_paired(samples: Sequence[Sample]) -> Check:
-    """Check whether gold rose from SFT to PPO, prompt by prompt."""
+    """Check whether gold rose with PPO, prompt by prompt."""
     found = change(samples, "gold", "sft", "ppo")
     if found is None or math.isnan(found.low):
         return Check("open", "Fewer than two prompts have gold scores of both models.")
-    text = f"The gold score changed by {format_signed(found.mean)} from SFT to PPO, {_interval(found.low, found.high)}."
+    text = f"The gold score changed by {format_signed(found.mean)} with PPO, {_interval(found.low, found.high)}."
     return Check(found.outcome, text)
 
 
@@ -118,7 +118,7 @@ def check_last_step(found: BestAgainstLast | None) -> Check:
 def gaming(reward_rise: float | None, checks: Sequence[Check], rewarder: str = "reward model") -> Gaming:
     """Decide whether PPO over-optimized the reward.
 
-    reward_rise: the mean change of the held-out reward score from SFT to PPO; None without scores
+    reward_rise: the mean change of the held-out reward score with PPO; None without scores
     checks: of the correlation, the paired change and the last step, in this order
     rewarder: the name of the source of the reward score
     """
@@ -150,7 +150,7 @@ def gaming_section(run: RunReading) -> Markup | None:
     at = f" At temperature {run.temperatures[0]:g}." if run.temperatures else ""
     reward, gold = dict(ppo.series("eval_score")), ppo.series("gold_score")
     path = [(step, reward[step], value) for step, value in gold if step in reward]
-    judged = [_points(samples, model) for model in ("sft", "ppo")]
+    judged = [_points(samples, model, run.labels[model]) for model in ("sft", "ppo")]
     if not path and not any(group.points for group in judged):
         return None
     last_step = best_against_last(_gold_by_step(ppo.grades, run.temperatures[:1]))
@@ -193,7 +193,7 @@ def gaming_section(run: RunReading) -> Markup | None:
         _kl_chart(ppo.rollouts),
     )
     lead = [element("strong", found.answer, class_=f"outcome-{found.outcome}"), " ", found.reason]
-    cards = [answer_card([sample]) for sample in disagreements(samples)]
+    cards = [answer_card([sample], run.labels) for sample in disagreements(samples)]
     answers = [
         element("h3", "Answers with the largest disagreement"),
         element("p", f"The {run.rewarder} ranks these answers of PPO higher than the gold score does.", class_="lead"),
@@ -241,8 +241,8 @@ def _graded(samples: Sequence[Sample], model: str) -> list[Sample]:
     return [sample for sample in samples if model in sample.scores and model in sample.gold]
 
 
-def _points(samples: Sequence[Sample], model: str) -> Series:
-    return Series(LABELS[model], [(s.scores[model], s.gold[model]) for s in _graded(samples, model)], model)
+def _points(samples: Sequence[Sample], model: str, label: str) -> Series:
+    return Series(label, [(s.scores[model], s.gold[model]) for s in _graded(samples, model)], model)
 
 
 def _correlation_note(groups: Sequence[Series], what: str) -> str:

@@ -77,7 +77,7 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
         "dpo": stage_section(
             dpo,
             "Stage 2: direct preference optimisation",
-            "Trained to prefer the chosen answer of a pair to the rejected one, more than the SFT model does.",
+            "Trained to prefer the chosen answer of a pair to the rejected one, more than the start model does.",
             DPO_PLOTS,
             accuracy_chart(dpo),
         ),

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pipeline.evaluation.intervals import mean_interval, mean_over_seeds
 from pipeline.evaluation.samples import Sample
 from pipeline.report.html import Markup, section, table
-from pipeline.report.verdict import FEWEST_PROMPTS, LABELS, TOO_FEW, Verdict
+from pipeline.report.verdict import FEWEST_PROMPTS, TOO_FEW, Verdict
 from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, outcomes_by_prompt, win_rate
 
 LEAD = (
-    "A pair judge compares each answer with that of SFT in both orders. A win needs both orders; ties count half. The "
+    "A pair judge compares the two answers in both orders. A win needs both orders; ties count half. The "
     "intervals of all seeds also cover other seeds. The length-controlled rate of all seeds is the mean of those of "
     "the seeds, with a t-interval."
 )
@@ -39,33 +39,35 @@ def _bounded(mean: float, low: float, high: float) -> Rate:
     return Rate(mean, max(0.0, low), min(1.0, high))
 
 
-def describe_pooled(wins: SeedWins, label: str) -> str:
-    """Return the win rates over all seeds as text."""
+def describe_pooled(wins: SeedWins, label: str, start: str) -> str:
+    """Return the win rates over all seeds as text. `label` and `start` are the names of the two models."""
     plain, controlled = wins.plain, wins.controlled
     return (
-        f"Over {len(wins.by_seed)} seeds, the pair judge prefers the answers of {label} to those of SFT in "
+        f"Over {len(wins.by_seed)} seeds, the pair judge prefers the answers of {label} to those of {start} in "
         f"{plain.mean:.0%} of the pairs (95% interval {plain.low:.0%} to {plain.high:.0%}), and in "
         f"{controlled.mean:.0%} at equal length ({controlled.low:.0%} to {controlled.high:.0%})."
     )
 
 
-def verdict_by_pairs(wins: SeedWins, label: str, caveat: str) -> Verdict:
+def verdict_by_pairs(wins: SeedWins, label: str, start: str, caveat: str) -> Verdict:
     """Return the verdict of the pair judge: good only if it prefers the model also at equal length."""
-    evidence, over = describe_pooled(wins, label), f"over {len(wins.by_seed)} seeds"
+    evidence, over = describe_pooled(wins, label, start), f"over {len(wins.by_seed)} seeds"
     few = min(found.pairs for found in wins.by_seed) < FEWEST_PROMPTS
     if few or any(found.unusable > MOST_UNUSABLE * (found.pairs + found.unusable) for found in wins.by_seed):
         reason = TOO_FEW if few else f"In a seed, more than {MOST_UNUSABLE:.0%} of the pairs have no verdict."
         return Verdict("open", f"No verdict of the judge on {label} {over}", f"{evidence} {reason}", caveat)
     if wins.plain.high < 0.5:
-        return Verdict("bad", f"The judge prefers SFT to {label} {over}", evidence, caveat)
+        return Verdict("bad", f"The judge prefers {start} to {label} {over}", evidence, caveat)
     if wins.plain.low > 0.5 and wins.controlled.low > 0.5:
-        return Verdict("good", f"The judge prefers {label} to SFT {over}", evidence, caveat)
+        return Verdict("good", f"The judge prefers {label} to {start} {over}", evidence, caveat)
     if wins.plain.low > 0.5:
-        return Verdict("open", f"The judge prefers {label} to SFT {over}, but not at equal length", evidence, caveat)
-    return Verdict("open", f"The judge sees no clear difference between SFT and {label} {over}", evidence, caveat)
+        return Verdict(
+            "open", f"The judge prefers {label} to {start} {over}, but not at equal length", evidence, caveat
+        )
+    return Verdict("open", f"The judge sees no clear difference between {start} and {label} {over}", evidence, caveat)
 
 
-def wins_section(wins_by_temperature: dict[float, SeedWins], seeds: Sequence[object], model: str) -> Markup | None:
+def wins_section(wins_by_temperature: dict[float, SeedWins], seeds: Sequence[object], title: str) -> Markup | None:
     """Build the table of win rates: one row per seed, and one over all seeds. Return None without verdicts."""
     rows = []
     for temperature, wins in wins_by_temperature.items():
@@ -77,7 +79,7 @@ def wins_section(wins_by_temperature: dict[float, SeedWins], seeds: Sequence[obj
     head = ("Seed", "Temperature", "Win rate", "Length-controlled", "Wins", "Ties", "Losses", "Unusable")
     if not rows:
         return None
-    return section("wins", f"{LABELS[model]} against SFT, pair by pair", LEAD, table(head, rows, numbers=range(1, 8)))
+    return section("wins", title, LEAD, table(head, rows, numbers=range(1, 8)))
 
 
 def _cell(rate: Rate) -> str:

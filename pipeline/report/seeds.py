@@ -19,13 +19,12 @@ from pipeline.files import write_whole
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval, interval_chart
 from pipeline.report.curves import line_chart
-from pipeline.report.data import RunReading, mapping, read_run
+from pipeline.report.data import SHOWN_MODELS, RunReading, mapping, read_run
 from pipeline.report.html import Markup, document, element, grid, section, table
 from pipeline.report.seed_wins import describe_pooled, pool_wins, verdict_by_pairs, wins_section
 from pipeline.report.svg import Point, Series
 from pipeline.report.verdict import (
     FEWEST_PROMPTS,
-    LABELS,
     MOVED,
     SCORE,
     TOO_FEW,
@@ -173,20 +172,20 @@ def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
 def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
     policy = runs[0].policy
     gold = effect(runs, "gold", "sft", policy, temperature)
-    count, label = len(runs), LABELS[policy]
+    count, label, start = len(runs), runs[0].labels[policy], runs[0].labels["sft"]
     wins = pool_wins([run.samples(temperature) for run in runs], policy)
     if gold is not None:
-        evidence = _evidence(gold, "gold score", label)
-        evidence += f" {describe_pooled(wins, label)}" if wins is not None else ""
+        evidence = _evidence(gold, "gold score", label, start)
+        evidence += f" {describe_pooled(wins, label, start)}" if wins is not None else ""
         method = "Distillation" if runs[0].rewarder == "teacher" else "RLHF" if policy == "ppo" else label
         headlines: dict[Outcome, str] = {
             "good": f"{method} helped over {count} seeds",
             "bad": f"{method} hurt over {count} seeds",
-            "open": f"No clear difference between SFT and {label} over {count} seeds",
+            "open": f"No clear difference between {start} and {label} over {count} seeds",
         }
         return Verdict(gold.outcome, headlines[gold.outcome], evidence, METHOD)
     if wins is not None:
-        return verdict_by_pairs(wins, label, METHOD)
+        return verdict_by_pairs(wins, label, start, METHOD)
     reward = effect(runs, "scores", "sft", policy, temperature)
     if reward is None:
         return None
@@ -194,15 +193,15 @@ def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
     headline = f"{SCORE[rewarder]} {MOVED[reward.outcome]} over {count} seeds"
     outcome = reward.outcome if rewarder == "reward function" or reward.outcome == "bad" else "open"
     trained = "PPO was trained on this score, and there is no gold score: set evaluation.judge=FILE.py:NAME."
-    return Verdict(outcome, headline, f"{_evidence(reward, 'score', label)} {trained}", METHOD)
+    return Verdict(outcome, headline, f"{_evidence(reward, 'score', label, start)} {trained}", METHOD)
 
 
-def _evidence(found: Effect, measure: str, label: str) -> str:
+def _evidence(found: Effect, measure: str, label: str, start: str) -> str:
     over, changes = found.over_seeds, found.changes
     old, new = (statistics.fmean(getattr(one, mean) for one in changes) for mean in ("old_mean", "new_mean"))
     few = f" {TOO_FEW}" if found.prompts < FEWEST_PROMPTS else ""
     return (
-        f"Over {len(changes)} seeds the mean {measure} went from {format_number(old)} after SFT to "
+        f"Over {len(changes)} seeds the mean {measure} went from {format_number(old)} after {start} to "
         f"{format_number(new)} after {label}: {format_signed(over.mean)}, 95% interval "
         f"{format_interval(over.low, over.high)}. It rose in {found.risen} of {len(changes)} seeds. The standard "
         f"deviation of this change is {over.seed_deviation:.2f} between seeds and {over.prompt_deviation:.2f} between "
@@ -263,8 +262,8 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _difference_charts(runs: Sequence[RunReading], measure: Measure) -> list[Markup]:
-    """Draw the change from SFT to the final model at each temperature: one row per seed, and one over all seeds."""
-    charts = []
+    """Draw the change from start to final model at each temperature: one row per seed, and one over all seeds."""
+    charts, labels = [], runs[0].labels
     for temperature in shared_temperatures(runs):
         found = effect(runs, measure, "sft", runs[0].policy, temperature)
         if found is None:
@@ -277,13 +276,15 @@ def _difference_charts(runs: Sequence[RunReading], measure: Measure) -> list[Mar
         rows.append(Interval("all seeds", over.mean, over.low, over.high, runs[0].policy))
         title = f"{MEASURES[measure]}: change at temperature {temperature:g}"
         note = "A seed's interval covers its prompts. The last interval also covers other seeds."
-        chart = interval_chart(title, rows, x_name=f"SFT to {LABELS[runs[0].policy]}, 95% interval", note=note)
+        chart = interval_chart(
+            title, rows, x_name=f"{labels['sft']} to {labels[runs[0].policy]}, 95% interval", note=note
+        )
         charts += [chart] if chart else []
     return charts
 
 
 def _changes(runs: Sequence[RunReading]) -> Markup | None:
-    policy = runs[0].policy
+    policy, labels = runs[0].policy, runs[0].labels
     rows = []
     for measure, title in MEASURES.items():
         for before, after in (("base", "sft"), ("sft", policy), (BEST_OF, policy)):
@@ -294,7 +295,7 @@ def _changes(runs: Sequence[RunReading]) -> Markup | None:
                 over, tone = found.over_seeds, found.outcome if measure == "gold" else "open"
                 rows.append(
                     (
-                        f"{LABELS[before]} to {LABELS[after]}",
+                        f"{labels[before]} to {labels[after]}",
                         title,
                         f"{temperature:g}",
                         element("strong", format_signed(over.mean), class_=f"outcome-{tone}"),
@@ -317,7 +318,8 @@ def _changes(runs: Sequence[RunReading]) -> Markup | None:
 def _wins(runs: Sequence[RunReading]) -> Markup | None:
     policy = runs[0].policy
     found = {at: pool_wins([run.samples(at) for run in runs], policy) for at in shared_temperatures(runs)}
-    return wins_section({at: wins for at, wins in found.items() if wins}, [seed_of(run) for run in runs], policy)
+    title = f"{runs[0].labels[policy]} against {runs[0].labels['sft']}, pair by pair"
+    return wins_section({at: wins for at, wins in found.items() if wins}, [seed_of(run) for run in runs], title)
 
 
 def _by_seed(runs: Sequence[RunReading]) -> Markup | None:
@@ -332,7 +334,8 @@ def _by_seed(runs: Sequence[RunReading]) -> Markup | None:
     ]  # fmt: skip
     if not rows:
         return None
-    head = ("Run", "Seed", "Measure", "Temperature", "SFT", LABELS[runs[0].policy], "Change", "95% interval")
+    models = (runs[0].labels[model] for model in ("sft", runs[0].policy))
+    head = ("Run", "Seed", "Measure", "Temperature", *models, "Change", "95% interval")
     lead = "Paired differences within each run. The intervals cover the prompts of the run only."
     return section("seeds", "Each seed", lead, table(head, rows, numbers=range(3, 8)))
 
@@ -345,7 +348,7 @@ def _curves(runs: Sequence[RunReading]) -> Markup | None:
         shown = [points for points in curves if points]
         if not shown:
             continue
-        tone = name if name in LABELS else "plain"
+        tone = name if name in SHOWN_MODELS else "plain"
         series = [Series(f"seed {seed_of(run)}", c, tone, faint=True) for run, c in zip(runs, curves, strict=True) if c]
         series.append(Series("mean", _mean_curve(shown), "strong", exact=True))
         charts.append(line_chart(title, series, x_name="rollout" if name == "ppo" else "step", bounds=bounds))

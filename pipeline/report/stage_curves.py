@@ -152,7 +152,11 @@ PPO_PLOTS = (
         [Curve("reward")],
     ),
     Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
-    Plot("KL to the reference, nats per sequence", "Distance of the policy from the SFT model.", [Curve("kl")]),
+    Plot(
+        "KL to the reference, nats per sequence",
+        "Distance of the policy from the model that PPO started from.",
+        [Curve("kl")],
+    ),
     Plot(
         "Prompts without a signal",
         "Share of prompts whose answers all have the same score: they give no gradient.",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config.stages import ANSWERING, STAGES
+from pipeline.config.stages import STAGES
 from pipeline.evaluation.intervals import mean_interval, paired_difference
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
@@ -20,10 +20,6 @@ from pipeline.report.charts import Interval
 from pipeline.report.data import RunReading, StageReading, is_number, mapping, read_run
 from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, win_rate
 
-LABELS = {"base": "Base", "sft": STAGES["sft"].title, BEST_OF: "SFT, best of n"} | {
-    stage: STAGES[stage].title for stage in ANSWERING
-}
-"""The display names of the models that answer held-out prompts, in display order."""
 Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
 
@@ -83,13 +79,13 @@ class Verdict:
     caveat: str = ""
 
 
-def standings(samples: Sequence[Sample], measure: Measure) -> list[Interval]:
-    """Return each model's mean over the prompts that have a value, with its interval."""
+def standings(samples: Sequence[Sample], measure: Measure, labels: Mapping[str, str]) -> list[Interval]:
+    """Return the mean of each model in `labels` over the prompts that have a value, with its interval."""
     rows = []
-    for model in LABELS:
+    for model, label in labels.items():
         values = [value for sample in samples if (value := grades(sample, measure).get(model)) is not None]
         if values:
-            rows.append(Interval(LABELS[model], *mean_interval(values), tone=model))
+            rows.append(Interval(label, *mean_interval(values), tone=model))
     return rows
 
 
@@ -129,7 +125,7 @@ def judge(run: RunReading) -> Verdict:
             "result upwards."
         )
         verdict = not_proven(replace(verdict, evidence=f"{verdict.evidence} {chosen}"))
-    return _guarded(verdict, guard, step)
+    return _guarded(verdict, guard, step, run.labels["sft"])
 
 
 def not_proven(verdict: Verdict) -> Verdict:
@@ -153,23 +149,23 @@ def is_selected(run: RunReading) -> bool:
     policy = run.stage(run.policy)
     stopped = is_number(mapping(policy.summary.get("guard")).get("stopped_step"))
     selects = run.setting("ppo", "export") == "best" or stopped
-    # DPO selects by pairs, and step 0 is the SFT model.
+    # DPO selects by pairs, and step 0 is the model that the stage starts from.
     return policy.name != "dpo" and selects and bool(policy.number("exported_step"))
 
 
-def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | None) -> Verdict:
+def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | None, start: str) -> Verdict:
     """Return a verdict with the findings and rollbacks of the guard. A run with findings is never called a success."""
     findings = [mapping(each) for each in guard.get("findings") or []]
     evidence = [verdict.evidence]
     for each in map(mapping, guard.get("rollbacks") or []):
         step, reason = each.get("step"), each.get("reason")
-        target = f"rollout {each.get('to')}" if each.get("to") else "the SFT model"
+        target = f"rollout {each.get('to')}" if each.get("to") else f"the {start} model"
         evidence.append(f"The guard returned from rollout {step} to {target}, because {reason}.")
     if not findings:
         return replace(verdict, evidence="\n".join(evidence))
     headline = f"Training went wrong {guard_signs(guard)}."
     if is_number(guard.get("stopped_step")) and exported_step is not None:
-        model = f"model of rollout {exported_step:.0f}" if exported_step else "SFT model"
+        model = f"model of rollout {exported_step:.0f}" if exported_step else f"{start} model"
         headline += f" The guard stopped it and exported the {model}."
     sentences = "; ".join(str(each.get("sentence")) for each in findings)
     outcome: Outcome = "bad" if verdict.outcome == "bad" else "open"
@@ -205,22 +201,23 @@ def format_temperatures(temperatures: Sequence[float]) -> str:
 def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
     """Return the verdict at one temperature; None if the answers at this temperature have no grades to decide by."""
     policy, samples = run.stage(run.policy), run.samples(temperature)
+    start, label = run.labels["sft"], run.labels[policy.name]
     reward = change(samples, "scores", "sft", policy.name)
     gold, wins = change(samples, "gold", "sft", policy.name), win_rate(samples, policy.name)
     if gold is not None:
-        verdict = _by_gold(gold, reward, change(samples, "gold", BEST_OF, policy.name), run.rewarder)
+        verdict = _by_gold(gold, reward, change(samples, "gold", BEST_OF, policy.name), run)
         return (
             verdict
             if wins is None
-            else replace(verdict, evidence=f"{verdict.evidence} {describe_wins(wins, LABELS[policy.name])}")
+            else replace(verdict, evidence=f"{verdict.evidence} {describe_wins(wins, label, start)}")
         )
     if wins is not None:
-        return _by_pairs(wins, LABELS[policy.name])
+        return _by_pairs(wins, label, start)
     if policy.name == "dpo" or reward is None:
         return None
     if run.rewarder == "reward function":
-        return _by_function(reward)
-    return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder)
+        return _by_function(reward, start)
+    return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder, start)
 
 
 def _judge_without_grades(run: RunReading) -> Verdict:
@@ -228,7 +225,7 @@ def _judge_without_grades(run: RunReading) -> Verdict:
     policy = run.stage(run.policy)
     sft_gold, policy_gold = run.stage("sft").number("gold_score"), policy.number("gold_score")
     if sft_gold is not None and policy_gold is not None:
-        return _by_summary(sft_gold, policy_gold, LABELS[policy.name])
+        return _by_summary(sft_gold, policy_gold, run.labels[policy.name])
     if policy.name == "dpo":
         return _by_nobody(policy)
     return Verdict("open", "PPO has finished.", "This folder has no scored held-out answers.")
@@ -246,20 +243,20 @@ def conclusion(run_dir: Path) -> str | None:
     return f"{verdict.headline}\n{verdict.evidence}"
 
 
-def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, rewarder: str) -> Verdict:
-    label = LABELS[gold.after]
+def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, run: RunReading) -> Verdict:
+    start, label, rewarder = run.labels["sft"], run.labels[gold.after], run.rewarder
     method = "RLHF" if gold.after == "ppo" else label
     if rewarder == "teacher":
         method = label = "Distillation"
     evidence = (
-        f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after SFT to "
-        f"{gold.new_mean:.2f} after {label}: {_interval(gold)}."
+        f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after {start} "
+        f"to {gold.new_mean:.2f} after {label}: {_interval(gold)}."
     )
     if reward:
         evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(reward)}."
     if best_of:
         evidence += (
-            f" The best of several SFT answers by the {rewarder} has a mean gold score of {best_of.old_mean:.2f}; "
+            f" The best of several {start} answers by the {rewarder} has a mean gold score of {best_of.old_mean:.2f}; "
             f"{label} differs from it by {_interval(best_of)}."
         )
     if gold.outcome == "good":
@@ -270,27 +267,27 @@ def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, reward
         return Verdict("bad", headline, evidence, ONE_RUN)
     few = gold.prompts < FEWEST_PROMPTS
     reason = TOO_FEW if few else "The interval of the change contains zero."
-    return Verdict("open", f"No clear difference between SFT and {label}", f"{evidence} {reason}", ONE_RUN)
+    return Verdict("open", f"No clear difference between {start} and {label}", f"{evidence} {reason}", ONE_RUN)
 
 
-def _by_pairs(wins: WinRate, label: str) -> Verdict:
+def _by_pairs(wins: WinRate, label: str, start: str) -> Verdict:
     """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length."""
-    evidence = describe_wins(wins, label)
+    evidence = describe_wins(wins, label, start)
     few, unusable = wins.pairs < FEWEST_PROMPTS, wins.unusable > MOST_UNUSABLE * (wins.pairs + wins.unusable)
     if few or unusable:
         pairs = f"There are too few pairs for a verdict (at least {FEWEST_PROMPTS})."
         reason = pairs if few else f"For more than {MOST_UNUSABLE:.0%} of the pairs the judge gave no verdict."
         return Verdict("open", f"No verdict of the judge on {label}", f"{evidence} {reason}", ONE_RUN)
     if wins.plain.low > 0.5 and wins.controlled.low > 0.5:
-        return Verdict("good", f"The judge prefers {label} to SFT", evidence, ONE_RUN)
+        return Verdict("good", f"The judge prefers {label} to {start}", evidence, ONE_RUN)
     if wins.plain.high < 0.5:
-        return Verdict("bad", f"The judge prefers SFT to {label}", evidence, ONE_RUN)
+        return Verdict("bad", f"The judge prefers {start} to {label}", evidence, ONE_RUN)
     if wins.plain.low > 0.5:
         reason = "Among answers of equal length the difference is not clear."
         return Verdict(
-            "open", f"The judge prefers {label} to SFT, but not at equal length", f"{evidence} {reason}", ONE_RUN
+            "open", f"The judge prefers {label} to {start}, but not at equal length", f"{evidence} {reason}", ONE_RUN
         )
-    return Verdict("open", f"The judge sees no clear difference between SFT and {label}", evidence, ONE_RUN)
+    return Verdict("open", f"The judge sees no clear difference between {start} and {label}", evidence, ONE_RUN)
 
 
 def _by_summary(sft: float, policy: float, label: str) -> Verdict:
@@ -302,9 +299,9 @@ def _by_summary(sft: float, policy: float, label: str) -> Verdict:
     return Verdict("open", f"The gold score {rose} with {label}, without an interval.", evidence)
 
 
-def _by_function(reward: Change) -> Verdict:
+def _by_function(reward: Change, start: str) -> Verdict:
     """Return the verdict by the reward function: whether held-out answers score higher after PPO."""
-    means = f"{format_number(reward.old_mean)} after SFT to {format_number(reward.new_mean)} after PPO"
+    means = f"{format_number(reward.old_mean)} after {start} to {format_number(reward.new_mean)} after PPO"
     still = "" if reward.better or reward.worse else " No answer's score changed."
     evidence = (
         f"On the same {reward.prompts} held-out prompts the mean went from {means}: "
@@ -315,10 +312,10 @@ def _by_function(reward: Change) -> Verdict:
     return Verdict(reward.outcome, headline, evidence, ONE_RUN)
 
 
-def _by_reward(reward: Change, function: Change | None, rewarder: str) -> Verdict:
+def _by_reward(reward: Change, function: Change | None, rewarder: str, start: str) -> Verdict:
     part = f" The reward function's share of the score changed by {_interval(function)}." if function else ""
     evidence = (
-        f"From SFT to PPO the score changed by {_interval(reward)} on the same {reward.prompts} held-out "
+        f"From {start} to PPO the score changed by {_interval(reward)} on the same {reward.prompts} held-out "
         f"prompts.{part}{_few(reward)} PPO was trained on this score, and this data has no gold score to judge by: "
         "read the answers to see whether they are better, or set evaluation.judge to a function that grades them."
     )
@@ -348,12 +345,12 @@ def _few(one: Change) -> str:
 
 
 def _unfinished(run: RunReading) -> Verdict:
-    finished = [LABELS.get(name, name.capitalize()) for name, stage in run.stages.items() if stage.finished]
+    finished = [STAGES[name].title for name, stage in run.stages.items() if stage.finished]
     running = [stage for stage in run.stages.values() if stage.started and not stage.finished]
     parts = []
     if finished:
         parts.append(f"Finished: {', '.join(finished)}.")
-    parts += [f"{_stage_label(stage)} is unfinished, at step {stage.last_step}." for stage in running]
+    parts += [f"{STAGES[stage.name].title} is unfinished, at step {stage.last_step}." for stage in running]
     if not parts:
         parts.append("No stage of this run has logged a step yet.")
     if running or not finished:
@@ -361,11 +358,7 @@ def _unfinished(run: RunReading) -> Verdict:
     else:
         parts.append("Run the same command with stage=all for the other stages; it also writes this page again.")
     word = "finished" if run.stage(run.policy).started else "run"
-    return Verdict("open", f"No verdict yet: {LABELS[run.policy]} has not {word}.", " ".join(parts))
-
-
-def _stage_label(stage: StageReading) -> str:
-    return LABELS.get(stage.name, stage.name.capitalize())
+    return Verdict("open", f"No verdict yet: {STAGES[run.policy].title} has not {word}.", " ".join(parts))
 
 
 def _interval(one: Change) -> str:

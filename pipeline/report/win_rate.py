@@ -95,12 +95,15 @@ def _judged(samples: Sequence[Sample], model: str) -> list[Sample]:
     return [sample for sample in samples if model in sample.preferences and "sft" in sample.answers]
 
 
-def describe_wins(wins: WinRate, label: str) -> str:
-    """Return a win rate as text: plain, length-controlled, and the verdicts that were not usable."""
+def describe_wins(wins: WinRate, label: str, start: str) -> str:
+    """Return a win rate as text: plain, length-controlled, and the verdicts that were not usable.
+
+    label, start: the names of the model and of the model that it is compared with
+    """
     plain, controlled = wins.plain, wins.controlled
     unusable = f" {wins.unusable} more pairs have no usable verdict and are left out." if wins.unusable else ""
     return (
-        f"The pair judge prefers the answers of {label} to those of SFT in {plain.mean:.0%} of {wins.pairs} pairs "
+        f"The pair judge prefers the answers of {label} to those of {start} in {plain.mean:.0%} of {wins.pairs} pairs "
         f"(95% interval {plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length "
         f"({controlled.low:.0%} to {controlled.high:.0%}). Ties count half: {wins.wins} wins, {wins.ties} ties, "
         f"{wins.losses} losses; in {wins.inconsistent} ties the two orders contradict each other.{unusable}"

@@ -216,11 +216,28 @@ def test_the_last_finished_of_ppo_and_dpo_is_judged(tmp_path: Path) -> None:
     assert later is not None and "DPO" in later.partition(".")[0] and "after DPO: " in later and "PPO" not in later
     assert f"model   {tmp_path}/dpo/model" in summarize_run(tmp_path, later)
     run = read_run(tmp_path)
-    assert [row.label for row in standings(run.samples(0.0), "gold")] == ["Base", "SFT", "DPO", "PPO"]
+    assert [row.label for row in standings(run.samples(0.0), "gold", run.labels)] == ["Base", "SFT", "DPO", "PPO"]
     gap = change(run.samples(0.0), "gold", "dpo", "ppo")
     assert gap is not None and gap.mean == pytest.approx(0.25) and gap.worse == gap.same == 0
     page = render_report(run)
     assert "Stage 2: direct preference optimisation" in page and "SFT to DPO" in page and "SFT to PPO" in page
+
+
+@pytest.mark.parametrize(
+    ("actor", "start"),
+    [("runs/x/ppo", "PPO"), ("runs/x/ppo/model", "PPO"), ("runs/x/dpo", "earlier DPO"), ("/models/mine", "mine")],
+)
+def test_the_start_model_has_the_name_of_its_stage(actor: str, start: str) -> None:
+    rows = [
+        replace(each, answers={"sft": "a", "dpo": "b"}, gold={"sft": gold, "dpo": gold}, temperature=1.0)
+        for each, gold in zip(samples(SPREAD, SPREAD), SPREAD, strict=True)
+    ]
+    run = RunReading("run", {"dpo": StageReading("dpo", summary={"steps": 3}, samples=rows)}, {"actor": actor})
+    verdict = judge(run)
+    assert verdict.headline == f"No clear difference between {start} and DPO at temperature 1."
+    assert f"went from 0.20 after {start} to 0.20 after DPO" in verdict.evidence
+    page = render_report(run)
+    assert f"{start} to DPO" in page and f"{start}, temperature 1" in page and "SFT" not in page
 
 
 def test_dpo_without_gold_reports_only_its_ranking() -> None:
@@ -243,7 +260,7 @@ def test_change_counts_prompts_that_both_models_have() -> None:
     assert (actual.old_mean, actual.new_mean) == pytest.approx((0.5, 1.25 / 3))
     assert actual.mean == pytest.approx(-0.25 / 3)
     assert change(rows, "gold", "base", "sft") is None
-    assert [row.label for row in standings(rows, "gold")] == ["SFT", "PPO"]
+    assert [row.label for row in standings(rows, "gold", finished(rows).labels)] == ["SFT", "PPO"]
 
 
 def guarded(guard: dict[str, Any], exported: int = 4) -> RunReading:
