@@ -46,7 +46,7 @@ class Plan:
         need = self.demand.peak + (0 if self.capacity.is_gpu else self.demand.host)
         peak = f"{self.demand.peak_phase}: {self.demand.largest_owners(4)}"
         available = format_bytes(self.capacity.device)
-        return f"memory: about {format_bytes(need)} of {available} a device ({peak})"
+        return f"memory: about {format_bytes(need)} of {available} per device ({peak})"
 
 
 def plan(
@@ -195,7 +195,7 @@ def _choose_setting(
     best: Candidate | None = broadcast_from_rank_zero(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:
         device_size = format_bytes(planned.capacity.device)
-        raise UserError(f"engine=auto: no setting fits in {device_size} a device; use {more_memory(stage)}")
+        raise UserError(f"engine=auto: no setting fits in {device_size} per device; use {more_memory(stage)}")
     peak, words = format_bytes(best.demand.peak), " ".join(best.changes) or "as configured"
     _print([f"engine=auto: {words} ({peak}, about {best.step_seconds:.1f} s a step)"])
     record = {"words": words, "engine": best.engine, "micro_batch_tokens": best.micro_batch_tokens}

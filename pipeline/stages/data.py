@@ -177,4 +177,4 @@ def _wants_rows(config: RunConfig) -> bool:
 
 
 def _counted(reasons: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    return ", ".join(f"{count:,} ({reason})" for reason, count in sorted(reasons.items()))

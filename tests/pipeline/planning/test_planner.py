@@ -32,7 +32,7 @@ def test_a_stage_that_fits_prints_one_line() -> None:
     found = plan(tiny_config(), "sft", policy=source(), ranks=2, capacity=gpu(80 * GIB))
     assert found.fits and found.advice is None
     (line,) = check_fit(found, refuse=True)
-    assert line.startswith("memory: about ") and "of 80.00 GiB a device (train: " in line
+    assert line.startswith("memory: about ") and "of 80.00 GiB per device (train: " in line
 
 
 def test_ppo_without_a_critic() -> None:

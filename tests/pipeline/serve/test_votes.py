@@ -109,7 +109,7 @@ def test_one_command_trains_on_votes(tmp_path: Path, stage: str) -> None:
     worker = Worker(launch, tmp_path, command, {}, environment={"OMP_NUM_THREADS": "1"})
     output, _ = worker.communicate()
     assert worker.returncode == 0, output
-    assert f"{stage}: skipped rows: 1 vote that prefers no answer" in output
+    assert f"{stage}: skipped rows: 1 (vote that prefers no answer)" in output
     assert (tmp_path / "voted" / stage / "model" / "model.safetensors").is_file()
 
 

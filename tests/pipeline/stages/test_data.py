@@ -40,7 +40,7 @@ def test_truncated_rows_are_reported(capsys: pytest.CaptureFixture[str]) -> None
     log_cut("sft", {"no answer within max_length": 1, "cut to max_length": 4}, 9, "sft.max_length")
     message = capsys.readouterr().out
     assert message == (
-        "sft: too long: 4 cut to max_length, 1 no answer within max_length of 9; sft.max_length sets the limit\n"
+        "sft: too long: 4 (cut to max_length), 1 (no answer within max_length) of 9; sft.max_length sets the limit\n"
     )
 
 
