@@ -1,5 +1,7 @@
 """LoRA adapters (Hu et al., 2021, arXiv:2106.09685): add them to a model with peft."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -7,6 +9,9 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
+
+# peft imports bitsandbytes if it is installed, which warns about a CPU kernel that zerochat does not use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:

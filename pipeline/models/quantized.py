@@ -8,7 +8,6 @@ because it rounds in another order.
 Embeddings, norms, biases, heads and experts that are stored as one tensor remain in 16 or 32 bits.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from functools import cache
@@ -24,10 +23,6 @@ from pipeline.models.adapters import is_linear
 
 BLOCK = 64  # weights that share a scale
 BYTES_PER_WEIGHT = 0.5 + 4 / BLOCK
-
-
-# The import of bitsandbytes, which peft does as well, warns about a CPU kernel that is not used here.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @cache
