@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.csv
@@ -37,7 +38,25 @@ ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial" / "first_chat_model.md"
 NOTEBOOK = ROOT / "examples" / "free_gpu.ipynb"
 FIRST_ANSWER_SECONDS = 15.0  # an aim, not a check: a busy machine is slower
+ANSWERS = {  # of the tutorial's model at temperature 0, also printed by the tutorial
+    "Where is my red lamp?": "Hello! It is on its way and arrives on Monday. Can I help you with anything else?",
+    "Can I return my blue chair?": "Hello! You can return it within 30 days. Can I help you with anything else?",
+}
 FEWEST_STEPS = ["tracking=none", "evaluation.prompts=8", "rollout.max_new_tokens=32"]
+
+
+ROWS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "completions": lambda prompt, answer: {"prompt": prompt, "completion": answer},
+    "openai": lambda prompt, answer: {
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    },
+    "sharegpt": lambda prompt, answer: {
+        "conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": answer}]
+    },
+    "alpaca": lambda prompt, answer: {"instruction": prompt, "input": "", "output": answer},
+    "texts": lambda prompt, answer: {"text": f"{prompt} {answer}"},
+}
+"""Rows of a file by the name of their form."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ def install(venv: Path) -> None:
 
 
 def train_on_each_format(newcomer: Newcomer) -> None:
-    """Train two steps of SFT on the tutorial's pairs in each format, and on conversations with other column names."""
+    """Train two steps of SFT on the tutorial's pairs in each file format, and on each other form of a row."""
     rows = [json.loads(line) for line in (newcomer.folder / "pairs.jsonl").read_text().splitlines()]
     (newcomer.folder / "pairs.json").write_text(json.dumps(rows))
     table = pyarrow.Table.from_pylist(rows)
@@ -116,11 +135,11 @@ def train_on_each_format(newcomer: Newcomer) -> None:
     pyarrow.parquet.write_table(table, newcomer.folder / "pairs.parquet")
     with pyarrow.ipc.new_file(newcomer.folder / "pairs.arrow", table.schema) as file:
         file.write_table(table)
-    with (newcomer.folder / "chats.jsonl").open("w") as file:
-        for row in rows:
-            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    for name in ("pairs.json", "pairs.csv", "pairs.tsv", "pairs.parquet", "pairs.arrow", "chats.jsonl"):
+    for name, form in ROWS.items():
+        lines = [json.dumps(form(row["prompt"], row["chosen"])) for row in rows]
+        (newcomer.folder / f"{name}.jsonl").write_text("\r\n".join(lines))  # line ends of Windows
+    files = ["pairs.json", "pairs.csv", "pairs.tsv", "pairs.parquet", "pairs.arrow"]
+    for name in [*files, *(f"{name}.jsonl" for name in ROWS)]:
         run = name.replace(".", "-")
         keys = ["model=tiny", "stage=sft", f"data.path={name}", f"name={run}", "sft.steps=2", *FEWEST_STEPS]
         newcomer.type("zerochat", "train", *keys)
@@ -130,20 +149,21 @@ def train_on_each_format(newcomer: Newcomer) -> None:
 
 def chat_in_browser(newcomer: Newcomer, browser: Browser) -> float:
     """Ask one question on the chat page. Returns the seconds from the command to the first answer."""
+    question, expected = next(iter(ANSWERS.items()))
     start = time.monotonic()
     with newcomer.server("zerochat", "chat", "runs/shop", "--web") as address, browser.new_context() as context:
         page = context.new_page()
         page.goto(address)
         page.locator("summary").click()
         page.fill("#temperature", "0")
-        page.fill("#text", "Where is my red lamp?")
+        page.fill("#text", question)
         page.click("#send")
         expect(page.locator("#again")).to_be_enabled()
         seconds = time.monotonic() - start
         answer = page.locator(".assistant").text_content() or ""
         page.screenshot(path=newcomer.folder / "chat_page.png")
     print(f"the chat page answered after {seconds:.1f} s: {answer}", flush=True)
-    assert "It is on its way" in answer, answer
+    assert expected in answer, answer
     return seconds
 
 
@@ -168,14 +188,23 @@ def vote_in_browser(newcomer: Newcomer, browser: Browser) -> None:
     assert len(votes) == len(things)
 
 
+def train_on_votes(newcomer: Newcomer) -> None:
+    """Train two steps of DPO on the votes, from the model that people voted on."""
+    votes = ["data.path=runs/shop/votes.jsonl", "name=voted", *FEWEST_STEPS]
+    start = ["stage=dpo", "actor=runs/shop/ppo", "dpo.steps=2"]
+    printed = " ".join(newcomer.type("zerochat", "train", "model=tiny", *start, *votes).split())
+    assert re.search(r"the mean gold score went from \S+ after PPO to \S+ after DPO", printed), printed
+
+
 def ask_server(newcomer: Newcomer) -> None:
-    """Ask the served model a question through the `openai` client."""
+    """Ask the served model each question through the `openai` client."""
     with newcomer.server("zerochat", "serve", "runs/shop", "--port", "0") as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="none")
-        messages = [{"role": "user", "content": "How do I pay for my blue hat?"}]
-        answer = client.chat.completions.create(model="ppo", messages=messages, max_tokens=32, temperature=0)  # type: ignore
-        print("openai:", answer.choices[0].message.content, flush=True)
-        assert "You can pay for it" in (answer.choices[0].message.content or "")
+        for question, expected in ANSWERS.items():
+            messages = [{"role": "user", "content": question}]
+            answer = client.chat.completions.create(model="ppo", messages=messages, max_tokens=32, temperature=0)  # type: ignore
+            print("openai:", answer.choices[0].message.content, flush=True)
+            assert answer.choices[0].message.content == expected
 
 
 def export(newcomer: Newcomer) -> None:
@@ -214,8 +243,7 @@ def main() -> int:
         with chromium() as browser:
             seconds = chat_in_browser(newcomer, browser)
             vote_in_browser(newcomer, browser)
-        votes = ["data.path=runs/shop/votes.jsonl", "name=voted", *FEWEST_STEPS]
-        newcomer.type("zerochat", "train", "model=tiny", "stage=dpo", "actor=runs/shop/ppo", "dpo.steps=2", *votes)
+        train_on_votes(newcomer)
         ask_server(newcomer)
         export(newcomer)
         run_notebook(newcomer)
