@@ -50,6 +50,7 @@ class Guard:
     watched: the metrics of a rollout that the rules may use
     rows: the watched metrics of the first rollout (with later ones for those that it lacks) and of the last ones
     evaluations: the grades of the SFT model (step 0) and of the best step, by step and temperature
+    previous: the grades of the last evaluation by temperature
     found: the findings as {"step", "sign", "sentence"}, the first of each sign
     stopped_step: the step at which the guard stopped the stage
     """
@@ -61,6 +62,7 @@ class Guard:
     watched: Sequence[str] = WATCHED
     rows: list[dict[str, float]] = field(default_factory=list)
     evaluations: dict[int, dict[float, Grades]] = field(default_factory=dict)
+    previous: dict[float, Grades] = field(default_factory=dict)
     found: list[dict[str, Any]] = field(default_factory=list)
     stopped_step: int | None = None
 
@@ -79,6 +81,7 @@ class Guard:
         return {
             "rows": self.rows,
             "evaluations": evaluations,
+            "previous": [[temperature, asdict(grades)] for temperature, grades in self.previous.items()],
             "found": self.found,
             "stopped_step": self.stopped_step,
         }
@@ -90,6 +93,7 @@ class Guard:
         self.evaluations = {}
         for step, temperature, grades in state.get("evaluations", []):
             self.evaluations.setdefault(step, {})[temperature] = Grades(**grades)
+        self.previous = {temperature: Grades(**grades) for temperature, grades in state.get("previous", [])}
 
     def watch(self, step: int, metrics: Mapping[str, float], answers: int) -> list[Finding]:
         """Add the metrics of a rollout with this number of answers, and return the findings."""
@@ -100,8 +104,10 @@ class Guard:
         return [] if self.action == "off" else check_rollouts(self.rows)
 
     def watch_evaluation(self, evaluations: Evaluations) -> list[Finding]:
-        """Return the findings about an evaluation."""
-        return [] if self.action == "off" else check_evaluation(_grades(evaluations), self.evaluations)
+        """Return the findings about an evaluation. The next evaluation is compared with it too."""
+        now, previous = _grades(evaluations), self.previous
+        self.previous = now
+        return [] if self.action == "off" else check_evaluation(now, self.evaluations, previous)
 
     def may_be_best(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> bool:
         """Return whether the current step may be the best.

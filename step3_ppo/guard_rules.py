@@ -28,6 +28,7 @@ LENGTH_GROWTH, LENGTH_CORRELATION = 1.25, 0.9
 FEW_FINISHED = 0.5
 EXPLAINED_VARIANCE, CRITIC_ROLLOUTS = -1.0, 10
 LOST_GAIN = 0.5  # of the gain of the best step over step 0
+LOST_TWICE = 1 / 3  # of this gain, in two evaluations in a row
 
 Row = Mapping[str, float]
 """The metrics of one rollout by their names in metrics.jsonl, and `answers`, the number of its answers."""
@@ -66,18 +67,24 @@ def check_rollouts(rows: Sequence[Row]) -> list[Finding]:
     return [finding for rule in ROLLOUT_RULES if (finding := rule(rows)) is not None]
 
 
-def check_evaluation(now: Mapping[float, Grades], earlier: Mapping[int, Mapping[float, Grades]]) -> list[Finding]:
+def check_evaluation(
+    now: Mapping[float, Grades],
+    earlier: Mapping[int, Mapping[float, Grades]],
+    previous: Mapping[float, Grades] | None = None,
+) -> list[Finding]:
     """Return the findings about an evaluation, at most one of each sign.
 
     now: the grades by temperature
     earlier: evaluations of earlier steps to compare with, by step
+    previous: the evaluation directly before `now`, by temperature
     """
     found: dict[str, Finding] = {}
     for temperature, grades in now.items():
         comparable = {step: before[temperature] for step, before in earlier.items() if temperature in before}
         initial = comparable.get(0)
         candidates = [against_judge(grades, temperature, initial)]
-        candidates += [fall(before, grades, step, temperature, initial) for step, before in comparable.items()]
+        last = (previous or {}).get(temperature)
+        candidates += [fall(before, grades, step, temperature, initial, last) for step, before in comparable.items()]
         for finding in candidates:
             if finding is not None:
                 found.setdefault(finding.sign, finding)
@@ -115,11 +122,19 @@ def against_judge(grades: Grades, temperature: float, initial: Grades | None = N
     )
 
 
-def fall(before: Grades, now: Grades, step: int, temperature: float, initial: Grades | None = None) -> Finding | None:
+def fall(
+    before: Grades,
+    now: Grades,
+    step: int,
+    temperature: float,
+    initial: Grades | None = None,
+    previous: Grades | None = None,
+) -> Finding | None:
     """Find a fall of the gold score (of the reward if there is no judge) below an earlier step, paired by prompt.
 
     A fall below a later step than the first counts if it loses more than `LOST_GAIN` of that step's gain over the
-    evaluation `initial` of step 0. The best of several noisy evaluations looks better than it is.
+    evaluation `initial` of step 0. `LOST_TWICE` of the gain is enough if the evaluation `previous` has lost it too. The
+    best of several noisy evaluations looks better than it is.
 
     A reward that rises while the gold score falls is over-optimized (Gao, Schulman & Hilton, 2022, arXiv:2210.10760).
     """
@@ -129,9 +144,11 @@ def fall(before: Grades, now: Grades, step: int, temperature: float, initial: Gr
     if decides is None or decides[2] >= 0:
         return None
     if initial is not None and step:
-        pairs = (initial.gold, before.gold) if gold is not None else (initial.rewards, before.rewards)
-        gain = _change(*pairs)
-        if gain is not None and -decides[0] <= LOST_GAIN * gain[0]:
+        kind = "rewards" if gold is None else "gold"
+        gain = _change(getattr(initial, kind), getattr(before, kind))
+        earlier = None if previous is None else _change(getattr(before, kind), getattr(previous, kind))
+        share = LOST_TWICE if _loses(earlier, gain, LOST_TWICE) else LOST_GAIN
+        if not _loses(decides, gain, share):
             return None
     model = f"step {step}" if step else "the SFT model"
     text = (
@@ -142,6 +159,11 @@ def fall(before: Grades, now: Grades, step: int, temperature: float, initial: Gr
         reason = f"while the mean reward rose by {reward[0]:.2f}: PPO exploits errors of the reward"
         return Finding("gaming", f"{text}, {reason}. Raise ppo.kl_coef, or improve the reward")
     return Finding("gold" if gold is not None else "reward", f"{text}. Lower ppo.lr, or raise ppo.kl_coef")
+
+
+def _loses(change: tuple[float, float, float] | None, gain: tuple[float, float, float] | None, share: float) -> bool:
+    """Return whether a change is below 0 with its interval, and loses more than `share` of a gain (if it is known)."""
+    return change is not None and change[2] < 0 and (gain is None or -change[0] > share * gain[0])
 
 
 def _change(before: Sequence[float] | None, now: Sequence[float] | None) -> tuple[float, float, float] | None:

@@ -110,6 +110,20 @@ def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
     assert Guard("off", True, 10.0, evaluations=guard.evaluations).watch_evaluation(evaluation(2.0, 0.1)) == []
 
 
+def test_a_fall_counts_in_the_second_evaluation_also_after_a_resume() -> None:
+    """Step 8 gained 0.4. Both later evaluations lose 0.15 of it."""
+    guard = Guard("stop", has_judge=True, kl_budget=10.0)
+    for step, gold in ((0, 0.5), (8, 0.9)):
+        assert guard.watch_evaluation(evaluation(1.0, gold)) == []
+        guard.compare_with(step, evaluation(1.0, gold))
+    assert guard.watch_evaluation(evaluation(2.0, 0.75)) == []
+    resumed = Guard("stop", has_judge=True, kl_budget=10.0)
+    resumed.restore(json.loads(json.dumps(guard.state())))
+    for each in (guard, resumed):
+        (finding,) = each.watch_evaluation(evaluation(2.0, 0.75))
+        assert finding.sign == "gaming" and "below that of step 8 by 0.15" in finding.sentence
+
+
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_the_clip_fraction_is_watched_for_ratios_of_tokens(ratio: str, tmp_path: Path) -> None:
     guard = open_guard(tiny_config(ppo={"ratio": ratio}), tmp_path, has_judge=True)

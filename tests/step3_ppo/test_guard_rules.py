@@ -136,6 +136,27 @@ def test_a_fall_from_a_later_step_counts_if_it_loses_more_than_half_of_the_gain(
     assert fall(best, now, 0, 1.0, best) is not None  # below the SFT model, each fall counts
 
 
+@pytest.mark.parametrize(
+    ("earlier", "lost", "is_found"),
+    [(17, 17, True), (16, 17, False), (17, 16, False), (24, 17, True), (None, 17, False)],
+)
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_second_fall_in_a_row_counts_if_both_lose_more_than_a_third_of_the_gain(
+    earlier: int | None, lost: int, is_found: bool, judged: bool
+) -> None:
+    """Of 64 prompts, 48 gained 1 until step 4. A third of this gain are 16 prompts."""
+
+    def graded(right: int) -> dict[float, Grades]:
+        values = [1.0] * right + [0.0] * (64 - right)
+        return {0.0: Grades([0.0] * 64, values) if judged else Grades(values, None)}
+
+    previous = None if earlier is None else graded(64 - earlier)
+    actual = check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, previous)
+    assert bool(actual) is is_found
+    if previous is not None:  # the best step is compared at each temperature with its own previous grades
+        assert check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, {1.0: previous[0.0]}) == []
+
+
 def test_without_a_judge_the_reward_falls() -> None:
     actual = fall(Grades([1.0] * 64, None), Grades([0.0] * 16 + [1.0] * 48, None), 4, 1.0)
     assert actual is not None and actual.sign == "reward"
