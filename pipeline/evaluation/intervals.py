@@ -74,6 +74,16 @@ def wilson_interval(successes: float, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def grade_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of `values` (N,) and the ends of its 95% interval: Wilson's if every value is 0 or 1.
+
+    The t-interval of 0 or N right answers has the width 0. Raise ValueError without values.
+    """
+    if values and set(values) <= {0.0, 1.0}:
+        return statistics.fmean(values), *wilson_interval(sum(values), len(values))
+    return mean_interval(values)
+
+
 @dataclass(frozen=True)
 class SeedEffect:
     """A mean over several training seeds with its 95% interval, and the spread of its parts.

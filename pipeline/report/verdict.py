@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGES
-from pipeline.evaluation.intervals import mean_interval, paired_difference
+from pipeline.evaluation.intervals import grade_interval, paired_difference
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
@@ -85,7 +85,7 @@ def standings(samples: Sequence[Sample], measure: Measure, labels: Mapping[str, 
     for model, label in labels.items():
         values = [value for sample in samples if (value := grades(sample, measure).get(model)) is not None]
         if values:
-            rows.append(Interval(label, *mean_interval(values), tone=model))
+            rows.append(Interval(label, *grade_interval(values), tone=model))
     return rows
 
 
@@ -216,7 +216,8 @@ def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
     if policy.name == "dpo" or reward is None:
         return None
     if run.rewarder == "reward function":
-        return _by_function(reward, start)
+        before, after = standings(samples, "scores", {"sft": start, "ppo": "PPO"})
+        return _by_function(reward, before, after)
     return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder, start)
 
 
@@ -299,9 +300,12 @@ def _by_summary(sft: float, policy: float, label: str) -> Verdict:
     return Verdict("open", f"The gold score {rose} with {label}, without an interval.", evidence)
 
 
-def _by_function(reward: Change, start: str) -> Verdict:
-    """Return the verdict by the reward function: whether held-out answers score higher after PPO."""
-    means = f"{format_number(reward.old_mean)} after {start} to {format_number(reward.new_mean)} after PPO"
+def _by_function(reward: Change, before: Interval, after: Interval) -> Verdict:
+    """Return the verdict by the reward function: whether held-out answers score higher after PPO.
+
+    before, after: the mean scores of the model that PPO started from, and of PPO
+    """
+    means = " to ".join(f"{_mean_of(each)} after {each.label}" for each in (before, after))
     still = "" if reward.better or reward.worse else " No answer's score changed."
     evidence = (
         f"On the same {reward.prompts} held-out prompts the mean went from {means}: "
@@ -359,6 +363,12 @@ def _unfinished(run: RunReading) -> Verdict:
         parts.append("Run the same command with stage=all for the other stages; it also writes this page again.")
     word = "finished" if run.stage(run.policy).started else "run"
     return Verdict("open", f"No verdict yet: {STAGES[run.policy].title} has not {word}.", " ".join(parts))
+
+
+def _mean_of(one: Interval) -> str:
+    if math.isnan(one.low):
+        return format_number(one.mean)
+    return f"{format_number(one.mean)} (95% interval {format_number(one.low)} to {format_number(one.high)})"
 
 
 def _interval(one: Change) -> str:

@@ -128,9 +128,19 @@ def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome
         outcome,
         f"The reward function's score {moved} with PPO at temperature 1.",
     )
-    assert "20 held-out prompts the mean went from 0.200 after SFT" in verdict.evidence
+    # Deviation sqrt(20 / 19 * 0.02), half width 2.093 * 0.1451 / sqrt(20).
+    assert "20 held-out prompts the mean went from 0.200 (95% interval 0.132 to 0.268) after SFT" in verdict.evidence
     assert ("No answer's score changed." in verdict.evidence) == (gain == 0.0)
     assert "trained on this function with other prompts" in verdict.evidence and "reward model" not in verdict.evidence
+
+
+def test_shares_of_right_answers_have_wilsons_intervals() -> None:
+    """With 0 right answers of 16, the upper end is z^2 / (16 + z^2); with 1, it is 0.283."""
+    rows = [Sample(PROMPT, {}, {"sft": 0.0, "ppo": float(n == 0)}) for n in range(16)]
+    verdict = judge(RunReading("run", {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}, BY_FUNCTION))
+    assert verdict.outcome == "open"
+    means = "0 (95% interval 0 to 0.194) after SFT to 0.0625 (95% interval 0.0111 to 0.283) after PPO"
+    assert f"the mean went from {means}" in verdict.evidence
 
 
 def test_reward_model_and_function_together_are_called_so() -> None:
