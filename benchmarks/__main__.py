@@ -23,6 +23,7 @@ BENCHES = {
     "dschat": "benchmarks.dschat",
     "kernels": "benchmarks.kernels",
     "demo_seeds": "benchmarks.demo_seeds",
+    "guard_cases": "benchmarks.guard_cases",
 }
 
 
