@@ -12,7 +12,7 @@ from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
-from pipeline.tracking.tensorboard import require_tensorboard
+from pipeline.tracking.trackers import require_tensorboard
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:

@@ -1,14 +1,9 @@
-"""The displays and trackers of a running stage: wandb, TensorBoard, and a progress bar or plain lines.
+"""The watchers of a running stage: its trackers (`trackers.py`), and a progress bar or plain lines.
 
-metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record. Errors in this module must not stop a run.
-wandb writes under RUN/wandb, and runs offline if no user is logged in. The first failure of wandb prints a warning and
-turns wandb off for the stage.
+metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record.
 """
 
 import json
-import netrc
-import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +11,15 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
-from urllib.parse import urlsplit
 
+from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, wanted_stages
 from pipeline.evaluation.samples import SAMPLES
 from pipeline.files import read_plan
-from pipeline.tracking.sections import section_of, sectioned
-from pipeline.tracking.tensorboard import TensorBoard
+from pipeline.tracking.trackers import TensorBoard, open_wandb, section_of
 
 SECONDS_BETWEEN_LINES = 5.0
-ONLINE_PATIENCE = 30.0
 
 
 class Watcher(Protocol):
@@ -43,151 +36,6 @@ class TableWatcher(Watcher, Protocol):
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
 
     def finish(self, failed: bool = False) -> None: ...
-
-
-class Tracker:
-    """A wandb run; without `run`, all methods do nothing.
-
-    closing: printed when the run is closed: its link, or the command that uploads it
-    No method raises. The first failure prints a warning, and further calls do nothing.
-    """
-
-    def __init__(self, run: Any = None, closing: str = "") -> None:
-        self._run, self._closing = run, closing
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one step. wandb drops a step that it received before a resume."""
-        self._safely(lambda run: run.log(sectioned(metrics), step=step))
-
-    def note(self, step: int, text: str) -> None:
-        """Send a sentence of the training guard."""
-        self._safely(lambda run: run.log({"guard": text}, step=step))
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Send a table. wandb shows it at the newest step."""
-
-        def send(run: Any) -> None:
-            import wandb
-
-            run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
-
-        self._safely(send)
-
-    def finish(self, failed: bool = False) -> None:
-        """Close the run. Wait at most ONLINE_PATIENCE seconds for pending uploads."""
-        self._safely(lambda run: run.finish(exit_code=int(failed)))
-        if self._run is not None and self._closing:
-            print(self._closing, flush=True)
-        self._run = None
-
-    def _safely(self, call: Callable[[Any], None]) -> None:
-        if self._run is None:
-            return
-        try:
-            call(self._run)
-        except Exception as problem:
-            self._run = None
-            _warn(problem)
-
-
-def _warn(problem: Exception) -> None:
-    text = str(problem).strip().splitlines()
-    print(
-        f"warning: wandb stopped ({type(problem).__name__}: {text[0] if text else ''}); metrics.jsonl is still "
-        "written. tracking=none turns wandb off",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def open_tracker(config: RunConfig, stage: str, stage_dir: Path) -> Tracker:
-    """Start or resume the wandb run of a stage, as configured. Never raises an error of wandb."""
-    if config.tracking.kind not in ("wandb", "both"):
-        return Tracker()
-    try:
-        return Tracker(*_start_wandb(config, stage, stage_dir))
-    except Exception as problem:
-        _warn(problem)
-        return Tracker()
-
-
-def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> tuple[Any, str]:
-    """Return a run, and the line that is printed when it is closed."""
-    import wandb
-
-    mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
-    if mode == "online":
-        try:
-            run = _init(wandb, config, stage, stage_dir, mode)
-            print(f"{stage}: {run.url}", flush=True)
-            return run, f"{stage}: {run.url}"
-        except Exception as problem:
-            wandb.teardown()  # wandb's service still holds the id of the failed run
-            run = _init(wandb, config, stage, stage_dir, "offline")
-            upload = f"Upload it later: wandb sync {Path(run.dir).parent}"
-            print(
-                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. {upload}",
-                file=sys.stderr,
-                flush=True,
-            )
-            return run, f"{stage}: tracked offline. {upload}"
-    return _init(wandb, config, stage, stage_dir, mode), ""
-
-
-def _init(wandb: Any, config: RunConfig, stage: str, stage_dir: Path, mode: str) -> Any:
-    name = stage_dir.parent.name
-    offline = mode != "online"
-    if "weave" not in sys.modules:
-        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # no advertisement if a judge imports openai
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        disable_git=True,
-        disable_code=True,
-        init_timeout=ONLINE_PATIENCE,
-        finish_timeout=ONLINE_PATIENCE,
-        x_disable_stats=offline,
-        x_disable_meta=offline,
-    )
-    return wandb.init(
-        project=config.tracking.project,
-        entity=config.tracking.entity,
-        group=name,
-        job_type=stage,
-        name=f"{name}-{stage}",
-        id=_stable_id(stage_dir),
-        resume="allow" if not offline else None,
-        dir=stage_dir.parent,
-        mode=mode,
-        config=config.model_dump(mode="json"),
-        settings=settings,
-    )
-
-
-def _stable_id(stage_dir: Path) -> str:
-    """Return the id of the stage folder's wandb run, which all starts of the stage share."""
-    file = stage_dir / ".wandb-id"
-    if not file.exists():
-        file.write_text(secrets.token_hex(8), encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()
-
-
-def logged_in() -> bool:
-    """Return whether wandb has a key in the environment or in the netrc file. Sends no request."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    import wandb
-
-    paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    host = urlsplit(wandb.Settings().base_url).netloc
-    for path in paths:
-        try:
-            login = netrc.netrc(Path(path).expanduser()).authenticators(host)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if login and login[2]:
-            return True
-    return False
 
 
 class Progress:
@@ -216,6 +64,7 @@ class Progress:
         self._first_step: int | None = None
         self._first_tokens: float | None = None
         self._shown_at = -float("inf")
+        self._of_evaluations = {name for name in STAGES[stage].progress if section_of(name) == "held_out"}
         self._known: dict[str, float] = {}
         self._held_out: dict[str, float] = {}  # of the newest evaluation, at step `_evaluated_at`
         self._evaluated_at = 0
@@ -228,7 +77,7 @@ class Progress:
         since the evaluation, the step of the evaluation is shown.
         """
         shown = {name: metrics[name] for name in STAGES[self._stage].progress if name in metrics}
-        held_out = {name: value for name, value in shown.items() if section_of(name) == "held_out"}
+        held_out = {name: value for name, value in shown.items() if name in self._of_evaluations}
         self._known.update({name: value for name, value in shown.items() if name not in held_out})
         if held_out:
             self._held_out, self._evaluated_at = held_out, step
@@ -306,12 +155,12 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 
     The trackers receive the table of held-out answers (samples.jsonl) whenever it has changed.
     """
-    from pipeline.distributed import is_rank_zero
-
-    if not is_rank_zero():
+    if not distributed.world().is_rank_zero:
         yield []
         return
-    trackers: list[TableWatcher] = [open_tracker(config, stage, folder)]
+    trackers: list[TableWatcher] = []
+    if config.tracking.kind in ("wandb", "both"):
+        trackers.append(open_wandb(config, stage, folder))
     if config.tracking.kind in ("tensorboard", "both"):
         trackers.append(TensorBoard(folder.parent, stage))
     progress = Progress(stage, steps, **_outlook(config, stage, folder))

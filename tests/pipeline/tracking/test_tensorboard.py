@@ -10,9 +10,8 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.config.environment import check_paths
 from pipeline.errors import UserError
-from pipeline.tracking.sections import sectioned
-from pipeline.tracking.tensorboard import TensorBoard
-from pipeline.tracking.watchers import SampleTables, Tracker, open_watchers
+from pipeline.tracking.trackers import TensorBoard, Wandb, sectioned
+from pipeline.tracking.watchers import SampleTables, open_watchers
 
 
 def events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
@@ -61,7 +60,7 @@ def test_steps_that_a_resumed_stage_repeats_are_replaced(tmp_path):
 
 
 def test_a_missing_package_is_named_before_any_work(monkeypatch):
-    monkeypatch.setattr("pipeline.tracking.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.tracking.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tracking.kind=both needs the package tensorboard: .*'\.\[tensorboard\]'"):
         check_paths(validate(compose(["tracking=both"])))
 
@@ -108,7 +107,7 @@ class Receiving:
 def test_tables_are_sent_when_they_change_and_the_link_is_shown_at_the_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", type("wandb", (), {"Table": lambda columns, data: data}))
     run, file = Receiving(), tmp_path / "samples.jsonl"
-    tracker = Tracker(run, closing="sft: https://example.org/run")
+    tracker = Wandb(run, closing="sft: https://example.org/run")
     tables = SampleTables(file, [tracker])
     tables.log(1, {})
     row = {"prompt": [{"role": "user", "content": "2+2?"}], "answers": {"base": "5"}}

@@ -11,8 +11,9 @@ import pytest
 
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
-from pipeline.tracking import watchers
-from pipeline.tracking.watchers import Progress, Tracker, _outlook, logged_in, open_tracker, open_watchers, sample_table
+from pipeline.tracking import trackers
+from pipeline.tracking.trackers import Wandb, logged_in, open_wandb
+from pipeline.tracking.watchers import Progress, _outlook, open_watchers, sample_table
 
 
 @pytest.fixture
@@ -33,14 +34,14 @@ def config_of(*overrides: str):
 def test_wandb_runs_offline_without_a_login(offline_run, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))  # a judge may have imported this module
     monkeypatch.delenv("WANDB_DISABLE_WEAVE", raising=False)
-    tracker = open_tracker(config_of(), "sft", offline_run)
+    tracker = open_wandb(config_of(), "sft", offline_run)
     tracker.log(1, {"loss": 2.0})
     tracker.table("samples", ["prompt", "sft"], [["hi", "hello"]])
     tracker.finish()
     assert list((offline_run.parent / "wandb").glob("offline-run-*/run-*.wandb"))
     assert capfd.readouterr() == ("", "")
     kept = (offline_run / ".wandb-id").read_text()
-    again = open_tracker(config_of(), "sft", offline_run)
+    again = open_wandb(config_of(), "sft", offline_run)
     again.finish()
     assert all(kept in run.name for run in (offline_run.parent / "wandb").glob("offline-run-*"))
 
@@ -48,8 +49,8 @@ def test_wandb_runs_offline_without_a_login(offline_run, capfd, monkeypatch):
 def test_without_a_connection_the_run_is_stored_for_upload(offline_run, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no process listens on this port
-    monkeypatch.setattr(watchers, "ONLINE_PATIENCE", 1.0)
-    tracker = open_tracker(config_of(), "sft", offline_run)
+    monkeypatch.setattr(trackers, "ONLINE_PATIENCE", 1.0)
+    tracker = open_wandb(config_of(), "sft", offline_run)
     tracker.log(1, {"loss": 2.0})
     tracker.finish()
     (folder,) = (offline_run.parent / "wandb").glob("offline-run-*")
@@ -75,7 +76,7 @@ class Broken:
 
 def test_a_failing_wandb_is_reported_once(capsys):
     run = Broken()
-    tracker = Tracker(run)
+    tracker = Wandb(run)
     for step in range(3):
         tracker.log(step, {"loss": 1.0})
     tracker.finish()
@@ -93,7 +94,7 @@ class Receiving:
 
 def test_a_note_of_the_guard_reaches_wandb_and_the_log():
     run, shown = Receiving(), io.StringIO()
-    Tracker(run).note(3, "guard: the KL rose")
+    Wandb(run).note(3, "guard: the KL rose")
     assert run.lines == [(3, {"guard": "guard: the KL rose"})]
     Progress("ppo", 8, shown).note(3, "guard: the KL rose")
     assert shown.getvalue() == "ppo: step 3: guard: the KL rose\n"
@@ -101,7 +102,7 @@ def test_a_note_of_the_guard_reaches_wandb_and_the_log():
 
 def test_a_wandb_that_cannot_start_is_reported(offline_run, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sideways")
-    tracker = open_tracker(config_of(), "sft", offline_run)
+    tracker = open_wandb(config_of(), "sft", offline_run)
     tracker.log(1, {"loss": 1.0})
     assert "metrics.jsonl is still written" in capsys.readouterr().err
 

@@ -1,0 +1,255 @@
+"""The trackers of a running stage: wandb and TensorBoard.
+
+Errors of a tracker must not stop a run: its first failure prints a warning and turns the tracker off for the stage.
+wandb writes under RUN/wandb, and runs offline if no user is logged in. TensorBoard's files are in
+RUN/tensorboard/STAGE: `tensorboard --logdir RUN/tensorboard` shows them. Both group the metrics into the same sections.
+"""
+
+import math
+import netrc
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
+from pipeline.installation import pip_install
+
+ONLINE_PATIENCE = 30.0  # seconds that wandb may take to connect, and to upload at the end
+FOLDER = "tensorboard"
+MOST_ROWS = 32  # of a table; TensorBoard shows it as text
+SECTIONS = (
+    ("held_out", r"eval_.*|gold_score.*|judge_.*|.*_at_[\d.]+"),
+    ("speed", r".*_seconds|.*_per_second|.*_bytes|seconds|tokens"),
+    ("optimizer", r"(critic_)?(lr|grad_norm)|skipped_steps|kl_coef"),
+    ("critic", r"value.*|return|explained_variance"),
+    ("policy", r"kl.*|approx_kl|entropy|policy_loss|clip_fraction|first_ratio.*|generator_.*"),
+    ("rollout", r"score.*|reward.*|function_score|response_length.*|eos_rate|alike_prompts|length_correlation"),
+)
+"""The sections, each with a pattern of the names of its metrics. The first that matches counts."""
+OTHER = "train"
+
+
+def sectioned(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics with the name SECTION/NAME."""
+    return {f"{section_of(name)}/{name}": value for name, value in metrics.items()}
+
+
+def section_of(name: str) -> str:
+    """Return the section of a metric."""
+    return next((section for section, pattern in SECTIONS if re.fullmatch(pattern, name)), OTHER)
+
+
+class Wandb:
+    """A wandb run; without `run`, all methods do nothing.
+
+    closing: printed when the run is closed: its link, or the command that uploads it
+    No method raises. The first failure prints a warning, and further calls do nothing.
+    """
+
+    def __init__(self, run: Any = None, closing: str = "") -> None:
+        self._run, self._closing = run, closing
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step. wandb drops a step that it received before a resume."""
+        self._safely(lambda run: run.log(sectioned(metrics), step=step))
+
+    def note(self, step: int, text: str) -> None:
+        """Send a sentence of the training guard."""
+        self._safely(lambda run: run.log({"guard": text}, step=step))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table. wandb shows it at the newest step."""
+
+        def send(run: Any) -> None:
+            import wandb
+
+            run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
+
+        self._safely(send)
+
+    def finish(self, failed: bool = False) -> None:
+        """Close the run. Wait at most ONLINE_PATIENCE seconds for pending uploads."""
+        self._safely(lambda run: run.finish(exit_code=int(failed)))
+        if self._run is not None and self._closing:
+            print(self._closing, flush=True)
+        self._run = None
+
+    def _safely(self, call: Callable[[Any], None]) -> None:
+        if self._run is None:
+            return
+        try:
+            call(self._run)
+        except Exception as problem:
+            self._run = None
+            _warn(problem)
+
+
+def _warn(problem: Exception) -> None:
+    text = str(problem).strip().splitlines()
+    print(
+        f"warning: wandb stopped ({type(problem).__name__}: {text[0] if text else ''}); metrics.jsonl is still "
+        "written. tracking=none turns wandb off",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def open_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Wandb:
+    """Start or resume the wandb run of a stage. Never raises an error of wandb."""
+    try:
+        return Wandb(*_start_wandb(config, stage, stage_dir))
+    except Exception as problem:
+        _warn(problem)
+        return Wandb()
+
+
+def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> tuple[Any, str]:
+    """Return a run, and the line that is printed when it is closed."""
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+    if mode == "online":
+        try:
+            run = _init(wandb, config, stage, stage_dir, mode)
+            print(f"{stage}: {run.url}", flush=True)
+            return run, f"{stage}: {run.url}"
+        except Exception as problem:
+            wandb.teardown()  # wandb's service still holds the id of the failed run
+            run = _init(wandb, config, stage, stage_dir, "offline")
+            upload = f"Upload it later: wandb sync {Path(run.dir).parent}"
+            print(
+                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. {upload}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return run, f"{stage}: tracked offline. {upload}"
+    return _init(wandb, config, stage, stage_dir, mode), ""
+
+
+def _init(wandb: Any, config: RunConfig, stage: str, stage_dir: Path, mode: str) -> Any:
+    name = stage_dir.parent.name
+    offline = mode != "online"
+    if "weave" not in sys.modules:
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # no advertisement if a judge imports openai
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        disable_code=True,
+        x_disable_stats=offline,
+        x_disable_meta=offline,
+        **({} if offline else {"init_timeout": ONLINE_PATIENCE, "finish_timeout": ONLINE_PATIENCE}),
+    )
+    return wandb.init(
+        project=config.tracking.project,
+        entity=config.tracking.entity,
+        group=name,
+        job_type=stage,
+        name=f"{name}-{stage}",
+        id=_stable_id(stage_dir),
+        resume="allow" if not offline else None,
+        dir=stage_dir.parent,
+        mode=mode,
+        config=config.model_dump(mode="json"),
+        settings=settings,
+    )
+
+
+def _stable_id(stage_dir: Path) -> str:
+    """Return the id of the stage folder's wandb run, which all starts of the stage share."""
+    file = stage_dir / ".wandb-id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(8), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def logged_in() -> bool:
+    """Return whether wandb has a key in the environment or in the netrc file. Sends no request."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import wandb
+
+    paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    host = urlsplit(wandb.Settings().base_url).netloc
+    for path in paths:
+        try:
+            login = netrc.netrc(Path(path).expanduser()).authenticators(host)
+        except (OSError, netrc.NetrcParseError):
+            continue
+        if login and login[2]:
+            return True
+    return False
+
+
+def require_tensorboard(kind: str) -> None:
+    """Raise UserError if the package tensorboard is not installed."""
+    if find_spec("tensorboard") is None:
+        raise UserError(
+            f"tracking.kind={kind} needs the package tensorboard: install it with "
+            f"`{pip_install('tensorboard')}`, or set tracking=wandb or tracking=none"
+        )
+
+
+class TensorBoard:
+    """The writer of one stage. The files of earlier starts stay; steps that a resumed stage repeats are replaced."""
+
+    def __init__(self, run_dir: Path, stage: str) -> None:
+        self._folder, self._step, self._failed = run_dir / FOLDER / stage, 0, False
+        self._writer: Any = None  # made at the first step, which replaces the same steps of an earlier start
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step. Numbers that are not finite are left out."""
+
+        def write(writer: Any) -> None:
+            for name, value in sectioned(metrics).items():
+                if value is not None and math.isfinite(value):
+                    writer.add_scalar(name, value, step)
+
+        self._safely(step, write)
+
+    def note(self, step: int, text: str) -> None:
+        """Write a sentence of the training guard."""
+        self._safely(step, lambda writer: writer.add_text("guard", text, step))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table at the newest step."""
+        lines = [columns, ["---"] * len(columns), *rows[:MOST_ROWS]]
+        text = "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+        self._safely(self._step, lambda writer: writer.add_text(name, text, self._step))
+
+    def finish(self, failed: bool = False) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._safely(self._step, lambda writer: writer.close())
+
+    def _safely(self, step: int, call: Callable[[Any], None]) -> None:
+        if self._failed:
+            return
+        try:
+            self._step = step
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(self._folder), purge_step=step)
+            call(self._writer)
+        except Exception as problem:
+            self._failed = True
+            print(
+                f"warning: TensorBoard stopped ({type(problem).__name__}: {problem}); metrics.jsonl is still written",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _cell(value: Any) -> str:
+    """Return a cell of a Markdown table. Texts of models become plain text."""
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    return escaped.replace("\n", "<br>")
