@@ -7,13 +7,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from engine import Engine
+from engine import Engine, distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.microbatches import largest_microbatch, local_microbatches
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import is_rank_zero, sum_over_ranks
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
@@ -49,7 +48,7 @@ def run(config: RunConfig, folder: Path) -> None:
     ppo_prompts = check_data_to_come(config, "sft", records)
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     _check_model(config, source, tokenizer)
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         print(f"sft: {tokenizer.summary}", flush=True)
     encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
     data = examples("sft", config.sft, records, encode)
@@ -130,7 +129,8 @@ def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pa
         return [-logprobs.double().sum()]
 
     total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
-    return sum_over_ranks(total) / count if count else float("nan")
+    total = distributed.sum_over_ranks({"loss": total})["loss"]
+    return total / count if count else float("nan")
 
 
 def _collate(packing: bool, pad_id: int) -> Callable[[Sequence[TokenItem]], TokenBatch]:
@@ -163,7 +163,7 @@ def _check_model(config: RunConfig, source: ModelSource, tokenizer: ChatTokenize
 def _choose_packing(engine: Engine, configured: bool, max_length: int) -> bool:
     """Return whether rows are packed: the configuration enables packing and the model supports packed rows."""
     abilities = verify(engine, max_length=max_length)
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         for note in abilities.notes:
             print(f"sft: {note}", flush=True)
     return configured and abilities.packing

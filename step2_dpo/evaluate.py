@@ -10,12 +10,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from engine import Engine
+from engine import Engine, distributed
 from pipeline.config.stage_sections import DpoSection
 from pipeline.data.encode import PairItem
-from pipeline.distributed import gather_by_index, is_rank_zero, on_rank_zero
+from pipeline.data.microbatches import gather_by_index
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.files import explained_disk, write_whole
+from pipeline.stages.data import on_rank_zero
 from step2_dpo.batches import AnswerBatch, Pairs, answer_logprobs
 from step2_dpo.objective import objective
 
@@ -71,7 +72,7 @@ def reference_tables(
     starts = [(name, start) for name, items in sets.items() for start in range(0, len(items), CHUNK_PAIRS)]
     chunks = [(name, slice(start, start + CHUNK_PAIRS)) for name, start in starts]
     missing = [(name, chunk) for name, chunk in chunks if tables[name][chunk].isnan().any()]
-    is_leader, count = is_rank_zero(), sum(len(tables[name][chunk]) for name, chunk in missing)
+    is_leader, count = distributed.world().is_rank_zero, sum(len(tables[name][chunk]) for name, chunk in missing)
     if is_leader and missing:
         print(f"dpo: the reference (the model before training) scores {count} {unit}", flush=True)
     printed_at = saved_at = time.monotonic()

@@ -21,8 +21,7 @@ from engine import Engine
 from pipeline.config.stage_sections import DpoSection
 from pipeline.data.batch import Documents, padded
 from pipeline.data.encode import Ids, LabelledItem
-from pipeline.data.microbatches import largest_microbatch, local_microbatches
-from pipeline.distributed import gather_by_index
+from pipeline.data.microbatches import gather_by_index, largest_microbatch, local_microbatches
 from pipeline.stages.supervised import StepBatch
 from step2_dpo.batches import AnswerBatch, answer_logprobs, answer_tokens
 from step2_dpo.evaluate import reference_tables

@@ -8,8 +8,13 @@ from torch import Tensor, nn
 from engine import Engine
 from pipeline.data.batch import PairBatch, batch_indices, collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
-from pipeline.data.microbatches import largest_microbatch, local_microbatches, pair_budget, pair_lengths
-from pipeline.distributed import gather_by_index
+from pipeline.data.microbatches import (
+    gather_by_index,
+    largest_microbatch,
+    local_microbatches,
+    pair_budget,
+    pair_lengths,
+)
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.stages.supervised import StepBatch
 from step2_reward.loss import last_scores

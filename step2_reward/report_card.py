@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from engine import distributed
 from pipeline.data.encode import PairItem
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import is_rank_zero, on_rank_zero
 from pipeline.evaluation.pair_accuracy import Scored
 from pipeline.evaluation.report_card import (
     Card,
@@ -21,6 +21,7 @@ from pipeline.evaluation.report_card import (
 )
 from pipeline.evaluation.samples import SAMPLES, Sample, read_samples
 from pipeline.files import write_json
+from pipeline.stages.data import on_rank_zero
 
 CARD = "card.json"
 ScorePairs = Callable[[Sequence[PairItem]], list[Scored]]
@@ -67,7 +68,7 @@ def write_card(
         if model == "sft":
             gold = [Judged(each.prompt, value, each.gold[model]) for each, value in graded if model in each.gold]
             card["judge"] = agreement(gold)
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         write_json(folder / CARD, card)
 
 

@@ -12,8 +12,7 @@ import torch
 
 from engine import Generation
 from pipeline.data.batch import epoch_order
-from step3_ppo.advantages import is_uniform
-from step3_ppo.estimators import RewardShaping, answer_scores
+from step3_ppo.advantages import RewardShaping, answer_scores, is_uniform
 from step3_ppo.rollout import Scores
 
 

@@ -3,17 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from engine import Sampling
+from engine import Sampling, distributed
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import is_rank_zero
 from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
 from pipeline.evaluation.samples import BEST_OF, GRADES
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
-from step3_ppo.estimators import Advantages
+from step3_ppo.advantages import Advantages
 from step3_ppo.guard import Guard, evaluation_metrics
 from step3_ppo.guard_rules import Finding
 from step3_ppo.log import ROLLOUTS, UpdateMetrics, log_generator_gap, rollout_metrics
@@ -57,7 +56,7 @@ def build_evaluator(
 def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:
     """Load the newest checkpoint, or evaluate the SFT model if there is none; then find the micro-batch size."""
     done = stage.restore()
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         metrics.cut(stage.folder / ROLLOUTS, done)
         metrics.cut(stage.folder / GRADES, done)
     if ppo.models.reference is None:  # the start before this one may have had a reference

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import GuardAction
-from pipeline.distributed import broadcast_from_rank_zero, is_rank_zero
 from pipeline.evaluation.evaluator import Evaluations
 from pipeline.stages.restart import Rollback, read_rollbacks
 from pipeline.stages.stage_run import StageRun
@@ -140,7 +140,7 @@ class Guard:
             raise stage.roll_back(step, "; ".join(finding.sentence for finding in findings))
         self.stopped_step = step
         stage.stop_after(step)
-        if is_rank_zero():
+        if distributed.world().is_rank_zero:
             print(
                 f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports "
                 f"{exported_model(stage.best_step, step, evaluates=stage.evaluates_between)}. Change the key that the "
@@ -176,7 +176,8 @@ def exported_model(best: int | None, step: int, *, evaluates: bool) -> str:
 def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     """Return the guard of a stage, and print how it selects the best step if that is weak."""
     ppo = config.ppo
-    if not has_judge and (ppo.export == "best" or ppo.guard in ("stop", "rollback")) and is_rank_zero():
+    selects_best = ppo.export == "best" or ppo.guard in ("stop", "rollback")
+    if not has_judge and selects_best and distributed.world().is_rank_zero:
         budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.asks_reference else ""
         print(
             f"ppo: without evaluation.judge, the best step is the one with the highest held-out reward{budget}. This "
@@ -188,7 +189,7 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     unwatched = {"clip_fraction"} if ppo.ratio == "sequence" else set()
     unwatched |= {"kl"} if ppo.advantage == "distill" else set()
     watched = [name for name in WATCHED if name not in unwatched]
-    rollbacks = broadcast_from_rank_zero(read_rollbacks(folder))
+    rollbacks = distributed.broadcast_object(read_rollbacks(folder))
     return Guard(ppo.guard, has_judge, ppo.kl_budget, rollbacks, watched)
 
 

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import Update
-from pipeline.distributed import is_rank_zero
+from engine import Update, distributed
 from pipeline.evaluation.intervals import rank_correlation
 from pipeline.files import explained_disk
-from step3_ppo.advantages import kl_k1, kl_k3, masked_mean, masked_variance
-from step3_ppo.estimators import Advantages
+from step3_ppo.advantages import Advantages, kl_k1, kl_k3, masked_mean, masked_variance
 from step3_ppo.rollout import Rollout
 from step3_ppo.update import means
 
@@ -107,7 +105,7 @@ def mean_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def log_generator_gap(gap: float) -> None:
     """Log a warning if the generator and the trainer give different probabilities."""
-    if gap > GENERATOR_GAP and is_rank_zero():
+    if gap > GENERATOR_GAP and distributed.world().is_rank_zero:
         logging.getLogger("zerochat").warning(
             "the probabilities of generator and trainer differ by %.3f on average (normal is below %.2f), so that "
             "rollouts are off-policy: set ppo.importance_cap=2",
@@ -130,7 +128,7 @@ def write_rollout_log(
 
     `text` decodes token ids, control tokens included.
     """
-    if not answers or not is_rank_zero():
+    if not answers or not distributed.world().is_rank_zero:
         return
     lines = "".join(
         json.dumps({"step": step, **line}, ensure_ascii=False) + "\n"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Generation, Sampling, distributed
+from pipeline.data.microbatches import gather_by_index, gather_rows
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import device, gather_by_index, gather_rows
 from pipeline.errors import SharedError
 from pipeline.evaluation.judge import Call, function_rewards
 from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
@@ -174,25 +174,26 @@ def collect(
     if models.critic is not None:
         local["values"] = score("critic", models.critic, values)
     local["logprobs"] = score("actor", models.actor, logprobs)
+    device = distributed.world().device
     tables = {name: gather_rows(rows) for name, rows in local.items()}
     tables["generator"] = {i: torch.tensor(generation.logprobs) for i, generation in enumerate(generations)}
-    table = {name: distributed.to_device(_table(rows, len(prompts)), device()) for name, rows in tables.items()}
+    table = {name: distributed.to_device(_table(rows, len(prompts)), device) for name, rows in tables.items()}
     lengths = torch.tensor([len(response) for response in responses])
     if models.has_rewards:
-        totals = distributed.to_device(torch.tensor(scores.total), device())
+        totals = distributed.to_device(torch.tensor(scores.total), device)
     else:
         totals = (table["reference"] - table["logprobs"]).sum(1)  # both are zero after the end of an answer
     return Rollout(
         prompts=prompts,
         responses=responses,
-        finished=distributed.to_device(torch.tensor([generation.finished for generation in generations]), device()),
-        response_mask=distributed.to_device(torch.arange(int(lengths.max()))[None] < lengths[:, None], device()),
+        finished=distributed.to_device(torch.tensor([generation.finished for generation in generations]), device),
+        response_mask=distributed.to_device(torch.arange(int(lengths.max()))[None] < lengths[:, None], device),
         scores=totals,
         logprobs=table["logprobs"],
         reference=table.get("reference"),
         values=table.get("values"),
         generator=table["generator"],
-        function=None if scores.function is None else distributed.to_device(torch.tensor(scores.function), device()),
+        function=None if scores.function is None else distributed.to_device(torch.tensor(scores.function), device),
         rewards={name: sum(values) / len(values) for name, values in scores.rewards.items()},
         batches=batches,
         separate_logprobs=table.get("separate_logprobs"),

@@ -6,22 +6,27 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
-from engine import Generation
+from engine import Generation, distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_conversations, encode_prompts
 from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import data_share, on_rank_zero
 from pipeline.evaluation.judge import Call
 from pipeline.planning.stage_task import stage_steps
-from pipeline.stages.data import evaluation_prompts, log_cut, stage_records
+from pipeline.stages.data import evaluation_prompts, log_cut, on_rank_zero, stage_records
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import prepare_generation, sampling
-from step3_ppo.advantages import KlController
+from step3_ppo.advantages import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    Advantages,
+    KlController,
+    RewardShaping,
+    compute_advantages,
+)
 from step3_ppo.dynamic_sampling import Answered, replace_uniform
-from step3_ppo.estimators import ESTIMATORS, AdvantageEstimator, Advantages, RewardShaping, compute_advantages
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.microbatch import largest_microbatch, local_microbatches
 from step3_ppo.models import ModelSources, build_models
@@ -106,8 +111,8 @@ class Ppo:
 
     def dry_run(self, budget: int) -> None:
         """Run the passes of an update over a micro-batch of the longest answers, and discard the result."""
-        _, shares = data_share()
-        sequences = -(-self.batch_size * self.samples // (self.minibatch_count * shares))
+        shares = self.minibatch_count * distributed.world().data_size
+        sequences = -(-self.batch_size * self.samples // shares)
         longest = nlargest(-(-sequences // self.samples), self.prompts, key=len)
         batch = largest_microbatch(
             [prompt for prompt in longest for _ in range(self.samples)],

@@ -13,8 +13,7 @@ from pipeline.data import microbatches
 from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
 from pipeline.data.encode import TokenItem
 from pipeline.errors import UserError
-from step3_ppo.advantages import loss_kl
-from step3_ppo.estimators import Advantages
+from step3_ppo.advantages import Advantages, loss_kl
 from step3_ppo.loss import (
     LogRatio,
     Sums,

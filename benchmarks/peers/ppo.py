@@ -16,7 +16,7 @@ from engine.parallel import dist
 from pipeline.config.stage_sections import PpoSection
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
-from step3_ppo.estimators import compute_advantages
+from step3_ppo.advantages import compute_advantages
 from step3_ppo.models import Models
 from step3_ppo.rollout import collect, generate
 from step3_ppo.setup import advantage_estimator, policy_loss_settings, reward_shaping

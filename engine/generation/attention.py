@@ -24,13 +24,14 @@ from engine.generation.kv_cache import KVCache, LayerCache
 from engine.generation.parity_check import UnsupportedModel, max_positions
 from engine.generation.scheduler import Chunk
 from engine.host_memory import upload
+from engine.internals import attention_name
 from engine.kernels import decode_attention
 from engine.kernels.decode_attention import Prompts
 from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
 from engine.kernels_cpu import decode_attention as in_c
 from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 
-__all__ = ["UnsupportedModel", "attend", "check_arguments", "max_positions"]  # as `engine.attention`
+__all__ = ["UnsupportedModel", "attend", "attention_name", "check_arguments", "max_positions"]  # as `engine.attention`
 
 NAME = "zerochat_slots"
 UNSUPPORTED_ARGUMENTS = ("position_bias", "s_aux", "head_mask", "alibi")

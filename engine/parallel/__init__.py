@@ -1,8 +1,7 @@
 """Parallelism outside of the module. Other rooms use the names in `__all__`, as `engine.distributed`.
 
 - The process group: `start`, `stop`, `set_parallelism`, `world`, `World`.
-- Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `max_over_ranks`, `run_on_rank_zero`,
-  `sum_over_ranks`.
+- Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `max_over_ranks`, `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
 - `observe_collectives`: an observer that learns which collective this rank calls, for watchdogs.
@@ -20,7 +19,6 @@ from engine.parallel.dist import (
     max_over_ranks,
     observe_collectives,
     request_stop,
-    run_on_rank_zero,
     set_parallelism,
     start,
     stop,
@@ -41,7 +39,6 @@ __all__ = [
     "max_over_ranks",
     "observe_collectives",
     "request_stop",
-    "run_on_rank_zero",
     "sequence_shard",
     "set_parallelism",
     "start",

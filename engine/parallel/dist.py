@@ -285,22 +285,20 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def broadcast_object(value: Any, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the object of rank `source` of a group (default: of all ranks) on every rank of the group."""
+def broadcast_object(
+    value: Any, *, source: int = 0, group: dist.ProcessGroup | None = None, patient: bool = False
+) -> Any:
+    """Return the object of rank `source` of a group (default: of all ranks) on every rank of the group.
+
+    `patient`: the ranks wait up to a day for rank 0, which may work for all ranks first.
+    """
     if world().size == 1:
         return value
     objects = [value]
     with observed("broadcast_object"):
-        dist.broadcast_object_list(objects, group=group or host_group(), group_src=source)
+        group = _patient_group if patient else group or host_group()
+        dist.broadcast_object_list(objects, group=group, group_src=source)
     return objects[0]
-
-
-def run_on_rank_zero(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 only and return its result on every rank. The other ranks wait up to a day."""
-    if world().size == 1:
-        return make()
-    value: T = broadcast_object(make() if world().is_rank_zero else None, group=_patient_group)
-    return value
 
 
 def barrier() -> None:

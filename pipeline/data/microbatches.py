@@ -1,12 +1,15 @@
-"""How a global batch is divided: over the ranks evenly by tokens, and on each rank into micro-batches.
+"""Divide a global batch over the ranks evenly by tokens, and on each rank into micro-batches; gather their results.
 
 A micro-batch has at most `budget` tokens, padding included. Every rank gets the same number of micro-batches, because
 each forward and backward pass contains collectives. The division is deterministic, so every rank computes it itself.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from engine import distributed
 from pipeline.data.batch import Movable, shared_tokens
@@ -17,6 +20,7 @@ MAX_ITEMS = 1024  # of the longest items that `largest_microbatch` considers
 MicroBatch = list[int]  # indices of its examples, the longest first
 Batch = TypeVar("Batch", bound=Movable)
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def local_microbatches(
@@ -51,6 +55,27 @@ def largest_microbatch(
     order = sorted(range(len(items)), key=lambda index: -lengths[index])[:MAX_ITEMS]
     first = divide_batch([lengths[index] for index in order], ranks=1, budget=budget, packing=packing)[0][0]
     return collate([items[order[index]] for index in first]).to(distributed.world().device)
+
+
+def gather_by_index(results: Mapping[int, Result]) -> list[Result]:
+    """Return the results of all ranks in the order of their indices 0, 1, ..., on every rank. Every rank calls.
+
+    Ranks with the same share of the data must pass equal results.
+    """
+    gathered = {index: result for local in distributed.gather_objects(results) for index, result in local.items()}
+    return [gathered[index] for index in range(len(gathered))]
+
+
+def gather_rows(rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the fp32 tensors (n,) of all ranks by index, on every rank. Every rank calls, and sends one tensor.
+
+    The rows of a rank usually share memory, and the pickle of each row would contain all of this memory.
+    """
+    lengths = {index: len(row) for index, row in rows.items()}
+    gathered: dict[int, Tensor] = {}
+    for sizes, values in distributed.gather_objects((lengths, torch.cat([torch.empty(0), *rows.values()]))):
+        gathered |= dict(zip(sizes, values.split(list(sizes.values())), strict=True))
+    return gathered
 
 
 def longer_side(pair: PairItem) -> int:

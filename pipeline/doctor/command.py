@@ -20,6 +20,7 @@ from pipeline.config.recipes import Rate, compare_rates
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.data.load import RESERVED
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.doctor.facts import Facts, StageFacts, gather
 from pipeline.errors import UserError
 from pipeline.installation import DOCTOR
@@ -27,7 +28,7 @@ from pipeline.launch.folder import with_stage_shares
 from pipeline.launch.ranks import count_gpus, own_ranks
 from pipeline.planning.candidates import predict
 from pipeline.planning.planner import measure, plan
-from pipeline.stages.overview import batch_line, few_steps, rendered_example, steps_line
+from pipeline.stages.start import batch_line, few_steps, steps_line
 
 USAGE = f"""\
 Show what a command line of `train` would train on what, without training.
@@ -35,6 +36,8 @@ Show what a command line of `train` would train on what, without training.
 {DOCTOR} model=opt-1.3b data.path=mine.jsonl
 {DOCTOR} model.path=FOLDER data.path=pairs.jsonl method=dpo sft=lora
 """
+LONGEST_EXAMPLE = 800  # characters of the rendered example
+COLOUR, PLAIN = ("\x1b[32m", "\x1b[0m"), ("[", "]")  # around the tokens of the loss
 ROW = "  {:<8}{:>9}{:>10}{:>10}  {}"
 
 
@@ -113,6 +116,39 @@ def _template(facts: Facts, *, colour: bool) -> Iterator[str]:
         marks = "in green" if colour else "in [..]"
         yield f"first example, {len(ids)} tokens; the loss includes the {sum(counts)} tokens {marks}:"
         yield from (f"  | {line}" for line in rendered_example(facts.tokenizer, ids, counts, colour=colour).split("\n"))
+
+
+def rendered_example(tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool], *, colour: bool) -> str:
+    """Return a conversation as the model reads it, with the tokens of the loss in colour, or in [..] without colour.
+
+    ids (T,): the tokens; counts (T,): True for the tokens of the loss. A long example is shortened in the middle.
+    """
+    begin, end = COLOUR if colour else PLAIN
+    runs = [(_decode(tokenizer, run), counted) for run, counted in _runs(ids, counts)]
+    length = sum(len(text) for text, _ in runs)
+    limit = LONGEST_EXAMPLE // max(1, len(runs)) if length > LONGEST_EXAMPLE else length
+    shown = ((_shortened(text, limit), counted) for text, counted in runs)
+    return "".join(f"{begin}{text}{end}" if counted else text for text, counted in shown)
+
+
+def _runs(ids: Sequence[int], counts: Sequence[bool]) -> Iterator[tuple[Sequence[int], bool]]:
+    """Yield the runs of tokens with the same flag."""
+    start = 0
+    for index in range(1, len(ids) + 1):
+        if index == len(ids) or counts[index] != counts[start]:
+            yield ids[start:index], bool(counts[start])
+            start = index
+
+
+def _decode(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    """Return the text of token ids with the names of control tokens. Other control characters are escaped."""
+    text = str(tokenizer.hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _shortened(text: str, limit: int) -> str:
+    half = max(20, limit // 2)
+    return text if len(text) <= 2 * half + 5 else f"{text[:half]} ... {text[-half:]}"
 
 
 def _rows(stages: Sequence[StageFacts]) -> Iterator[str]:

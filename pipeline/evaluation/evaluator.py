@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import Engine, Sampling
+from engine import Engine, Sampling, distributed
+from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import barrier, gather_by_index, is_rank_zero
 from pipeline.evaluation.judge import Verdicts, can_judge, compare_pairs, judged
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, read_samples, write_samples
 from pipeline.files import explained_disk
@@ -203,7 +203,7 @@ def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str, temperat
 
 def write_grades(folder: Path, step: int, evaluations: Evaluations) -> None:
     """Append the grades of each answer of an evaluation to evaluations.jsonl, one line per temperature."""
-    if not evaluations or not is_rank_zero():
+    if not evaluations or not distributed.world().is_rank_zero:
         return
     lines = []
     for temperature, evaluation in evaluations.items():
@@ -221,7 +221,7 @@ def write_table(
 
     With `extend`, the answers of other models that the file already contains remain.
     """
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         earlier = {sample.key: sample for sample in read_samples(folder / SAMPLES)} if extend else {}
         temperatures = dict.fromkeys(temperature for evaluations in results.values() for temperature in evaluations)
         samples = []
@@ -240,4 +240,4 @@ def write_table(
                 for i, prompt in enumerate(prompts)
             ]
         write_samples(folder / SAMPLES, [sample.merge(earlier.get(sample.key)) for sample in samples])
-    barrier()
+    distributed.barrier()

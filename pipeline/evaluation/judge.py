@@ -8,9 +8,10 @@ compares two answers to the same prompt.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from engine import distributed
 from pipeline.config.schema import RunConfig
+from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Prompt, Row
-from pipeline.distributed import gather_by_index, gather_objects, rank, rank_count
 from pipeline.errors import SharedError, UserError
 
 if TYPE_CHECKING:
@@ -122,14 +123,16 @@ def function_rewards(function: "UserFunction", calls: Sequence[Call]) -> dict[st
 
 def _on_all_ranks(score: Callable[[Sequence[Arguments]], list[Result]], calls: Sequence[Arguments]) -> list[Result]:
     """Return the result of each call on every rank. Each rank makes some of the calls."""
-    indices = range(rank(), len(calls), rank_count())
+    world = distributed.world()
+    indices = range(world.rank, len(calls), world.size)
     local: dict[int, Result] = {}
     failure: UserError | None = None
     try:
         local = dict(zip(indices, score([calls[index] for index in indices]), strict=True))
     except UserError as problem:
         failure = problem
-    errors = [text for text in gather_objects(None if failure is None else str(failure)) if text is not None]
+    gathered = distributed.gather_objects(None if failure is None else str(failure))
+    errors = [text for text in gathered if text is not None]
     if errors:
         raise SharedError(errors[0]) from failure
     return gather_by_index(local)

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention, distributed, kernels
 from pipeline.data.batch import Documents, Ragged
-from pipeline.models.internals import attention_name, set_attention
+from pipeline.models.internals import set_attention
 
 NAME = "zerochat_documents"
 
@@ -44,7 +44,7 @@ def use_documents(model: PreTrainedModel) -> bool:
 
 def attention_of(model: PreTrainedModel, name: str) -> str:
     """Set the attention function of a model by name, and return the previous name."""
-    previous = attention_name(model)
+    previous = attention.attention_name(model)
     set_attention(model, name)
     return previous
 

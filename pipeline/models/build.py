@@ -17,7 +17,6 @@ from transformers.utils import is_liger_kernel_available
 from engine import Engine, EngineConfig, OptimizerConfig, distributed
 from pipeline.config.schema import EngineSettings
 from pipeline.config.stage_sections import LoraConfig
-from pipeline.distributed import data_share
 from pipeline.errors import UserError
 from pipeline.installation import pip_install
 from pipeline.models.adapters import add_adapters
@@ -65,7 +64,8 @@ class EngineChoice:
             return {"config": EngineConfig(**self._fields(source)), "optimizer": self.optimizer}
         from engine import deepspeed_json
 
-        file, (_, shares) = self.settings.deepspeed_file(trains=self.optimizer is not None), data_share()
+        file = self.settings.deepspeed_file(trains=self.optimizer is not None)
+        shares = distributed.world().data_size
         try:
             parsed = deepspeed_json.parse(file, ranks=shares, optimizer=self.optimizer, base=self._fields(source))
         except ValueError as error:

@@ -16,7 +16,6 @@ from engine import Engine, attention, distributed, oom
 from pipeline.data.batch import Documents, true_indices
 from pipeline.errors import UserError
 from pipeline.models.attention import attention_of, use_documents
-from pipeline.models.internals import attention_name
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import own_field
 
@@ -205,7 +204,7 @@ def _packs(engine: Engine, module: Policy | Scorer, tolerance: float, max_length
     lengths = (max(SHORT[0], _beyond_window(model.config.get_text_config(), max_length)), *SHORT[1:])
     first, second, third = _tokens(module, sum(lengths)).split(lengths, dim=1)
     separate = [_numbers(module, first), _numbers(module, second), _numbers(module, torch.cat([first, third], dim=1))]
-    previous = attention_name(model)
+    previous = attention.attention_name(model)
     if not _counts_from_zero(engine, module, first) or not use_documents(model):
         return False
     # The third document continues the first. Its numbers are the last ones of the row that contains both.

@@ -15,10 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
-from engine import Engine
+from engine import Engine, distributed
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import barrier, is_rank_zero
 from pipeline.files import explained_disk
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
@@ -59,7 +58,7 @@ def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folde
             f"base_model.model.{name.removeprefix('lm.').replace('.default.', '.')}": tensor.cpu().contiguous()
             for name, tensor in engine.adapter_parameters()
         }
-        if is_rank_zero():
+        if distributed.world().is_rank_zero:
             targets = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors}
             config = PeftLora(
                 task_type="CAUSAL_LM",
@@ -101,7 +100,7 @@ def _export(
     extra: dict[str, Any],
 ) -> None:
     """Write the files of a model. Collective."""
-    leads = is_rank_zero()
+    leads = distributed.world().is_rank_zero
     with _complete(folder) as staging:
         _write_weights(_full_tensors(engine, prefix), staging, leads=leads)
         if leads:
@@ -124,7 +123,7 @@ def _complete(folder: Path) -> Iterator[Path]:
     Raises UserError if the disk is full or not writable.
     """
     staging = folder.with_name(folder.name + ".tmp")
-    leads = is_rank_zero()
+    leads = distributed.world().is_rank_zero
     with explained_disk(folder.parent):
         if leads:
             shutil.rmtree(staging, ignore_errors=True)
@@ -139,7 +138,7 @@ def _complete(folder: Path) -> Iterator[Path]:
             if folder.exists():
                 shutil.rmtree(folder)
             staging.rename(folder)
-    barrier()
+    distributed.barrier()
 
 
 def _full_tensors(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 | interface | need |
 | --- | --- |
-| `PretrainedConfig._attn_implementation` | read and set the attention function of a model without a check |
+| `PretrainedConfig._attn_implementation` | set the attention function of a model without a check |
 | `PreTrainedModel._keys_to_ignore_on_load_unexpected` | patterns of tensors in files that the model does not use |
 | `PreTrainedModel._init_weights` | random values of one module, as for a new model |
 | `BaseTunerLayer._disable_adapters` | switch adapters off without a change of what is trained |
@@ -13,12 +13,6 @@ from contextlib import contextmanager
 
 from torch import nn
 from transformers import PreTrainedModel
-
-
-def attention_name(model: PreTrainedModel) -> str:
-    """Return the name of a model's attention function."""
-    name: str = model.config._attn_implementation
-    return name
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

@@ -17,10 +17,9 @@ from torch import Tensor, log_softmax, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from engine import distributed, token_logprobs
+from engine import attention, distributed, token_logprobs
 from pipeline.data.batch import Documents
 from pipeline.models.attention import NAME
-from pipeline.models.internals import attention_name
 
 
 class _ModelModule(nn.Module):
@@ -165,7 +164,7 @@ def _inputs(
     """Return the keyword arguments of the backbone for padded rows or a packed row."""
     if documents is None:
         return {"input_ids": input_ids} | ({} if positions is None else {"position_ids": positions})
-    assert attention_name(model) == NAME, "packed rows need `checks.verify` to select document attention"
+    assert attention.attention_name(model) == NAME, "packed rows need `checks.verify` to select document attention"
     return packed_inputs(input_ids, documents, share)
 
 

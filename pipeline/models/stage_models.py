@@ -4,13 +4,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
-from pipeline.distributed import barrier, is_rank_zero
 from pipeline.errors import UserError
 from pipeline.models.build import check_adapters, check_scores
 from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
@@ -30,13 +30,13 @@ def run_tokenizer(
     tokenizer_dir = run_dir / "tokenizer"
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
-    if is_rank_zero() and not (tokenizer_dir / "tokenizer_config.json").exists():
+    if distributed.world().is_rank_zero and not (tokenizer_dir / "tokenizer_config.json").exists():
         tokenizer = _make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
         shutil.rmtree(staging, ignore_errors=True)  # a killed start may have left files of another tokenizer
         tokenizer.save(staging)
         staging.rename(tokenizer_dir)
-    barrier()  # on every call: each rank waits until rank 0 has written the tokenizer
+    distributed.barrier()  # on every call: each rank waits until rank 0 has written the tokenizer
     return load_tokenizer(str(tokenizer_dir), chat_template=None)
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine import loading
-from pipeline.distributed import device, is_rank_zero
+from engine import distributed, loading
 from pipeline.errors import UserError
 from pipeline.models.internals import initialize_module, unused_patterns
 from pipeline.models.quantized import QuantizedLinear, quantized_layers
@@ -64,12 +63,12 @@ def _initial_weight(
         loading.initialize_parameters(module, [f"{path}.weight"], seed, initialize)
     finally:
         module.set_submodule(path, layer)
-    return linear.weight.to(device())
+    return linear.weight.to(distributed.world().device)
 
 
 def _stored_weight(layer: QuantizedLinear, name: str, files: loading.TensorFolder, stored: str) -> Tensor:
     """Return the weight of a quantized layer, the tensor `stored` of the files."""
-    weight = layer.empty_weight(device())
+    weight = layer.empty_weight(distributed.world().device)
     loading.read_parameters({name: weight}, files, {name: stored})
     return weight
 
@@ -185,7 +184,7 @@ def _is_reward_model(source: ModelSource) -> bool:
 @cache
 def warn_once(text: str) -> None:
     """Print a warning on rank 0, unless this process has printed it before."""
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from engine import distributed
 from engine.memory import GPUS, Rates, tabulated_rates
 from pipeline.config.messages import format_time
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import wanted_stages
-from pipeline.distributed import broadcast_from_rank_zero, device, is_rank_zero, on_rank_zero, rank_count
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, build_config, model_folder, resolve
 from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, data_sizes
 from pipeline.planning.planner import measure, more_memory
 from pipeline.planning.stage_task import StageTask, stage_task
+from pipeline.stages.data import on_rank_zero
 
 GIB = 2**30
 UNLIMITED = 2**60  # bytes of host memory and disk of a machine that is not here
@@ -44,7 +45,7 @@ class Machine:
         size = f"{self.capacity.device / GIB:.0f} GiB each"
         if self.gpu is not None:
             return f"{self.ranks} x {self.gpu}, {size}"
-        return f"this machine, {counted} on {device().type}, {size}"
+        return f"this machine, {counted} on {distributed.world().device.type}, {size}"
 
     def rates(self, config: RunConfig, task: StageTask) -> Rates:
         """Return the speed for the models of a stage; every rank calls."""
@@ -72,7 +73,7 @@ def run(config: RunConfig, folder: Path) -> None:
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": dtype})})
     sizes = on_rank_zero(lambda: data_sizes(config, planned_stages(config)))
     lines = describe(config, machine, sizes)
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         print("\n".join(lines), flush=True)
 
 
@@ -84,7 +85,7 @@ def planned_stages(config: RunConfig) -> list[str]:
 def _machine(config: RunConfig) -> Machine:
     plan = config.plan
     if plan.device is None:
-        ranks = rank_count()
+        ranks = distributed.world().size
         return Machine(measure_capacity(config.engine, ranks), ranks)
     memory = round(GPUS[plan.device].memory * USABLE * GIB)
     return Machine(Capacity(memory, UNLIMITED, UNLIMITED, is_gpu=True), plan.ranks, plan.device)
@@ -93,7 +94,7 @@ def _machine(config: RunConfig) -> Machine:
 def describe(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize]) -> list[str]:
     """Return the lines of the plan; every rank calls. Raises UserError for a model that cannot be counted."""
     tasks = _tasks(config, machine, sizes)
-    rates: Rates = broadcast_from_rank_zero(machine.rates(config, next(iter(tasks.values()))))
+    rates: Rates = distributed.broadcast_object(machine.rates(config, next(iter(tasks.values()))))
     configured = {stage: predict(task, machine.capacity, rates) for stage, task in tasks.items()}
     settings = _settings(tasks, machine.capacity, rates)
     choices = worth_choosing([*([configured] if _fits(configured) else []), *settings])

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import distributed
 from engine.memory import Rates, measure_rates
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import wanted_stages
-from pipeline.distributed import barrier, broadcast_from_rank_zero, device, gather_objects, is_rank_zero, rank_count
 from pipeline.errors import UserError
 from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
@@ -82,12 +82,12 @@ def announce(
     resumes uses the setting that it started with. Limits that an earlier start found by running out of memory apply
     (`pipeline.stages.restart`). With the `size` of the data, the predicted seconds are written to plan.json.
     """
-    record = _earlier_record(folder)
+    record, world = _earlier_record(folder), distributed.world()
     try:
         if config.engine.auto:
             config, record = _choose_setting(config, stage, record, policy, reward, size)
         config = within_limits(config, stage, folder)
-        planned, reason = plan(config, stage, policy=policy, reward=reward, ranks=rank_count(), size=size), ""
+        planned, reason = plan(config, stage, policy=policy, reward=reward, ranks=world.size, size=size), ""
     except UserError:
         raise
     except Exception as problem:
@@ -96,19 +96,19 @@ def announce(
             raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
         first_line = str(problem).partition("\n")[0]
         planned, reason = None, f"{type(problem).__name__}: {first_line}"
-    failures = [failure for failure in gather_objects(reason) if failure]  # a prediction may fail on some ranks only
+    failures = list(filter(None, distributed.gather_objects(reason)))  # a prediction may fail on some ranks only
     if planned is None or failures:
         _print([f"memory: no prediction for {policy.name} ({failures[0]})"])
         return config, {}
-    _print(check_fit(planned, refuse=device().type == "cuda"))
+    _print(check_fit(planned, refuse=world.device.type == "cuda"))
     if stage == "ppo":
         section = config.ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
         config = config.model_copy(update={"ppo": section})
     if size is not None and "stage_seconds" not in record:
         record |= _expected_seconds(config, planned, size, policy, reward)
-    if record and is_rank_zero():
-        write_json(folder / PLAN, record | {"ranks": rank_count(), "bytes": planned.demand.phases})
-    barrier()
+    if record and world.is_rank_zero:
+        write_json(folder / PLAN, record | {"ranks": world.size, "bytes": planned.demand.phases})
+    distributed.barrier()
     phases = planned.demand.phases.items()
     return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}
 
@@ -122,12 +122,13 @@ def _expected_seconds(
     rates = measure(config, task, has_files=has_files)
     seconds = predict_seconds(task, rates, is_gpu=is_gpu, shares_forward=planned.demand.shares_forward)
     later_seconds: float | None = 0.0
+    ranks = distributed.world().size
     try:
         for later in _later_stages(config, task.stage):
             # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
             expected, scorer = later_size(config, task.stage, size, later), reward if later == "ppo" else None
             coming = stage_task(
-                config, later, policy=policy, reward=scorer, ranks=rank_count(), is_cpu=not is_gpu, size=expected
+                config, later, policy=policy, reward=scorer, ranks=ranks, is_cpu=not is_gpu, size=expected
             )
             phases = predict_seconds(coming, rates, is_gpu=is_gpu)
             later_seconds = (later_seconds or 0.0) + stage_seconds(coming, rates, phases, is_gpu=is_gpu)
@@ -190,9 +191,9 @@ def _choose_setting(
     if "engine" in record:
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
         return _configured(config, stage, record), record
-    planned = plan(config, stage, policy=policy, reward=reward, ranks=rank_count(), size=size)
+    planned = plan(config, stage, policy=policy, reward=reward, ranks=distributed.world().size, size=size)
     rates = measure(config, planned.task)
-    best: Candidate | None = broadcast_from_rank_zero(fastest(candidates(planned.task, planned.capacity, rates)))
+    best: Candidate | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:
         device_size = format_bytes(planned.capacity.device)
         raise UserError(f"engine=auto: no setting fits in {device_size} per device; use {more_memory(stage)}")
@@ -210,10 +211,10 @@ def _configured(config: RunConfig, stage: str, record: Mapping[str, Any]) -> Run
 
 def _earlier_record(folder: Path) -> dict[str, Any]:
     """Return the record of an earlier start with as many ranks, on every rank; empty without one."""
-    record: dict[str, Any] = broadcast_from_rank_zero(read_plan(folder) if is_rank_zero() else {})
-    return record if record.get("ranks") == rank_count() else {}
+    record: dict[str, Any] = distributed.broadcast_object(read_plan(folder) if distributed.world().is_rank_zero else {})
+    return record if record.get("ranks") == distributed.world().size else {}
 
 
 def _print(lines: Sequence[str]) -> None:
-    for line in lines if is_rank_zero() else ():
+    for line in lines if distributed.world().is_rank_zero else ():
         print(line, flush=True)

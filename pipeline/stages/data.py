@@ -3,18 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
+from engine import distributed
+from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
 from pipeline.data.load import RESERVED, StageRecords, load_held_out, load_stage, made_here
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.distributed import is_rank_zero, on_rank_zero
 from pipeline.errors import UserError
 
 Encoded = TypeVar("Encoded", bound=Sequence[object])
+Result = TypeVar("Result")
 _SHARE_ROW, _SHARES = "  {:<9}{:>9}{:>8}  {}", ("stage", "rows", "share", "keys")
 
 
@@ -25,6 +27,24 @@ class Examples(Generic[Encoded]):
     train: Encoded
     held_out: Encoded
     skipped: dict[str, int]
+
+
+def on_rank_zero(make: Callable[[], Result]) -> Result:
+    """Call `make` on rank 0 and return its result on every rank, so that data is read and tokenized once.
+
+    The other ranks wait up to a day. If `make` raises UserError on rank 0, every rank raises it.
+    """
+    outcome: tuple[Result | None, str | None] = None, None
+    if distributed.world().is_rank_zero:
+        try:
+            with progress.own().alone():
+                outcome = make(), None
+        except UserError as mistake:
+            outcome = None, str(mistake)
+    result, problem = distributed.broadcast_object(outcome, patient=True)
+    if problem is not None:
+        raise UserError(problem)
+    return cast(Result, result)
 
 
 def stage_records(config: RunConfig, stage: str) -> StageRecords:
@@ -43,9 +63,9 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     skipped = on_rank_zero(load)
     records = loaded[0] if loaded else StageRecords([], [], skipped)
     unusable = {reason: count for reason, count in records.skipped.items() if reason != RESERVED}
-    if is_rank_zero() and unusable:
+    if distributed.world().is_rank_zero and unusable:
         print(f"{stage}: skipped rows: {_counted(unusable)}", flush=True)
-    if is_rank_zero() and not made_here(config.data, stage):
+    if distributed.world().is_rank_zero and not made_here(config.data, stage):
         repeats = len(records.train) - len(set(records.train))
         if repeats:
             print(f"{stage}: {repeats} of {len(records.train)} rows are repeated, and each copy counts", flush=True)
@@ -79,7 +99,7 @@ def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
     scored = {pair.source for pair in pairs if pair.margin}
     ties = sum(not pair.margin for pair in pairs if pair.source in scored)
     flipped = sum(pair.margin < 0 for pair in pairs)
-    if is_rank_zero() and (ties or flipped):
+    if distributed.world().is_rank_zero and (ties or flipped):
         print(
             f"{stage}: by the scores in the data, {ties} of {len(pairs)} pairs are ties, and in {flipped} the rejected "
             "answer is better; training uses all pairs as labelled",
@@ -162,7 +182,7 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
 
 def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
     """Print how many of `count` examples were cut or dropped because of their length. `limit` is the limit's key."""
-    if is_rank_zero() and notes:
+    if distributed.world().is_rank_zero and notes:
         print(f"{stage}: too long: {_counted(notes)} of {count}; {limit} sets the limit", flush=True)
 
 

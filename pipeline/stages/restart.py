@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine import Checkpointer, Engine, checkpoint, oom
+from engine import Checkpointer, Engine, checkpoint, distributed, oom
 from pipeline.config.schema import RunConfig
-from pipeline.distributed import barrier, broadcast_from_rank_zero, is_rank_zero
 from pipeline.errors import RestartStage, UserError
 from pipeline.files import explained_disk, write_json
 
@@ -56,7 +55,7 @@ class Checkpoints:
 
         Raises UserError if all checkpoints are damaged.
         """
-        paths = [Path(path) for path in broadcast_from_rank_zero([str(p) for p in self._complete()])]
+        paths = [Path(path) for path in distributed.broadcast_object([str(p) for p in self._complete()])]
         damaged: dict[Path, str] = {}
         for path in reversed(paths):
             try:
@@ -64,7 +63,7 @@ class Checkpoints:
             except checkpoint.Damaged as problem:
                 damaged[path] = problem.reason
                 continue
-            if is_rank_zero():
+            if distributed.world().is_rank_zero:
                 for folder, reason in damaged.items():
                     self._set_aside(folder, reason)
             return loaded
@@ -118,7 +117,7 @@ class Checkpoints:
             with explained_disk(self._stage):
                 yield
         except UserError:
-            if is_rank_zero():
+            if distributed.world().is_rank_zero:
                 self.remove_incomplete()
             raise
 
@@ -204,11 +203,11 @@ def roll_back(folder: Path, checkpoints: Checkpoints, rollback: Rollback) -> Res
     Every rank calls. A stage that is killed before the record is written resumes with the learning rates before, comes
     to the same step, and rolls back again.
     """
-    if is_rank_zero():
+    if distributed.world().is_rank_zero:
         checkpoints.remove_after(rollback.to)
         with explained_disk(folder):
             write_json(folder / ROLLBACKS_FILE, [asdict(each) for each in [*read_rollbacks(folder), rollback]])
-    barrier()
+    distributed.barrier()
     return RestartStage(
         f"rolls back from step {rollback.step} to step {rollback.to} with {ROLLBACK_LR:g} times the learning rates"
     )
@@ -216,14 +215,14 @@ def roll_back(folder: Path, checkpoints: Checkpoints, rollback: Rollback) -> Res
 
 def within_limits(config: RunConfig, stage: str, folder: Path) -> RunConfig:
     """Return the configuration with the limits and the learning rates of the stage's folder. Every rank calls."""
-    limits: MemoryLimits = broadcast_from_rank_zero(read_limits(folder))
+    limits: MemoryLimits = distributed.broadcast_object(read_limits(folder))
     changes: dict[str, Any] = {}
     if limits.micro_batch_tokens is not None:
         configured = getattr(config, stage).micro_batch_tokens
         changes["micro_batch_tokens"] = min(configured, limits.micro_batch_tokens)
     if stage == "ppo" and not limits.shared_forward:
         changes["shared_forward"] = False
-    rollbacks = broadcast_from_rank_zero(len(read_rollbacks(folder)))
+    rollbacks = distributed.broadcast_object(len(read_rollbacks(folder)))
     for rate in ("lr", "critic_lr") if rollbacks else ():
         if hasattr(getattr(config, stage), rate):
             changes[rate] = getattr(getattr(config, stage), rate) * ROLLBACK_LR**rollbacks

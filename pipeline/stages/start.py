@@ -1,5 +1,6 @@
 """Start a stage: convert its configuration to values for the engine, plan its memory and open its folder."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,10 @@ from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import size_of
 from pipeline.planning.planner import announce
 from pipeline.planning.stage_task import stage_steps
-from pipeline.stages.overview import batch_line, few_steps, steps_line
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
+
+FEW_STEPS = 20  # with fewer steps a stage learns little
 
 
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:
@@ -80,6 +82,46 @@ def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
     print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes:.2g} passes over {examples}{limit}", flush=True)
     if warning := few_steps(stage, section, steps, examples):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
+    """Return how ranks, micro-batches and accumulation make the batch of one optimizer step, at full length."""
+    section, settings, ppo = getattr(config, stage), config.engine, config.ppo
+    group = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
+    groups, length, rows, kind = ranks // group, section.max_length, section.batch_size, STAGES[stage].examples
+    sequences = 2 if stage == "reward" or (stage == "dpo" and config.dpo.reads_pairs) else 1
+    if stage == "ppo":
+        length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+        rows, kind = rows * ppo.samples // ppo.minibatches, "answers"
+    share = math.ceil(rows / max(1, groups))
+    fitting = min(share, max(1, section.micro_batch_tokens // (length * sequences)))
+    unit = f"rank{'s' if groups > 1 else ''}" if group == 1 else f"groups of {group} ranks"
+    return (
+        f"batch of {rows} {kind} = {groups} {unit} x micro-batch of {fitting} x accumulation over "
+        f"{math.ceil(share / fitting)} (with {length} tokens each; shorter ones need fewer)"
+    )
+
+
+def steps_line(config: RunConfig, stage: str, steps: int) -> str:
+    """Return the optimizer steps of a stage. `steps`: steps, or rollouts of PPO."""
+    if stage != "ppo":
+        return f"{steps:,} optimizer steps"
+    epochs, minibatches = config.ppo.update_epochs, config.ppo.minibatches
+    return f"{steps * epochs * minibatches:,} optimizer steps ({steps:,} rollouts x {epochs} epochs x {minibatches})"
+
+
+def few_steps(stage: str, section: StageSection, steps: int, examples: int) -> str:
+    """Return a warning if the data and the epochs of a stage give few steps, else "".
+
+    A limit that the user has set (`section.steps`) causes no warning. A step of PPO is a rollout.
+    """
+    if section.steps is not None or steps >= FEW_STEPS:
+        return ""
+    epochs = math.ceil(FEW_STEPS * section.batch_size / examples)
+    return (
+        f"{stage}: {steps} {STAGES[stage].step}{'s' if steps > 1 else ''} will hardly change the model: for "
+        f"{FEW_STEPS} steps set {stage}.epochs={epochs} or a smaller {stage}.batch_size, or add data"
+    )
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from engine import Engine
+from engine import Engine, distributed
 from pipeline import progress
-from pipeline.distributed import device, is_rank_zero, rank
 from pipeline.files import explained_disk, write_whole
 
 WORK = ("flip", "generate", "score", "train")  # the phases that count for tokens per second
@@ -152,10 +151,10 @@ def measured_memory(engines: Mapping[str, Engine]) -> dict[str, dict[str, int]]:
 
 def peak_memory() -> dict[str, int]:
     """Return this rank's peak: bytes on the device (allocated by torch) and resident on the host."""
-    device_bytes = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
+    device_bytes = torch.cuda.max_memory_allocated() if distributed.world().device.type == "cuda" else 0
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     host_bytes = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"rank": rank(), "device_bytes": device_bytes, "host_bytes": host_bytes}
+    return {"rank": distributed.world().rank, "device_bytes": device_bytes, "host_bytes": host_bytes}
 
 
 class Profile:
@@ -175,7 +174,7 @@ class Profile:
 
     def expect(self, first: int, last: int) -> None:
         """Print a message on rank 0 if none of the steps [first, last] that the stage will run is to be recorded."""
-        if (first > self._last or last < self._first) and is_rank_zero():
+        if (first > self._last or last < self._first) and distributed.world().is_rank_zero:
             steps = f"{self._first} to {self._last} (profile.steps)"
             print(f"{self._folder.parent.name}: none of the steps {steps} is left to record", flush=True)
 
@@ -197,12 +196,12 @@ class Profile:
             torch.cuda.synchronize()
         recorder, self._recorder = self._recorder, None
         recorder.stop()
-        name = f"steps-{self._began}-{step}-rank-{rank()}"
+        name = f"steps-{self._began}-{step}-rank-{distributed.world().rank}"
         with explained_disk(self._folder):
             self._folder.mkdir(exist_ok=True)
             recorder.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
             (self._folder / f"{name}.txt").write_text(_tables(recorder.key_averages()), encoding="utf-8")
-        if is_rank_zero():
+        if distributed.world().is_rank_zero:
             recorded = f"steps {self._began} to {step} recorded, {self._folder / name}.txt"
             print(f"{self._folder.parent.name}: {recorded}", flush=True)
 

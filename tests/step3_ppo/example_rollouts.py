@@ -11,7 +11,7 @@ from engine.parallel import dist
 from pipeline.config.stage_sections import LoraConfig, PpoSection
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import verify
-from step3_ppo.estimators import Advantages, compute_advantages
+from step3_ppo.advantages import Advantages, compute_advantages
 from step3_ppo.log import UpdateMetrics
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine import Generation, Sampling
-from pipeline import distributed
+from engine import Generation, Sampling, distributed
 from pipeline.config.stage_sections import LoraConfig, PpoSection
 from pipeline.data.batch import Documents
+from pipeline.data.microbatches import gather_rows
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
 from step3_ppo.microbatch import collate, local_microbatches
@@ -81,9 +81,9 @@ def test_rows_that_share_memory_are_sent_once(monkeypatch: pytest.MonkeyPatch) -
         sent.append(len(pickle.dumps(value)))
         return [pickle.loads(pickle.dumps(value)), other, ({}, torch.empty(0))]
 
-    monkeypatch.setattr(distributed.distributed, "gather_objects", gather)
+    monkeypatch.setattr(distributed, "gather_objects", gather)
     rows = dict(enumerate(torch.arange(6400.0).split([100] * 64)))
-    found = distributed.gather_rows(rows)
+    found = gather_rows(rows)
     assert sorted(found) == [*rows, 64] and found[64].tolist() == [7.0, 8.0]
     assert all(torch.equal(found[i], row) for i, row in rows.items())
     assert sent[0] < 2 * 4 * 6400

@@ -13,7 +13,7 @@ from engine.parallel import dist
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import TokenBatch
 from pipeline.models.checks import verify
-from step3_ppo.estimators import answer_scores
+from step3_ppo.advantages import answer_scores
 from step3_ppo.rollout import Rollout
 from step3_ppo.setup import policy_loss_settings, reward_shaping
 from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy

@@ -9,10 +9,9 @@ from pipeline.data.encode import encode_conversations
 from pipeline.data.load import StageRecords, load_held_out, load_stage
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import train_tokenizer
-from pipeline.distributed import on_rank_zero
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
-from pipeline.stages.data import log_cut
+from pipeline.stages.data import log_cut, on_rank_zero
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
