@@ -17,7 +17,7 @@ from pipeline.launch.worker import run_worker
 from step3_ppo import guard, guard_rules
 from step3_ppo.guard_rules import Finding, Row
 from tests.ranks import Worker
-from tests.test_resume import assert_equal_runs
+from tests.test_resume import assert_equal_runs, wait_for_lines
 from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
 INPUTS = ("tokenizer", "sft", "reward")
@@ -48,9 +48,8 @@ def start(run_dir: Path) -> Worker:
 
 def kill_after(run_dir: Path, lines: int) -> None:
     """Start the stage and kill it when `lines` lines are in its log."""
-    worker, log = start(run_dir), run_dir / "ppo" / "metrics.jsonl"
-    while worker.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < lines):
-        pass
+    worker = start(run_dir)
+    wait_for_lines(worker, run_dir / "ppo", lines)
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
 

@@ -22,26 +22,26 @@ INPUTS = {"sft": ["tokenizer"], "reward": SFT_INPUTS, "dpo": SFT_INPUTS, "ppo": 
 def kill_at_random(run_dir: Path, stage: str, steps: int, rng: random.Random) -> str:
     """Start the stage and send SIGKILL after a random logged step. Return a description of the moment."""
     lines, delay = rng.randint(1, steps - 1), rng.random() * 0.4
-    worker = start_and_wait(run_dir, stage, lines)
+    worker = start_worker(run_dir, stage)
+    wait_for_lines(worker, run_dir / stage, lines)
     time.sleep(delay)
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
     return f"{stage} killed {delay:.2f} s after line {lines}"
 
 
-def start_and_wait(run_dir: Path, stage: str, lines: int) -> Worker:
-    """Start a stage and return its worker when it has logged `lines` lines, or has ended."""
-    worker = start_worker(run_dir, stage)
-    log = run_dir / stage / "metrics.jsonl"
+def wait_for_lines(worker: Worker, stage_dir: Path, lines: int) -> None:
+    """Wait until the stage has logged `lines` lines, or has ended."""
+    log = stage_dir / "metrics.jsonl"
     while worker.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < lines):
         time.sleep(0.01)
-    return worker
 
 
 def stop_with_sigterm(run_dir: Path, stage: str) -> None:
     """Start the stage and send SIGTERM in its second step. Check that it saves the last step before it exits."""
     for _ in range(3):  # on a busy machine the stage may end before the signal arrives
-        worker = start_and_wait(run_dir, stage, 1)
+        worker = start_worker(run_dir, stage)
+        wait_for_lines(worker, run_dir / stage, 1)
         worker.send_signal(signal.SIGTERM)
         output, _ = worker.communicate(timeout=240)
         if worker.returncode:
