@@ -417,6 +417,7 @@ def test_lines_from_a_pipe_are_turns(
     ("arguments", "message"),
     [
         (["nowhere"], "no such folder"),
+        (["nowhere", "--compare", "sft,ppo"], "nowhere: there is no such folder"),
         (["{run}/reward"], "reward model"),
         (["{run}", "--compare", "sft,nose"], "--compare nose: neither a stage that answers"),
         (["{run}", "--temperature", "-1"], "temperature must be"),

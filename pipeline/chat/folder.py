@@ -29,7 +29,7 @@ def find(path: Path) -> ChatModel:
     """
     path = path.expanduser()
     if not path.is_dir():
-        raise UserError(f"{path}: there is no such folder; give a run (runs/NAME) or a model folder")
+        raise UserError(_absent(path))
     if (path / "config.json").is_file():
         return ChatModel(path.parent.name if path.name == "model" else path.name, path)
     if (path / "model" / "config.json").is_file():
@@ -50,6 +50,8 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
 
     `names` are stages of the run at `path`, `base` for its base model, or folders, separated by commas.
     """
+    if not path.expanduser().is_dir():
+        raise UserError(_absent(path))
     chosen = []
     for name in filter(None, (item.strip() for item in names.split(","))):
         if name == BASE:
@@ -69,6 +71,10 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
     if not chosen:
         raise UserError("--compare needs names: sft,ppo, or folders")
     return chosen
+
+
+def _absent(path: Path) -> str:
+    return f"{path}: there is no such folder; give a run (runs/NAME) or a model folder"
 
 
 def finished_stages(path: Path) -> list[str]:

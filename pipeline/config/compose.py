@@ -88,10 +88,15 @@ def _job(overrides: Sequence[str], label: str = "") -> Job:
 
 
 def _recipe_line(overrides: Sequence[str]) -> str:
-    recipe = chosen_recipe(overrides)
+    """Return the line that names the recipe, and one about the default model if it trains on other data by default."""
+    recipe, keys = chosen_recipe(overrides), {key for _, key, _ in map(split, overrides)}
     if recipe is None:
         return ""
-    return f"recipe={recipe.name}: {recipe.reason} (settings on the command line win; ~recipe uses none)"
+    line = f"recipe={recipe.name}: {recipe.reason} (settings on the command line win; ~recipe uses none)"
+    if keys & {"model", "model.path", "model.hub"} or not keys & {"data.path", "data.sources"}:
+        return line
+    model = default_options()["model"]
+    return f"model={model}, the default, has random weights: set model.path=FOLDER for a base model\n{line}"
 
 
 def _sweep_values(token: str) -> list[str]:

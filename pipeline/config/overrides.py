@@ -154,6 +154,8 @@ def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:
         return f"{token} is not a flag: write settings as KEY=VALUE, without dashes ({TRAIN} --help lists them)"
     candidates = [f"{group}={token}" for group, names in options.items() if token in names]
     advice = 'a value with a space in it needs quotes, "KEY=VALUE"'
+    if os.path.exists(token):
+        candidates.append(f"data.path={token}")
     if candidates:
         advice = f"did you mean {' or '.join(candidates)}?"
     return f"'{token}' is not KEY=VALUE: {advice}"

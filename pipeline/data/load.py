@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
-from pipeline.data.formats import FORMS_TEXT, RENAME, STAGES_BY_FORM, Record, detect, stages_of, to_records
+from pipeline.data.formats import RENAME, STAGES_BY_FORM, Record, detect, stages_of, to_records
 from pipeline.data.records import Conversation, Document, LabelledAnswer, Message, Preference, Prompt
 from pipeline.data.sources import Source, configured_sources, is_absent, open_source
 from pipeline.errors import UserError
@@ -278,13 +278,13 @@ def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
         f"{', '.join((*STAGES_BY_FORM[form], *['dpo with dpo=kto'] * (form == 'labelled')))}"
         for table, form in zip(unused, forms, strict=True)
     ]
-    other = f"a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})" if forms else "another stage"
+    ways = [f"run only a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})"] if forms else []
     if stage == "reward":
-        other += ", or PPO without a reward model (ppo.reward_model=false ppo.reward_function=FILE.py:NAME)"
+        ways.append("run PPO without a reward model (ppo.reward_model=false ppo.reward_function=FILE.py:NAME)")
+    ways.append("set data.path=FILE or data=NAME to other data")
     return (
         f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
-        f"{'; '.join(found) or 'no source lists the stage'}. Set data.path=FILE or another data=NAME, or run "
-        f"{other}. Known forms: {FORMS_TEXT}. {RENAME}."
+        f"{'; '.join(found) or 'no source lists the stage'}. Choose one: {'; '.join(ways)}. {RENAME}."
     )
 
 

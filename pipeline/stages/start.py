@@ -105,7 +105,7 @@ def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
 def steps_line(config: RunConfig, stage: str, steps: int) -> str:
     """Return the optimizer steps of a stage. `steps`: steps, or rollouts of PPO."""
     if stage != "ppo":
-        return f"{steps:,} optimizer steps"
+        return f"{steps:,} optimizer step{'s' if steps > 1 else ''}"
     epochs, minibatches = config.ppo.update_epochs, config.ppo.minibatches
     return f"{steps * epochs * minibatches:,} optimizer steps ({steps:,} rollouts x {epochs} epochs x {minibatches})"
 

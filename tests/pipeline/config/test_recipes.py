@@ -117,6 +117,12 @@ def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
     assert compose_jobs(parse_command(["model=opt-30b", "~recipe"]))[0].recipe == ""
 
 
+def test_the_default_model_is_named_if_it_trains_on_other_data():
+    for words, is_named in ((["data.path=x.jsonl"], True), (["data.path=x.jsonl", "model=tiny"], False), ([], False)):
+        line = compose_jobs(parse_command(words))[0].recipe
+        assert ("model=tiny, the default, has random weights: set model.path=FOLDER" in line) == is_named
+
+
 def test_the_lengths_of_a_recipe_fit_a_model_with_few_positions(tmp_path):
     fields = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 300}
     (tmp_path / "config.json").write_text(json.dumps(fields))
