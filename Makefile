@@ -2,7 +2,7 @@
 # make test   pass the tests, two files at a time (sets up .venv first)
 # make setup  make .venv, or bring it up to date
 # make lint   ruff and mypy
-# make docs   write the pages that are made from code
+# make docs   write the page that is made from code
 # make site   write the documentation site to site/ (MkDocs Material; installs the extra `docs`)
 # Variables: PYTHON=/path/to/python for the set-up, ARGS="..." for train.py and pytest.
 
@@ -23,7 +23,6 @@ lint: setup
 
 docs: setup
 	@$(PY) -m pipeline.config.document
-	@$(PY) -c 'from engine import deepspeed_keys as keys; keys.PAGE.write_text(keys.page())'
 
 site: setup
 	@$(PY) -m pip install --disable-pip-version-check --quiet --quiet --constraint constraints.txt 'mkdocs-material>=9.6'

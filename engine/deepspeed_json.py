@@ -6,6 +6,7 @@ write.
 """
 
 import difflib
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,14 +16,15 @@ from typing import Any
 
 from engine import optim
 from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig
-from engine.deepspeed_keys import KEYS, OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, UNSUPPORTED_SCHEDULERS, Key
-from engine.schedules import SCHEDULES, WarmupCosineLR, parameters
+from engine.deepspeed_keys import KEYS, OPTIMIZERS, PARAMETERS, SCHEDULERS, Key
+from engine.schedules import SCHEDULES
 from engine.sharding import check_optimizer
 
 __all__ = ["Parsed", "config_fields", "ignored", "load", "parse"]
 
 RENAMED = {"bfloat16": "bf16"}
 TYPED = ("optimizer", "scheduler")  # sections with `type` and `params`
+FIELDS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # of OptimizerConfig
 OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
 COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -69,16 +71,19 @@ def parse(
     micro, accumulation, total = _batch_sizes(values, ranks) if ranks is not None else (None, None, None)
     if accumulation is not None:
         engine = replace(engine, gradient_accumulation=accumulation)
-    if section := _section("optimizer", raw.get("optimizer")):
-        optimizer = _optimizer(section, optimizer)
+    sections = {name: _section(name, raw.get(name)) for name in TYPED}
+    for name, section in sections.items():
+        _require_known(section, ("type", "params", "legacy_fusion"), f"{name}.")
+    if sections["optimizer"]:
+        optimizer = _optimizer(sections["optimizer"], optimizer)
     if optimizer is not None:
         optimizer = replace(optimizer, max_grad_norm=values.get("gradient_clipping", optimizer.max_grad_norm))
         check_optimizer(engine, optimizer)
     scheduler = None
-    if section := _section("scheduler", raw.get("scheduler")):
+    if sections["scheduler"]:
         if optimizer is None:
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
-        scheduler = _scheduler(section, optimizer)
+        scheduler = _scheduler(sections["scheduler"], optimizer)
     drops_last = bool(values.get("dataloader_drop_last"))
     return Parsed(engine, optimizer, scheduler, micro, total, drops_last, tuple(ignored(raw)))
 
@@ -113,7 +118,12 @@ def config_fields(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     if fp16 or bf16 or fp16 is bf16 is False:
         fields["dtype"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
     if scale or fp16 is not None:
-        fields["loss_scale"] = _loss_scale(scale, fields["zero_stage"])
+        scale |= {"static": scale.get("static") or None}  # DeepSpeed's constant scale 0 is none
+        scale |= {"hysteresis": 1} if fields["zero_stage"] == 0 else {}  # and its stage 0 has no hysteresis
+        try:
+            fields["loss_scale"] = LossScale(**scale)
+        except ValueError as problem:
+            raise ValueError(f"fp16: {problem}") from None
     if values.get("activation_checkpointing.partition_activations") or (
         "activation_checkpointing.number_checkpoints" in values
     ):
@@ -129,9 +139,6 @@ def ignored(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in _leaves(config):
         if name in KEYS and KEYS[name].kind == "ignored" and value != "auto" and not _is_off(name, value):
             yield f"{name} has no effect: {KEYS[name].note}"
-
-
-# Keys and their values
 
 
 def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -152,11 +159,11 @@ def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    section = dict(pairs)
-    for name, _ in pairs if len(section) < len(pairs) else ():
-        if sum(name == other for other, _ in pairs) > 1:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
             raise ValueError(f"{name} occurs twice in one section; remove one")
-    return section
+    return dict(pairs)
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -181,36 +188,42 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in SECTIONS:
             _section(name, value)
-        elif name not in KEYS:
-            raise ValueError(f"{name}: DeepSpeed has no such key; {_similar_key(name)}")
-        elif KEYS[name].kind == "unsupported" and not _is_off(name, value):
+            continue
+        _require_known([name], [*KEYS, *TYPED, *sorted(SECTIONS)])
+        if KEYS[name].kind == "unsupported" and not _is_off(name, value):
             raise ValueError(f"{name}={json.dumps(value)} is not supported: {KEYS[name].note}")
-        elif KEYS[name].kind not in ("ignored", "unsupported"):
+        if KEYS[name].kind not in ("ignored", "unsupported"):
             found[name] = _convert(name, KEYS[name], value)
     return found
 
 
 def _convert(name: str, key: Key, value: Any) -> Any:
-    """Return the value of a supported key as its field has it. Raises ValueError for a wrong type or value."""
+    """Return a value in the type of its key. Raises ValueError for a wrong type or value."""
+    if key.kind == "pair":
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise ValueError(f"{name}={json.dumps(value)}: write two numbers, [0.9, 0.999]")
+        return tuple(_number(name, each, key) for each in value)
     if key.kind in ("int", "number"):
-        value = _number(name, value, key.minimum, is_whole=key.kind == "int")
+        value = _number(name, value, key)
     elif not isinstance(value, bool if key.kind == "bool" else str):
         expected = "true or false" if key.kind == "bool" else "text"
         raise ValueError(f"{name}={json.dumps(value)}: write {expected}, as JSON")
     if key.choices and value not in key.choices:
-        raise ValueError(f"{name}={value} is not supported; write one of {', '.join(map(str, key.choices))}")
+        shown, *choices = (str(each).lower() if key.kind == "bool" else str(each) for each in (value, *key.choices))
+        raise ValueError(f"{name}={shown} is not supported; write {'one of ' * (len(choices) > 1)}{', '.join(choices)}")
     return {"bfp16": "bf16"}.get(value, value)
 
 
-def _number(name: str, value: Any, minimum: float | None = None, *, is_whole: bool = False) -> float:
+def _number(name: str, value: Any, key: Key) -> float:
     """Return a number, also from text ("1e-5")."""
+    is_whole = key.kind == "int"
     try:
         number = float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError):
         number = float("nan")
-    is_low = minimum is not None and number < minimum
+    is_low = key.minimum is not None and number < key.minimum
     if number != number or is_low or (is_whole and not number.is_integer()):
-        bound = "" if minimum is None else f", at least {minimum:g}"
+        bound = "" if key.minimum is None else f", at least {key.minimum:g}"
         raise ValueError(f"{name}={json.dumps(value)}: write a {'whole ' if is_whole else ''}number{bound}")
     return int(number) if is_whole else number
 
@@ -231,28 +244,19 @@ def _section(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _similar_key(name: str) -> str:
-    """Return the hint for an unknown key: the most similar name, in its own section if possible."""
-    section, _, leaf = name.rpartition(".")
-    known = sorted([*KEYS, *TYPED, *sorted(SECTIONS)], key=lambda key: key.rpartition(".")[0] == section)
-    return _hint(leaf, {key.rpartition(".")[2]: key for key in known}, "docs/reference/deepspeed.md lists all")
+def _require_known(names: Iterable[str], known: Iterable[str], section: str = "") -> None:
+    """Raise ValueError for the first unknown name. It suggests a similar one, from the name's own section if possible.
 
-
-def _hint(name: str, known: Mapping[str, str], otherwise: str) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean {known[close[0]]}?" if close else otherwise
-
-
-def _require_known(names: Iterable[str], known: Iterable[str], section: str, what: str = "key") -> None:
-    """Raise ValueError for the first name that is not known."""
-    shown = {name: name for name in known}
-    for name in names:
-        if name not in shown:
-            hint = _hint(name, shown, f"write one of {', '.join(shown)}")
-            raise ValueError(f"{section}: DeepSpeed has no {what} {name}; {hint}")
-
-
-# Translation
+    `section` is the prefix of all names.
+    """
+    keys = [section + name for name in known]
+    for name in (section + name for name in names):
+        if name not in keys:
+            own, _, leaf = name.rpartition(".")
+            by_leaf = {key.rpartition(".")[2]: key for key in sorted(keys, key=lambda k: k.rpartition(".")[0] == own)}
+            close = difflib.get_close_matches(leaf, list(by_leaf), n=1)
+            hint = f"did you mean {by_leaf[close[0]]}?" if close else "docs/reference/deepspeed.md lists all keys"
+            raise ValueError(f"{name}: DeepSpeed has no such key; {hint}")
 
 
 def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None, int | None]:
@@ -275,112 +279,71 @@ def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int
     return micro, steps, total
 
 
-def _loss_scale(fields: Mapping[str, Any], stage: int) -> LossScale:
-    """Return DeepSpeed's loss scale. Its stage 0 has no hysteresis, and its constant scale 0 is none."""
-    try:
-        changed = {"static": fields.get("static") or None, **({"hysteresis": 1} if stage == 0 else {})}
-        return LossScale(**{**fields, **changed})
-    except ValueError as problem:
-        raise ValueError(f"fp16: {problem}") from None
-
-
 def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None) -> OptimizerConfig:
     """Translate the optimizer section. `base` has the values for "auto", the schedule, and which parameters decay."""
-    _require_known(section, ("type", "params", "legacy_fusion"), "optimizer")
-    kind, params = section.get("type"), _section("optimizer.params", section.get("params"))
+    kind = section.get("type")
     if not isinstance(kind, str):
         raise ValueError('optimizer.type is missing; write "AdamW", "Lion", "Adagrad", "SGD" or a class of torch.optim')
-    reasons = {name.lower(): reason for name, reason in UNSUPPORTED_OPTIMIZERS.items()}
-    if reason := reasons.get(kind.lower()):
-        raise ValueError(f"optimizer.type={kind} is not supported: {reason}")
+    try:
+        arguments = inspect.signature(optim.optimizer_class(kind)).parameters
+    except ValueError as problem:
+        raise ValueError(f"optimizer.type={kind}: {problem}") from None
+    params = _section("optimizer.params", section.get("params"))
     if params.pop("max_grad_norm", None):
         raise ValueError("optimizer.params.max_grad_norm is not supported: write gradient_clipping at the top level")
-    defaults = next((known for name, known in OPTIMIZERS.items() if name.lower() == kind.lower()), None)
-    if defaults is not None:
-        _require_known(params, defaults, "optimizer.params")
-    else:
-        try:
-            optim.optimizer_class(kind)
-        except ValueError as problem:
-            raise ValueError(f"optimizer.type={kind}: {problem}") from None
-    own = {} if base is None else {key: getattr(base, key) for key in ("lr", "betas", "eps", "weight_decay")}
-    values = {"lr": 1e-3} | dict(defaults or {}) | ({"lr": own["lr"]} if own else {})
-    values |= {k: own.get(k, values.get(k)) if v is None or v == "auto" else v for k, v in params.items()}
-    lr, eps, decay = (
-        _number(f"optimizer.params.{key}", values.get(key, default), 0.0)
-        for key, default in (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.0))
-    )
-    name, options = _name_and_options(kind.lower(), values)
-    frame = base or OptimizerConfig(lr=0.0, schedule="constant", decay="all")
-    betas = _betas(values.get("betas", (0.9, 0.999)))
-    return replace(frame, lr=lr, betas=betas, eps=eps, weight_decay=decay, name=name, options=options)
+    name = next((name for name in OPTIMIZERS if name.lower() == kind.lower()), kind)
+    own = {} if base is None else {key: getattr(base, key) for key in FIELDS}
+    _require_known(params, OPTIMIZERS.get(name, arguments), "optimizer.params.")
+    defaults = {"lr": 1e-3} | OPTIMIZERS.get(name, {}) | ({"lr": own["lr"]} if own else {})
+    values = _converted("optimizer.params.", params, defaults, own, name)
+    fields = FIELDS | {key: value for key, value in values.items() if key in FIELDS}
+    fields["name"], fields["options"] = _name_and_options(kind.lower(), values)
+    return replace(base or OptimizerConfig(lr=0.0, schedule="constant", decay="all"), **fields)
 
 
 def _name_and_options(kind: str, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of the optimizer here, and its arguments for which `OptimizerConfig` has no field."""
     if kind in optim.ADAMS:
-        if not values["bias_correction"]:
-            raise ValueError(
-                "optimizer.params.bias_correction=false is not supported: Adam corrects its moments; write true"
-            )
         # Without torch_adam, DeepSpeed's "Adam" decays as AdamW does unless adam_w_mode is false.
         is_decoupled = kind == "adamw" or (values["adam_w_mode"] and not values["torch_adam"])
         return "adamw" if is_decoupled else "adam", {"amsgrad": True} if values["amsgrad"] else {}
     if kind == "onebitadam":
-        for key in ("amsgrad", "eps_inside_sqrt"):
-            if values[key]:
-                raise ValueError(f"optimizer.params.{key}=true is not supported by OneBitAdam; write false")
-        return kind, {"freeze_step": int(_number("optimizer.params.freeze_step", values["freeze_step"], 1))}
+        return kind, {"freeze_step": values["freeze_step"]}
     fields = ("lr", "weight_decay", "betas") if kind == "lion" else ("lr", "weight_decay")
     return kind, {key: value for key, value in values.items() if key not in fields}
 
 
-def _betas(value: Any) -> tuple[float, float]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"optimizer.params.betas={json.dumps(value)}: write two numbers, [0.9, 0.999]")
-    first, second = (_number("optimizer.params.betas", each, 0.0) for each in value)
-    if max(first, second) >= 1.0:
-        raise ValueError(f"optimizer.params.betas={json.dumps(value)}: both must be below 1")
-    return first, second
-
-
 def _scheduler(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Callable[[int], float]:
     """Translate the scheduler section. "auto" stands for the optimizer's rate, warm-up and number of steps."""
-    _require_known(section, ("type", "params"), "scheduler")
     kind, params = str(section.get("type")), _section("scheduler.params", section.get("params"))
-    if kind in UNSUPPORTED_SCHEDULERS:
-        raise ValueError(f"scheduler.type={kind} is not supported: {UNSUPPORTED_SCHEDULERS[kind]}")
-    _require_known([kind], SCHEDULES, "scheduler.type", what="scheduler")
+    if kind not in SCHEDULERS:
+        raise ValueError(
+            f"scheduler.type={kind} is not supported; write one of {', '.join(SCHEDULERS)}, or pass a scheduler of "
+            "torch to `initialize`: lr_scheduler=torch.optim.lr_scheduler.OneCycleLR(...)"
+        )
     params.pop("last_batch_iteration", None)
-    known = parameters(SCHEDULES[kind])
-    _require_known(params, known, "scheduler.params")
+    defaults = SCHEDULERS[kind]
+    _require_known(params, defaults.keys() - {"optimizer_lr"}, "scheduler.params.")
     auto = {
         "warmup_max_lr": optimizer.lr,
         "total_num_steps": optimizer.total_steps,
         "warmup_num_steps": optimizer.warmup_steps or 2,
-        "warmup_min_lr": 0.0,
-        "warmup_type": "log",
+        "optimizer_lr": optimizer.lr,
     }
-    values: dict[str, Any] = {}
-    for name, value in (known | {k: v for k, v in params.items() if v is not None}).items():
-        is_open = value == "auto" or (value is None and name == "warmup_max_lr")
-        values[name] = _scheduler_value(name, auto.get(name) if is_open else value)
-    if kind == WarmupCosineLR.__name__:
-        values["optimizer_lr"] = optimizer.lr
-    return SCHEDULES[kind](**values).lr
+    return SCHEDULES[kind](**_converted("scheduler.params.", params, defaults, auto)).lr
 
 
-def _scheduler_value(name: str, value: Any) -> Any:
-    """Return a checked value. Numbers of steps are integers."""
-    key = f"scheduler.params.{name}"
-    if isinstance(value, list):
-        raise ValueError(f"{key}={value}: write one number, for all parameters")
-    if name == "total_num_steps" and value is None:
-        raise ValueError(f"{key} is missing and has no default; write a number")
-    if name == "warmup_type":
-        if value not in ("log", "linear"):
-            raise ValueError(f"{key}={value}: write log or linear")
-        return value
-    if value is None or not name.endswith("_steps"):
-        return value if value is None else _number(key, value)
-    return int(_number(key, value, 1.0 if name == "total_num_steps" else 0.0))
+def _converted(
+    section: str, params: Mapping[str, Any], defaults: Mapping[str, Any], auto: Mapping[str, Any], kind: str = ""
+) -> dict[str, Any]:
+    """Return the parameters of an optimizer or scheduler by the table of parameters. `auto` has values for "auto"."""
+    values = {}
+    for name, value in {**defaults, **params}.items():
+        if value is None or value == "auto":
+            value = auto.get(name, defaults.get(name))
+        key = PARAMETERS.get(f"{kind}.{name}") or PARAMETERS.get(name)
+        if value is not None:
+            values[name] = value if key is None else _convert(section + name, key, value)
+        elif name in defaults:
+            raise ValueError(f"{section}{name} is missing and has no default; write a number")
+    return values

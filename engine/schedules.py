@@ -6,7 +6,6 @@ The fields of a class are the parameters of the schedule. `lr(step)` returns the
 first step runs at the smallest rate.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,40 +24,36 @@ class WarmupLR:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
-        share = _warmup_share(step - 1, self.warmup_num_steps, self.warmup_type)
-        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share
+        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * self._share(step - 1)
+
+    def _share(self, iteration: int) -> float:
+        return _warmup_share(iteration, self.warmup_num_steps, self.warmup_type)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupDecayLR:
+class WarmupDecayLR(WarmupLR):
     """Rise to `warmup_max_lr`, then fall linearly to `warmup_min_lr` at `total_num_steps`."""
 
     total_num_steps: int
-    warmup_min_lr: float = 0.0
     warmup_max_lr: float = 1e-3
-    warmup_num_steps: int = 1000
-    warmup_type: Warmup = "log"
 
-    def lr(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        iteration, warmup = step - 1, max(2, self.warmup_num_steps)
+    def _share(self, iteration: int) -> float:
+        warmup = max(2, self.warmup_num_steps)
         if iteration < warmup:
-            share = _warmup_share(iteration, warmup, self.warmup_type)
-        else:
-            share = max(0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - warmup))
-        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share
+            return super()._share(iteration)
+        return max(0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - warmup))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupCosineLR:
     """Rise to the optimizer's rate `optimizer_lr`, then fall along a cosine. The first step has rate 0."""
 
+    optimizer_lr: float
     total_num_steps: int
     warmup_min_ratio: float = 0.0
     warmup_num_steps: int = 1000
     cos_min_ratio: float = 1e-4
     warmup_type: Warmup = "log"
-    optimizer_lr: float = 0.0
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -73,21 +68,12 @@ class WarmupCosineLR:
         return self.optimizer_lr * max(0.0, ratio)
 
 
-Schedule = WarmupLR | WarmupDecayLR | WarmupCosineLR
-SCHEDULES: dict[str, type[Schedule]] = {
-    schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
-
-
-def parameters(schedule: type[Schedule]) -> dict[str, Any]:
-    """Return the parameters of a schedule with their defaults; None if a parameter has no default."""
-    fields = [field for field in dataclasses.fields(schedule) if field.name != "optimizer_lr"]
-    return {field.name: None if field.default is dataclasses.MISSING else field.default for field in fields}
-
-
 def _warmup_share(iteration: int, warmup_num_steps: int, warmup_type: Warmup) -> float:
     """Return the completed share of the warm-up, from 0 to 1; logarithmic: ln(iteration + 1) / ln(warm-up steps)."""
     steps = max(2, warmup_num_steps)
     if iteration < 0 or iteration >= steps:
         return float(iteration >= steps)
     return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
+
+
+SCHEDULES: dict[str, Any] = {schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
