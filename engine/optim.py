@@ -7,7 +7,7 @@ optimizers that evaluate the loss again.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -107,21 +107,21 @@ def with_groups(
 
 def moment_names(config: OptimizerConfig) -> list[str]:
     """Return the names of the states that have the shape of the parameter."""
-    return [name for name, shape in _state_shapes(config).items() if shape == (2,)]
+    return [name for name, state in example_states(config).items() if state.shape == (2,)]
 
 
 def state_names(config: OptimizerConfig) -> set[str]:
     """Return the names of all states of a parameter, scalars included, without the errors of 1-bit Adam."""
-    return {name for name in _state_shapes(config) if not name.startswith(ERRORS)}
+    return {name for name in example_states(config) if not name.startswith(ERRORS)}
 
 
-def _state_shapes(config: OptimizerConfig) -> dict[str, torch.Size]:
-    """Return the shapes of the states after one step of a parameter (2,)."""
-    probe = nn.Parameter(torch.ones(2))
+def example_states(config: OptimizerConfig, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return the states after one step of a parameter (2,) on a device. Some scalar states stay on the CPU."""
+    probe = nn.Parameter(torch.ones(2, device=device))
     optimizer = with_groups([([probe], 0.0)], config)
-    probe.grad = torch.ones(2)
+    probe.grad = torch.ones_like(probe)
     optimizer.step()
-    return {name: value.shape for name, value in optimizer.state[probe].items() if isinstance(value, Tensor)}
+    return {name: value for name, value in optimizer.state[probe].items() if isinstance(value, Tensor)}
 
 
 def optimizer_class(name: str) -> Any:
@@ -166,25 +166,15 @@ def parameter_groups(trainable: list[nn.Parameter], config: OptimizerConfig) -> 
     return [(members, decay) for members, decay in found if members]
 
 
-def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the states that an optimizer creates in its first step, to load into them; parameters do not change."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(optimizer.state.get(p) for p in parameters):
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the optimizer's state as ("kind.parameter name", tensor)."""
+def allocate_states(
+    module: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, names: Collection[str]
+) -> None:
+    """Give exactly the named parameters states to load into: a parameter without a gradient has none yet."""
     for name, parameter in module.named_parameters():
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield f"{kind}.{name}", value
+        if name not in names:
+            optimizer.state.pop(parameter, None)
+        elif not optimizer.state.get(parameter):
+            example = example_states(config, parameter.device)
+            optimizer.state[parameter] = {
+                kind: torch.zeros_like(parameter if value.ndim else value) for kind, value in example.items()
+            }

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint import random_state, restore_random_state
 from engine.config import TORCH_DTYPE, EngineConfig
 from engine.internals import tree_flatten, tree_map_only, tree_unflatten
 from engine.memory.tracker import MemoryTracker
@@ -213,17 +214,13 @@ class PassState:
     """A copy of what a pass changes besides gradients: the random generators, and buffers that training writes."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._random = torch.get_rng_state()
-        self._device_random = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._module, self._random = module, random_state()
         self._buffers = {name: buffer.clone() for name, buffer in zero.persistent_buffers(module).items()}
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the copied values back."""
-        torch.set_rng_state(self._random)
-        if self._device_random is not None:
-            torch.cuda.set_rng_state(self._device_random)
+        restore_random_state(self._random)
         for name, buffer in zero.persistent_buffers(self._module).items():
             buffer.copy_(self._buffers[name])
 

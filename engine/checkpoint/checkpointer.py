@@ -10,7 +10,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from engine import optim
 from engine.checkpoint.storage import LoadPlanner, LocalChunks, Reader, SavePlanner, Writer, chunks_of, verify
 from engine.optim import ERRORS
-from engine.parallel import dist
-from engine.parallel.zero import persistent_buffers
+from engine.parallel import dist, zero
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -59,6 +59,8 @@ class Checkpointer:
         Raises OSError on every rank if the previous save failed (a full disk), before this one writes anything.
         """
         self.wait()
+        for engine in self.engines.values():
+            zero.release(engine.module)  # gathered parameters are not those of the optimizer
         counters = {name: _counters(engine) for name, engine in self.engines.items()}
         values = {f"rank-{dist.world().rank}.json": json.dumps(mine or {})}
         if dist.world().is_rank_zero:
@@ -172,21 +174,26 @@ def _reason(error: BaseException) -> tuple[int, str]:
     return getattr(first, "errno", None) or errno.EIO, getattr(first, "strerror", None) or str(first)
 
 
+def _states(engine: "Engine") -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield ("kind.parameter name", parameter, state) of the optimizer. An offloaded one also has masters, averages."""
+    assert engine.optimizer is not None
+    states = engine.optimizer.state
+    for name, parameter in engine.module.named_parameters():
+        for kind, value in states.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{kind}.{name}", parameter, value
+
+
 def _tensors(engine: "Engine") -> dict[str, LocalChunks]:
     """Return trained parameters, optimizer states, averages and buffers by name.
 
     A parameter with an fp32 master is represented by its master.
     """
-    assert engine.optimizer is not None
-    buffers = {f"{BUFFER}{name}": buffer for name, buffer in persistent_buffers(engine.module).items()}
-    if not isinstance(engine.optimizer, torch.optim.Optimizer):
-        states = engine.optimizer.states().items()
-        offloaded = {name: LocalChunks(state.parameter, state.values) for name, state in states}
-        return offloaded | {name: chunks_of(buffer) for name, buffer in buffers.items()}
-    trained = {f"{PARAMETER}{n}": p.detach() for n, p in engine.module.named_parameters() if p.requires_grad}
-    moments = {name: tensor for name, tensor in optim.states(engine.module, engine.optimizer) if tensor.ndim}
+    trained = {f"{PARAMETER}{n}": p for n, p in engine.module.named_parameters() if p.requires_grad}
     averages = {f"{AVERAGE}{name}": mean for name, mean in engine.average.tensors.items()}
-    return {name: chunks_of(tensor) for name, tensor in (trained | moments | averages | buffers).items()}
+    buffers = {f"{BUFFER}{name}": buffer for name, buffer in zero.persistent_buffers(engine.module).items()}
+    found = {name: chunks_of(tensor) for name, tensor in (trained | averages | buffers).items()}
+    return found | {name: chunks_of(value, parameter) for name, parameter, value in _states(engine) if value.ndim}
 
 
 def _tensors_to_load(engine: "Engine", saved: Mapping[str, Any]) -> dict[str, LocalChunks]:
@@ -203,14 +210,9 @@ def _tensors_to_load(engine: "Engine", saved: Mapping[str, Any]) -> dict[str, Lo
 
 def _counters(engine: "Engine") -> dict[str, Any]:
     """Return the step count, the loss scale, and the optimizer's numbers, for JSON. Every rank calls."""
-    assert engine.optimizer is not None
-    if not isinstance(engine.optimizer, torch.optim.Optimizer):
-        moments = [name for name, state in engine.optimizer.states().items() if state.is_moment]
-        numbers = engine.optimizer.scalars()
-    else:
-        states = dict(optim.states(engine.module, engine.optimizer))
-        moments = [name for name, tensor in states.items() if tensor.ndim]
-        numbers = {name: tensor.item() for name, tensor in states.items() if not tensor.ndim}
+    states = [(name, value) for name, _, value in _states(engine) if not name.startswith((PARAMETER, AVERAGE))]
+    moments = [name for name, value in states if value.ndim]
+    numbers = {name: value.item() for name, value in states if not value.ndim}
     if dist.world().pipeline > 1:  # each rank of a pipeline has the states of its own blocks
         ranks = dist.gather_objects((moments, numbers))
         moments = list(dict.fromkeys(name for names, _ in ranks for name in names))
@@ -227,15 +229,12 @@ def _difference(engine: "Engine", saved: Mapping[str, Any], shapes: Mapping[str,
     """Return why a checkpoint with these counters and shapes does not fit this engine. None if it fits."""
     assert engine.optimizer_config is not None
     trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
-    here = trained | {f"{BUFFER}{name}": buffer.shape for name, buffer in persistent_buffers(engine.module).items()}
-    for name, shape in here.items():
-        if name not in shapes:
-            return f"it has no {name}"
-        if shapes[name] != shape:
-            return f"{name} has shape {tuple(shapes[name])} there, and {tuple(shape)} here"
-    for name in shapes if dist.world().pipeline == 1 else ():
-        if name.startswith(PARAMETER) and name not in trained:
-            return f"{name} was trained there, and is not trained here"
+    here = trained | {f"{BUFFER}{name}": b.shape for name, b in zero.persistent_buffers(engine.module).items()}
+    others = [name for name in shapes if name.startswith(PARAMETER) and name not in here]
+    for name in [*here, *others] if dist.world().pipeline == 1 else here:
+        found, own = (tuple(s[name]) if name in s else "absent" for s in (shapes, here))
+        if found != own:
+            return f"{name} is {found} there and {own} here"
     if engine.average.runs and not any(name.startswith(AVERAGE) for name in shapes):
         return "it has no average of the weights, but start_averaging was called here"
     there = {name.partition(".")[0] for name in [*saved["moments"], *saved["numbers"]] if not name.startswith(ERRORS)}
@@ -249,17 +248,13 @@ def _difference(engine: "Engine", saved: Mapping[str, Any], shapes: Mapping[str,
 
 
 def _allocate_states(engine: "Engine", saved: Mapping[str, Any]) -> None:
-    """Give the optimizer exactly the states that the checkpoint has: a parameter without a gradient has none yet."""
-    assert engine.optimizer is not None
-    if not isinstance(engine.optimizer, torch.optim.Optimizer):
-        engine.optimizer.restore_scalars(saved["moments"], saved["numbers"])
-        return
-    if saved["moments"] or saved["numbers"]:
-        optim.make_states(engine.optimizer)
-    stepped = {name.partition(".")[2] for name in [*saved["moments"], *saved["numbers"]]}
-    for name, parameter in engine.module.named_parameters():
-        if name not in stepped:
-            engine.optimizer.state.pop(parameter, None)
+    """Give the optimizer exactly the states that the checkpoint has."""
+    assert engine.optimizer is not None and engine.optimizer_config is not None
+    names = {name.partition(".")[2] for name in [*saved["moments"], *saved["numbers"]]}
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        optim.allocate_states(engine.module, engine.optimizer, engine.optimizer_config, names)
+    else:
+        engine.optimizer.allocate_states(names)
 
 
 def _restore_counters(engine: "Engine", saved: Mapping[str, Any]) -> None:
@@ -267,9 +262,8 @@ def _restore_counters(engine: "Engine", saved: Mapping[str, Any]) -> None:
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])
+    for name, _, value in _states(engine):
+        if not value.ndim:
+            value.fill_(saved["numbers"][name])
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         engine.optimizer.write_to_module("parameter")
-        return
-    for name, tensor in optim.states(engine.module, engine.optimizer):
-        if not tensor.ndim:
-            tensor.fill_(saved["numbers"][name])

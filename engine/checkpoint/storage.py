@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from engine.parallel import dist, dtensors
 
 CHECKSUMS = "checksums.json"
+Checksum = dict[str, int | str]  # of a file: {"bytes": size, "xxh3_128": hexadecimal digest}
 FILE_BYTES = 2**30  # of chunks in one file: tensors on a GPU are copied to the host file by file
 
 
@@ -106,9 +108,10 @@ class LocalChunks:
         return self.by_offset[index.offset]
 
 
-def chunks_of(tensor: Tensor) -> LocalChunks:
-    """Return the chunks of a tensor or DTensor."""
-    return LocalChunks(tensor, dtensors.local(tensor.detach()))
+def chunks_of(tensor: Tensor, parameter: Tensor | None = None) -> LocalChunks:
+    """Return the chunks of a tensor or DTensor. A plain tensor may be the local shard of a state of a parameter."""
+    layout = tensor if parameter is None or isinstance(tensor, DTensor) else parameter
+    return LocalChunks(layout.detach(), dtensors.local(tensor.detach()))
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -176,13 +179,13 @@ class Writer(StorageWriter):
         for name, text in self._values.items():
             checksums[name] = write_text(self._staging / name, text)
         written: Future[list[WriteResult]] = Future()
-        written.set_result([WriteResult(MetadataIndex(name), c.bytes, c) for name, c in checksums.items()])
+        written.set_result([WriteResult(MetadataIndex(name), int(c["bytes"]), c) for name, c in checksums.items()])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the checksums of all ranks' files and rename the folder. Only rank 0 calls."""
         checksums = {result.index.fqn: result.storage_data for rank in results for result in rank}
-        write_checksums(self._staging, checksums)
+        write_text(self._staging / CHECKSUMS, json.dumps(checksums))
         _sync_folder(self._staging)
         old = self._folder.with_name(self._folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
@@ -250,23 +253,10 @@ class Damaged(OSError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Checksum:
-    """The size and the XXH3 digest of a file."""
-
-    bytes: int
-    xxh3_128: str
-
-
 def write_text(path: Path, text: str) -> Checksum:
     """Write a new file, wait until the disk has it, and return its checksum. Raises OSError."""
     path.write_text(text, encoding="utf-8")
     return checksum_of(path, sync=True)
-
-
-def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Write checksums.json. Raises OSError."""
-    write_text(folder / CHECKSUMS, json.dumps({name: asdict(checksum) for name, checksum in checksums.items()}))
 
 
 def verify(folder: Path) -> None:
@@ -291,14 +281,14 @@ def checksum_of(path: Path, *, sync: bool = False) -> Checksum:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
         if sync:  # leaves the page cache to the training data
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return Checksum(file.tell(), digest.hexdigest())
+        return {"bytes": file.tell(), "xxh3_128": digest.hexdigest()}
 
 
 def _read_checksums(folder: Path) -> tuple[dict[str, Checksum], str | None]:
     """Return the content of checksums.json, or the reason why it cannot be read."""
     try:
         content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        checksums = {Path(name).name: Checksum(int(c["bytes"]), str(c["xxh3_128"])) for name, c in content.items()}
+        checksums = {Path(name).name: {"bytes": c["bytes"], "xxh3_128": c["xxh3_128"]} for name, c in content.items()}
         read = {path.name for suffix in ("json", "safetensors") for path in folder.glob(f"*.{suffix}")} - {CHECKSUMS}
         unlisted = min((read | {"state.json"}) - checksums.keys(), default=None)
         return checksums, None if unlisted is None else f"{CHECKSUMS} has no checksum of {unlisted}"
@@ -313,8 +303,8 @@ def _difference(path: Path, expected: Checksum) -> str | None:
     """Return how a file differs from its checksum. None if it is the same."""
     try:
         size = path.stat().st_size
-        if size != expected.bytes:
-            return f"{path.name} has {size} bytes, was written with {expected.bytes}"
+        if size != expected["bytes"]:
+            return f"{path.name} has {size} bytes, was written with {expected['bytes']}"
         return None if checksum_of(path) == expected else f"{path.name} has other bytes than were written"
     except FileNotFoundError:
         return f"{path.name} is missing"

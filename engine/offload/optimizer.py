@@ -4,9 +4,8 @@ ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840; ZeRO-Infinity: Rajbhandari et 
 keeps its shards in compute precision. Steps, checkpoints and averages use the fp32 master weight of each shard.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,18 +20,6 @@ from engine.loading import observe_writes
 from engine.offload.states import States
 from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
 from engine.parallel import dtensors
-
-
-@dataclass(frozen=True)
-class OffloadedState:
-    """One fp32 state of one parameter: the master weight, a moment of the optimizer, or the average.
-
-    `values` has the shape of this rank's shard of `parameter`. It is the memory of the state itself.
-    """
-
-    parameter: Tensor
-    values: Tensor
-    is_moment: bool
 
 
 class OffloadedOptimizer:
@@ -50,11 +37,6 @@ class OffloadedOptimizer:
 
         `after_write` is called whenever shards of a sub-group were written. Raises OSError if a disk is full.
         """
-        if config.name.lower() == "onebitadam":
-            raise ValueError(
-                f"optimizer onebitadam cannot be used with offload_optimizer={engine.offload_optimizer}: its momenta "
-                "stay on every device. Set offload_optimizer=none, or use the optimizer adamw"
-            )
         self._is_nvme = engine.offload_optimizer == "nvme"
         if self._is_nvme:
             return_freed_memory()
@@ -64,7 +46,6 @@ class OffloadedOptimizer:
         self._torch = optim.with_groups(stand_ins, config)
         group = {id(p): index for index, (members, _) in enumerate(groups) for p in members}
         shards = [Shard(name, p, group[id(p)]) for name, p in named]
-        moments = optim.moment_names(config)
         on_device, offloaded = _split(shards, engine.offload_ratio)
         self.tiers: list[Tier] = []
         for members in filter(None, (on_device, offloaded)):
@@ -76,9 +57,7 @@ class OffloadedOptimizer:
                 nvme_path=engine.nvme_path,
                 is_nvme=members is offloaded and self._is_nvme,
             )
-            for kind in (MASTER, *moments):
-                states.add(kind)
-            self.tiers.append(Tier(members, states, moments, device, after_write))
+            self.tiers.append(Tier(members, states, optim.example_states(config, device), device, after_write))
         self._shards = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
         takers = {id(t.shards[n].parameter): partial(t.gradients.add, n) for t, n in self._shards.values()}
         take_gradients(module, takers)
@@ -156,44 +135,19 @@ class OffloadedOptimizer:
         for tier in self.tiers:
             tier.write_to_module(kind)
 
-    def states(self) -> dict[str, OffloadedState]:
-        """Return every state that has values, by "kind.parameter name"."""
-        found: dict[str, OffloadedState] = {}
-        for name, (tier, number) in self._shards.items():
-            parameter = tier.shards[number].parameter.detach()
-            is_stepped = any(segment.shard == number for segment in tier.scalars)
-            moments = tier.moments if is_stepped else ()
-            for kind in [MASTER, *moments, *((AVERAGE,) if self.average_weight is not None else ())]:
-                values = tier.states.shard(kind, number).view(dtensors.local(parameter).shape)
-                found[f"{kind}.{name}"] = OffloadedState(parameter, values, kind in moments)
-        return found
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the states of each parameter by kind, as torch's optimizers do. They share memory with the tiers.
 
-    def scalars(self) -> dict[str, float]:
-        """Return the optimizer's scalar states (step counts), by "kind.parameter name"."""
-        return {
-            f"{kind}.{tier.shards[segment.shard].name}": value.item()
-            for tier in self.tiers
-            for segment, scalars in tier.scalars.items()
-            for kind, value in scalars.items()
-            if isinstance(value, Tensor)
-        }
+        Master weights, moments and averages are local shards. A parameter without a gradient has no moments yet.
+        """
+        averages = () if self.average_weight is None else (AVERAGE,)
+        return {tier.shards[number].parameter: tier.state(number, averages) for tier, number in self._shards.values()}
 
-    def restore_scalars(self, moments: Sequence[str], scalars: dict[str, float]) -> None:
-        """Set the scalar states; `states` then has the named moments ("kind.parameter name") to load."""
-        stepped = {name.partition(".")[2] for name in [*moments, *scalars]}
+    def allocate_states(self, names: Collection[str]) -> None:
+        """Give exactly the named parameters moments and scalars to load into."""
         for tier in self.tiers:
-            tier.scalars = {
-                segment: self._scalars_of(name, scalars, tier.device)
-                for group in tier.states.sub_groups
-                for segment in group.segments
-                if (name := tier.shards[segment.shard].name) in stepped
-            }
-
-    def _scalars_of(self, name: str, scalars: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-        """Fused optimizers need their scalars on the device of the step, the others on the CPU."""
-        device = device if self._torch.defaults.get("fused") else torch.device("cpu")
-        own = {key.partition(".")[0]: number for key, number in scalars.items() if key.partition(".")[2] == name}
-        return {kind: torch.tensor(number, dtype=torch.float32, device=device) for kind, number in own.items()}
+            tier.allocate_scalars(names)
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -6,11 +6,10 @@ which FSDP2 has rounded it. Sums over several micro-batches are fp32. A sum in h
 ZeRO-Offload: upload the sum, add, download.
 
 The step goes through the sub-groups in order. The optimizer is any class of torch that steps elementwise: it gets the
-segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory, one per
-segment.
+segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,21 +95,25 @@ class Gradients:
 class Tier:
     """Shards whose states are in `states`, stepped on `device`.
 
-    `moments` names the optimizer's states that have the shape of the parameter. `after_write` is called when the shards
-    of a sub-group have new values in the module.
+    `example` has the optimizer's states of any parameter: moments have its shape, the others are scalars. `after_write`
+    is called when the shards of a sub-group have new values in the module.
     """
 
     def __init__(
         self,
         shards: Sequence[Shard],
         states: States,
-        moments: Sequence[str],
+        example: Mapping[str, Tensor],
         device: torch.device,
         after_write: Callable[[], None] | None = None,
     ) -> None:
-        self.shards, self.states, self.moments, self.device = shards, states, moments, device
+        self.shards, self.states, self.device = shards, states, device
+        self.moments = [kind for kind, value in example.items() if value.ndim]
+        for kind in (MASTER, *self.moments):
+            states.add(kind)
         self.gradients = Gradients(device)
-        self.scalars: dict[Segment, dict[str, Any]] = {}  # of the segments that were stepped
+        self._example = example
+        self._scalars: dict[int, dict[str, Any]] = {}  # of the shards that were stepped
         self._after_write = after_write
         self._fp32_gradients: Tensor | None = None
         self._is_upload = device.type == "cpu" and shards[0].flat.device.type == "cuda"
@@ -119,6 +122,21 @@ class Tier:
         """Return each parameter with the norm of its local gradient."""
         self.gradients.wait()
         return [(shard.parameter, self.gradients.norm(number)) for number, shard in enumerate(self.shards)]
+
+    def state(self, number: int, averages: Sequence[str]) -> dict[str, Any]:
+        """Return the states of a shard by kind: master weight, moments, averages, scalars."""
+        shape, scalars = dtensors.local(self.shards[number].parameter).shape, self._scalars.get(number)
+        kinds = (MASTER, *averages, *(() if scalars is None else self.moments))
+        return {kind: self.states.shard(kind, number).view(shape) for kind in kinds} | (scalars or {})
+
+    def allocate_scalars(self, names: Collection[str]) -> None:
+        """Give scalar states to exactly the named shards, so that they have all states."""
+        scalars = {kind: value for kind, value in self._example.items() if not value.ndim}
+        self._scalars = {
+            number: {kind: torch.zeros_like(value) for kind, value in scalars.items()}
+            for number, shard in enumerate(self.shards)
+            if shard.name in names
+        }
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float, average_weight: float | None) -> None:
         """Step the shards that have a gradient, multiplied by `factor`, and write them to the module.
@@ -169,9 +187,9 @@ class Tier:
         for segment in segments:
             master = nn.Parameter(states[MASTER][segment.slice])
             master.grad = self._fp32_gradient(segment, factor)
-            if segment in self.scalars:
-                moments = {kind: states[kind][segment.slice] for kind in self.moments}
-                optimizer.state[master] = self.scalars[segment] | moments
+            if segment.shard in self._scalars:
+                scalars = {kind: value.clone() for kind, value in self._scalars[segment.shard].items()}
+                optimizer.state[master] = scalars | {kind: states[kind][segment.slice] for kind in self.moments}
             elif initial is not None:
                 optimizer.state[master] = {name: _full_like(value, master) for name, value in initial.items()}
             masters.append((segment, master))
@@ -184,12 +202,13 @@ class Tier:
             group["params"] = []
 
     def _store(self, segment: Segment, state: dict[str, Any], states: dict[str, Tensor]) -> None:
-        """Copy moments that the optimizer has just created to their storage, and keep the scalars."""
+        """Copy moments that the optimizer has just created to their storage. The last segment's scalars are stored."""
         for kind in self.moments:
             stored, value = states[kind][segment.slice], state.pop(kind, None)
             if value is not None and value.data_ptr() != stored.data_ptr():
                 stored.copy_(value)
-        self.scalars[segment] = state
+        if segment.stop == self.shards[segment.shard].flat.numel():
+            self._scalars[segment.shard] = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
 
     def _fp32_gradient(self, segment: Segment, factor: float) -> Tensor:
         gradient = self.gradients.of(segment)

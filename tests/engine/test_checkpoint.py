@@ -19,7 +19,7 @@ from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state, storage
 from engine.checkpoint import checkpointer as checkpointer_module
 from engine.checkpoint.storage import LocalChunks, Writer
-from engine.config import LossScale, Precision
+from engine.config import LossScale, Precision, Tier
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
@@ -209,6 +209,19 @@ def test_a_resumed_engine_has_all_state(tmp_path: Path) -> None:
         for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(dtensors.local(ours[moment]), dtensors.local(theirs[moment]))
     assert_equal(advance(fresh, 4, STEPS), advance(engine, 4, STEPS))
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_a_checkpoint_after_a_forward_has_masters_and_states(tier: Tier, tmp_path: Path) -> None:
+    """A forward leaves parameters in compute precision in the module; a checkpoint has those of the optimizer."""
+    config = EngineConfig(zero_stage=2, dtype="bf16", offload_optimizer=tier)
+    engine, other = (Engine(Net(), config, optimizer=OPTIMIZER) for _ in range(2))
+    advance(engine, 1, 2)
+    with torch.no_grad():
+        engine(torch.ones(1, WIDTH))
+    engine.save(tmp_path / "step-2")
+    other.load(tmp_path / "step-2")
+    assert_equal(advance(other, 3, STEPS), advance(engine, 3, STEPS))
 
 
 def test_training_continues_while_the_old_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

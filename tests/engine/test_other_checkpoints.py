@@ -31,10 +31,10 @@ def sequence(out: int = WIDTH, *, bias: bool = True) -> nn.Module:
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], OptimizerConfig, str]] = {
-    "names": (lambda: nn.Linear(WIDTH, WIDTH), ADAMW, "it has no parameter.weight"),
-    "shapes": (lambda: sequence(2), ADAMW, r"0.weight has shape \(6, 6\) there, and \(2, 6\) here"),
-    "fewer": (lambda: sequence(bias=False), ADAMW, "parameter.0.bias was trained there, and is not trained here"),
-    "buffers": (normed, ADAMW, "it has no buffer.1.running"),
+    "names": (lambda: nn.Linear(WIDTH, WIDTH), ADAMW, r"parameter.weight is absent there and \(6, 6\) here"),
+    "shapes": (lambda: sequence(2), ADAMW, r"parameter.0.weight is \(6, 6\) there and \(2, 6\) here"),
+    "fewer": (lambda: sequence(bias=False), ADAMW, r"parameter.0.bias is \(6,\) there and absent here"),
+    "buffers": (normed, ADAMW, r"buffer.1.running_mean is absent there and \(6,\) here"),
     "optimizer": (sequence, LION, "its optimizer has the states exp_avg, exp_avg_sq, step; lion has exp_avg$"),
     "numbers": (sequence, NADAM, "nadam has .*mu_product"),
 }

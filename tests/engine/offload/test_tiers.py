@@ -155,10 +155,8 @@ def test_16_bit_shards_and_fp32_masters(dtype: str) -> None:
 
 def masters(engine: Engine) -> dict[str, Tensor]:
     assert isinstance(engine.optimizer, OffloadedOptimizer)
-    states = engine.optimizer.states().items()
-    return {
-        name.removeprefix("parameter."): state.values.clone() for name, state in states if name.startswith("parameter.")
-    }
+    states = engine.optimizer.state
+    return {name: states[p]["parameter"].clone() for name, p in engine.module.named_parameters()}
 
 
 def test_masters_start_with_the_unrounded_parameters() -> None:
