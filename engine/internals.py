@@ -12,7 +12,7 @@ parameter since 2.15, where `unsharded_accumulated_grad` is a property that retu
 | --- | --- |
 | `torch.utils._pytree` | functions on nested containers |
 | `torch.distributed._functional_collectives` | collectives that `torch.compile` traces |
-| FSDP2's `AllGather`, `ReduceScatter` | base classes for `FSDPModule.set_custom_all_gather` and its like |
+| FSDP2's `DefaultAllGather`, `DefaultReduceScatter` | base classes for `set_custom_all_gather` and its like |
 | `torch._dynamo.config` | the limit of compilations of one function |
 | `_StridedShard` | the placement of several concatenated matrices that are split over ranks |
 | `torch.ops.mkldnn` | linear layers with weights that oneDNN has packed before |
@@ -30,8 +30,8 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_flatten as tree_flatten

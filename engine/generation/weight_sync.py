@@ -173,16 +173,16 @@ def lora_update(layer: nn.Module, device: torch.device, rows: slice = slice(None
 def _full_values(copy: WeightCopy) -> Tensor:
     """Return the full parameter with its LoRA update: in the target's memory if its rows fit there."""
     parameter, target = copy.parameter, copy.target
-    if not dtensors.is_row_sharded(parameter):  # full on each rank, or split by training's tensor parallelism
+    if (mesh := dtensors.row_mesh(parameter)) is None:  # full on each rank, or split by training's tensor parallelism
         return _with_lora(copy, dtensors.full_tensor(parameter), slice(None))
-    ranks, shape = dtensors.shard_count(parameter), parameter.shape
+    ranks, shape = mesh.size(), parameter.shape
     rows = -(-len(parameter) // ranks)
     values = _with_lora(copy, dtensors.local(parameter), dtensors.local_rows(parameter))
     shard = target.new_empty(rows, *shape[1:])  # the last ranks may have fewer rows; the others are padding
     shard[: len(values)].copy_(values)
     fits = copy.slice is None and rows * ranks == len(parameter)
     full = target if fits else target.new_empty(rows * ranks, *shape[1:])
-    collectives.all_gather(full.view(-1), shard.view(-1), dtensors.shard_group(parameter))
+    collectives.all_gather(full.view(-1), shard.view(-1), mesh.get_group())
     return full[: len(parameter)]
 
 

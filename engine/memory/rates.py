@@ -196,7 +196,7 @@ def _adam_seconds(device: torch.device) -> float:
 
 def _all_reduce_seconds(device: torch.device) -> float:
     message = torch.zeros(MESSAGE_BYTES // 4, device=device)
-    return _seconds(lambda: collectives.all_reduce_sum(message)) / MESSAGE_BYTES
+    return _seconds(lambda: collectives.all_reduce(message)) / MESSAGE_BYTES
 
 
 def _copy_seconds(device: torch.device) -> float:

@@ -76,10 +76,10 @@ class OneBitAdam(torch.optim.Optimizer):
         gradients = self._gradients()
         if self.is_warming_up:
             for gradient in gradients:
-                collectives.average(gradient)
+                collectives.all_reduce(gradient.div_(dist.world().size), kind="reduce")
             return dtensors.squared_norm(gradients).item()
         squared = dtensors.squared_norm(gradients)
-        collectives.average(squared)
+        collectives.all_reduce(squared.div_(dist.world().size), kind="reduce")
         return squared.item()
 
     def scale(self, factor: float) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from engine.internals import functional_collectives
 from engine.parallel import dist
@@ -62,31 +62,15 @@ def count_all_reduce(kind: Kind, tensor: Tensor, ranks: int) -> None:
     count_bytes(kind, 2 * tensor.nbytes * (ranks - 1) // ranks)
 
 
-def all_reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum over ranks, in place; return the tensor."""
-    return _all_reduce(tensor, torch_dist.ReduceOp.SUM, group)
-
-
-def all_reduce_max(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Compute the elementwise maximum over ranks, in place; return the tensor."""
-    return _all_reduce(tensor, torch_dist.ReduceOp.MAX, group)
-
-
-def _all_reduce(tensor: Tensor, op: Any, group: ProcessGroup | None) -> Tensor:
+def all_reduce(
+    tensor: Tensor, group: ProcessGroup | None = None, *, op: Literal["sum", "max"] = "sum", kind: Kind = "other"
+) -> Tensor:
+    """Compute the sum or the elementwise maximum over ranks, in place; return the tensor."""
     if dist.world().size > 1:
-        count_all_reduce("other", tensor, group.size() if group is not None else dist.world().size)
+        count_all_reduce(kind, tensor, group.size() if group is not None else dist.world().size)
         with dist.observed("all_reduce", tensor.shape):
-            torch_dist.all_reduce(tensor, op=op, group=group)
+            torch_dist.all_reduce(tensor, getattr(torch_dist.ReduceOp, op.upper()), group)
     return tensor
-
-
-def average(gradient: Tensor) -> None:
-    """Compute the mean of a gradient over all ranks, in place."""
-    ranks = dist.world().size
-    if ranks > 1:
-        count_all_reduce("reduce", gradient, ranks)
-        with dist.observed("all_reduce", gradient.shape):
-            torch_dist.all_reduce(gradient.div_(ranks))
 
 
 def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -97,26 +81,12 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-def all_gather(
-    output: Tensor, local: Tensor, group: ProcessGroup | None = None, *, kind: Kind = "gather", async_op: bool = False
-) -> Work | None:
+def all_gather(output: Tensor, local: Tensor, group: ProcessGroup | None = None, *, kind: Kind = "gather") -> None:
     """Write the tensors (n,) of all ranks to `output` (ranks * n,), in rank order."""
     count_bytes(kind, output.nbytes - local.nbytes)
     gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor  # renamed in 2.13
     with dist.observed("all_gather", local.shape):
-        work: Work | None = gather(output, local, group=group, async_op=async_op)
-    return work
-
-
-def reduce_scatter(
-    output: Tensor, full: Tensor, group: ProcessGroup, op: Any, *, async_op: bool = False
-) -> Work | None:
-    """Write this rank's part (n,) of the sum or mean of gradients (ranks * n,) to `output`."""
-    count_bytes("reduce", output.nbytes * (group.size() - 1))
-    scatter = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor  # renamed in 2.13
-    with dist.observed("reduce_scatter", full.shape):
-        work: Work | None = scatter(output, full, op=op, group=group, async_op=async_op)
-    return work
+        gather(output, local, group=group)
 
 
 def all_to_all(rows: Tensor, group: ProcessGroup | None = None, *, kind: Kind) -> Tensor:
@@ -186,7 +156,7 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return functional_collectives.all_reduce(x, "sum", group)
-    return all_reduce_sum(x.clone(), group)  # a copy: autograd may hold the same tensor
+    return all_reduce(x.clone(), group)  # a copy: autograd may hold the same tensor
 
 
 def _concatenate(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.fsdp import FSDPModule
 
 from engine.config import Compress
-from engine.internals import AllGather, ReduceScatter
+from engine.internals import DefaultAllGather, DefaultReduceScatter
 from engine.parallel import collectives, dist
 
 BLOCK = 256  # values with one scale
@@ -44,23 +44,18 @@ def _reduces_int8(compress: Compress) -> bool:
     return compress in ("reduce8", "both")
 
 
-class _NewBuffers:
-    """Allocate new buffers for each call."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(_NewBuffers, AllGather):
+class Gather(DefaultAllGather):
     """The all-gather of the backend."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        return collectives.all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        collectives.count_bytes("gather", output_tensor.nbytes - input_tensor.nbytes)
+        with dist.observed("all_gather", input_tensor.shape):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-class GatherInt8(_NewBuffers, AllGather):
+class GatherInt8(DefaultAllGather):
     """An all-gather of blockwise int8. A rank decodes its own shard too, so that all ranks have equal weights."""
 
     def __call__(
@@ -73,16 +68,18 @@ class GatherInt8(_NewBuffers, AllGather):
             output.copy_(decode(each, len(output)))
 
 
-class Reduce(_NewBuffers, ReduceScatter):
+class Reduce(DefaultReduceScatter):
     """The reduce-scatter of the backend."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> Work | None:
-        return collectives.reduce_scatter(output_tensor, input_tensor, group, op, async_op=async_op)
+    ) -> Work:
+        collectives.count_bytes("reduce", input_tensor.nbytes - output_tensor.nbytes)
+        with dist.observed("reduce_scatter", input_tensor.shape):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-class Exchange(ReduceScatter):
+class Exchange(DefaultReduceScatter):
     """A reduce-scatter by all-to-all: each rank sums the parts that it receives, in fp32."""
 
     def __init__(self, ranks: int) -> None:
@@ -96,7 +93,7 @@ class Exchange(ReduceScatter):
         self._output_size = 0 if is_output else numel // self._ranks
         return torch.empty(numel, dtype=torch.float32 if is_output else dtype, device=device)
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         self._sum_received(input_tensor.view(self._ranks, -1), output_tensor, group)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -97,30 +96,20 @@ def _gather_2d(tensor: DTensor) -> Tensor:
     return torch.cat([chunks[matrix] for matrix in range(matrices) for chunks in by_rank], last.dim)
 
 
-def is_row_sharded(tensor: Tensor) -> bool:
-    """Return whether FSDP2 sharded the rows of a tensor, and nothing else split it."""
-    if not isinstance(tensor, DTensor):
-        return False
-    sharded = [p for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if p.is_shard() and n > 1]
-    return len(sharded) == 1 and type(sharded[0]) is Shard and sharded[0].dim == 0 and shard_count(tensor) > 1
-
-
-def shard_count(tensor: Tensor) -> int:
-    """Return the number of ranks over which FSDP2 sharded a tensor."""
-    if not isinstance(tensor, DTensor) or "shard" not in (tensor.device_mesh.mesh_dim_names or ()):
-        return 1
-    return tensor.device_mesh["shard"].size()
+def row_mesh(tensor: Tensor) -> DeviceMesh | None:
+    """Return the ranks over which FSDP2 sharded the rows of a tensor. None if these rows are not sharded, or split."""
+    dims = _sharded_dims(tensor)
+    if len(dims) != 1 or not isinstance(tensor, DTensor):
+        return None
+    (mesh, dim) = dims[0]
+    placement: Any = tensor.placements[dim]
+    is_row_shard = type(placement) is Shard and placement.dim == 0
+    return mesh["shard"] if is_row_shard and (mesh.mesh_dim_names or ())[dim] == "shard" else None
 
 
 def shard_rank(tensor: Tensor) -> int:
     """Return the number of this rank's shard of a tensor, as FSDP2 sharded it."""
     return tensor.device_mesh["shard"].get_local_rank() if isinstance(tensor, DTensor) else 0
-
-
-def shard_group(tensor: Tensor) -> ProcessGroup:
-    """Return the ranks over which FSDP2 sharded a tensor."""
-    assert isinstance(tensor, DTensor)
-    return tensor.device_mesh.get_group("shard")
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -142,7 +131,7 @@ def sum_of_squares(norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for (dims, _), members in groups.items():
         squares = torch.stack(members).to(device, torch.float64).square().sum()
         for mesh, dim in dims:
-            collectives.all_reduce_sum(squares, group=mesh.get_group(dim))
+            collectives.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
     return total
 
@@ -173,8 +162,8 @@ def token_logprobs(
     group: Any = mesh.get_group()
     shard = kernels.VocabularyShard(
         mesh.get_local_rank() * len(rows),
-        partial(collectives.all_reduce_max, group=group),
-        partial(collectives.all_reduce_sum, group=group),
+        partial(collectives.all_reduce, group=group, op="max"),
+        partial(collectives.all_reduce, group=group),
     )
     local_bias = None if bias is None else local(bias)
     return kernels.token_logprobs(hidden, rows, targets, temperature, local_bias, softcap, shard)

@@ -119,14 +119,14 @@ class Pipeline:
             return
         for name, parameter in self.module.named_parameters():
             if name in self.split.tied and parameter.grad is not None:
-                collectives.all_reduce_sum(dtensors.local(parameter.grad), group=self._ends)
+                collectives.all_reduce(dtensors.local(parameter.grad), group=self._ends)
 
     def squared_norm(self) -> float:
         """Return the sum of squares of the full model's gradients, the same number on every rank."""
         counted_on_first_rank = frozenset() if self.split.is_first else self.split.tied
         named = self.module.named_parameters()
         gradients = [p.grad for name, p in named if p.grad is not None and name not in counted_on_first_rank]
-        return collectives.all_reduce_sum(dtensors.squared_norm(gradients), group=self._group).item()
+        return collectives.all_reduce(dtensors.squared_norm(gradients), group=self._group).item()
 
     def broadcast_from_last(self, value: Any) -> Any:
         """Return the last rank's object on every rank."""

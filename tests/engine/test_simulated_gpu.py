@@ -45,7 +45,7 @@ def test_gpu_tests_pass_without_a_fault() -> None:
 
 def misuse_the_device() -> None:
     """Misuse the simulated device in each way that it detects. Each misuse leaves a fault or raises an error."""
-    from engine.parallel import collectives
+    from engine.parallel import comm_hooks
     from tests.simulated_gpu import cuda
 
     side = torch.cuda.Stream()
@@ -101,7 +101,7 @@ def misuse_the_device() -> None:
         "cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     x, y = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
-    work = collectives.all_gather(y, x, async_op=True)
+    work = comm_hooks.Gather()(y, x, torch.distributed.group.WORLD, async_op=True)
     y.sum()
     assert any("reads what all_gather wrote" in fault for fault in cuda.faults())
     work.wait()
