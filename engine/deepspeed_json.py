@@ -138,7 +138,7 @@ def ignored(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each key without effect, unless its value switches the feature off."""
     for name, value in _leaves(config):
         if name in KEYS and KEYS[name].kind == "ignored" and value != "auto" and not _is_off(name, value):
-            yield f"{name} has no effect: {KEYS[name].note}"
+            yield f"{name} has no effect (see docs/reference/deepspeed.md)"
 
 
 def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class Key:
     """A key: its JSON type, or "ignored" (no effect), or "unsupported" (only a value that switches it off is accepted).
 
     `field` is the field of `EngineConfig`, in the section `fp16` of `LossScale`. A key without a field sets several
-    fields, or one field with other keys. `note` says why a key is ignored, or what to write instead of it.
+    fields, or one field with other keys. `note` says what to write instead of an unsupported key.
     """
 
     kind: Literal["bool", "int", "number", "text", "pair", "ignored", "unsupported"]
@@ -56,53 +56,30 @@ SUPPORTED: dict[str, Key] = {
     "activation_checkpointing.number_checkpoints": Key("int"),
 }
 
-ALWAYS = "always on"
-ENGINE = "the engine or the model decides"
-FSDP2 = "FSDP2 gathers and reduces one block at a time, and gathers the next block during computation"
-FP32 = "gradients are reduced and accumulated in fp32"
-SAVED = "checkpoints are sharded, written in the background, and load at any number of ranks; an export is not sharded"
-IGNORED: dict[str, dict[str, str]] = {
-    "": {
-        FP32: "prescale_gradients gradient_predivide_factor fp32_allreduce gradient_accumulation_dtype data_types",
-        "the training loop logs metrics, and torch.profiler records operations": "steps_per_print wall_clock_breakdown "
-        "timers tensorboard wandb csv_monitor comet flops_profiler memory_breakdown comms_logger dump_state",
-        SAVED: "use_node_local_storage checkpoint nebula",
-        ENGINE: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather graph_harvesting aio "
-        "seq_parallel_communication_data_type use_data_before_expert_parallelism vocabulary_size",
-    },
-    "fp16": {ALWAYS: "auto_cast"},
-    "bf16": {ALWAYS: "immediate_grad_update check_grad_overflow"},
-    "zero_optimization": {
-        FSDP2: "reduce_bucket_size allgather_bucket_size use_multi_rank_bucket_allreduce contiguous_gradients "
-        "round_robin_gradients stage3_prefetch_bucket_size stage3_param_persistence_threshold "
-        "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
-        "stage3_module_granularity_threshold leaf_module stage3_use_all_reduce_for_fetch_params "
-        "stage3_allgather_sequential memory_efficient_linear enable_sanity_checks log_trace_cache_warnings "
-        "legacy_stage1 override_module_apply mics_hierarchical_params_gather",
-        ALWAYS: "overlap_comm reduce_scatter allgather_partitions ignore_unused_parameters cpu_offload_use_pin_memory",
-        SAVED: "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-        "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
-    },
-    "zero_optimization.offload_param": {
-        ALWAYS: "pin_memory",
-        "the page cache buffers shards on NVMe": "buffer_count buffer_size max_in_cpu",
-    },
-    "zero_optimization.offload_optimizer": {
-        ALWAYS: "pin_memory pipeline_read pipeline_write",
-        "sub_group_size sets the size of the buffers": "buffer_count",
-        "the first step creates the optimizer states": "fast_init",
-        "OMP_NUM_THREADS sets the number of cores": "cpuadam_cores_perc",
-    },
-    "activation_checkpointing": {
-        ENGINE: "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
-    },
-    "hybrid_engine": {
-        "`engine.generating()` is always available": "enabled",
-        "`engine.generating(keep=False)` frees the buffers": "release_inference_cache",
-        "the generator decides": "max_out_tokens pin_parameters tp_gather_partition_size enable_cuda_graph",
-    },
+IGNORED: dict[str, str] = {
+    "": "prescale_gradients gradient_predivide_factor fp32_allreduce gradient_accumulation_dtype data_types "
+    "steps_per_print wall_clock_breakdown timers tensorboard wandb csv_monitor comet flops_profiler memory_breakdown "
+    "comms_logger dump_state use_node_local_storage checkpoint nebula zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer disable_allgather graph_harvesting aio seq_parallel_communication_data_type "
+    "use_data_before_expert_parallelism vocabulary_size",
+    "fp16.": "auto_cast",
+    "bf16.": "immediate_grad_update check_grad_overflow",
+    "zero_optimization.": "reduce_bucket_size allgather_bucket_size use_multi_rank_bucket_allreduce "
+    "contiguous_gradients round_robin_gradients stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_module_granularity_threshold leaf_module stage3_use_all_reduce_for_fetch_params "
+    "stage3_allgather_sequential memory_efficient_linear enable_sanity_checks log_trace_cache_warnings legacy_stage1 "
+    "override_module_apply mics_hierarchical_params_gather overlap_comm reduce_scatter allgather_partitions "
+    "ignore_unused_parameters cpu_offload_use_pin_memory stage3_gather_16bit_weights_on_model_save "
+    "stage3_gather_fp16_weights_on_model_save load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
+    "zero_optimization.offload_param.": "pin_memory buffer_count buffer_size max_in_cpu",
+    "zero_optimization.offload_optimizer.": "pin_memory pipeline_read pipeline_write buffer_count fast_init "
+    "cpuadam_cores_perc",
+    "activation_checkpointing.": "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+    "hybrid_engine.": "enabled release_inference_cache max_out_tokens pin_parameters tp_gather_partition_size "
+    "enable_cuda_graph",
 }
-"""Reason and names of keys without effect, by section."""
+"""Names of keys without effect, by section. The page has the reasons."""
 
 MASTERS = "master weights, gradients and optimizer states are fp32; write false"
 REMOVE = "remove this section"
@@ -137,12 +114,7 @@ UNSUPPORTED: dict[str, str] = {
 
 KEYS: dict[str, Key] = {
     **SUPPORTED,
-    **{
-        f"{section}.{name}".lstrip("."): Key("ignored", note=reason)
-        for section, rows in IGNORED.items()
-        for reason, names in rows.items()
-        for name in names.split()
-    },
+    **{section + name: Key("ignored") for section, names in IGNORED.items() for name in names.split()},
     **{name: Key("unsupported", note=remedy) for name, remedy in UNSUPPORTED.items()},
 }
 
