@@ -36,10 +36,8 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     is_trained, has_tier = optimizer is not None, uses_offload(config, optimizer)
     if optimizer is not None:
         check_optimizer(config, optimizer)
-    if not is_trained or has_tier or config.states == "bf16":
-        _cast_parameters(module, TORCH_DTYPE[config.dtype])
-    else:
-        _make_masters(module, also_frozen=config.dtype == "fp32")
+    has_masters = is_trained and not has_tier and config.states == "fp32"
+    _cast_parameters(module, TORCH_DTYPE[config.dtype], has_masters=has_masters)
     _split(module, config)
     if config.dtype == "fp32" and dist.world().device.type == "cpu":
         widen_linears(module)
@@ -163,17 +161,15 @@ def _compile_blocks(module: nn.Module) -> None:
         block.compile()
 
 
-def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters only: rotary frequencies, which are buffers, need fp32."""
-    module._apply(lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
-
-
-def _make_masters(module: nn.Module, *, also_frozen: bool) -> None:
-    """Cast trained 16-bit parameters to fp32, with `also_frozen` all of them."""
+def _cast_parameters(module: nn.Module, dtype: torch.dtype, *, has_masters: bool) -> None:
+    """Cast parameters to `dtype`, or with masters the trained 16-bit ones to fp32; buffers need their own precision."""
 
     def cast(t: Tensor) -> Tensor:
-        is_16_bit = isinstance(t, nn.Parameter) and t.is_floating_point() and t.itemsize < 4
-        return t.float() if is_16_bit and (also_frozen or t.requires_grad) else t
+        if not isinstance(t, nn.Parameter) or not t.is_floating_point():
+            return t
+        if not has_masters:
+            return t.to(dtype)
+        return t.float() if t.itemsize < 4 and (t.requires_grad or dtype == torch.float32) else t
 
     module._apply(cast)
 

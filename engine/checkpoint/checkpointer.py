@@ -78,7 +78,7 @@ class Checkpointer:
             tensors,
             storage_writer=Writer(folder, values, then),
             planner=SavePlanner(),
-            process_group=dist.background_group(),
+            process_group=dist.host_group("background"),
         )
         if not can_copy:
             wait([self._pending])

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import psutil
 import torch
@@ -101,9 +101,7 @@ class observed:
 _observer: CollectiveObserver | None = None
 _world: World | None = None
 _cache: dict[Any, Any] = {}
-_host_group: dist.ProcessGroup | None = None
-_background_group: dist.ProcessGroup | None = None
-_patient_group: dist.ProcessGroup | None = None
+_groups: dict[str, dist.ProcessGroup] = {}  # Gloo groups of all ranks
 _stop_requested_here = False
 _stop_requested = False
 
@@ -121,7 +119,7 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     store also outlives a restart of the ranks, so its restart count is part of the prefix. `device` is "cpu" or "cuda";
     the default is CUDA if the machine has it.
     """
-    global _world, _host_group, _background_group, _patient_group
+    global _world
     if _world is not None:
         return _world
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -146,9 +144,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         timeout=TIMEOUT,
         device_id=own_device if kind == "cuda" else None,
     )
-    _host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    _background_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    _patient_group = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)
+    for name, timeout in {"host": TIMEOUT, "background": TIMEOUT, "patient": RANK_ZERO_TIMEOUT}.items():
+        _groups[name] = dist.new_group(backend="gloo", timeout=timeout)
     _world = World(rank, size, local_rank, own_device)
     return _world
 
@@ -180,11 +177,12 @@ def _choose_interface(store: dist.Store, rank: int, size: int) -> None:
 
 def stop() -> None:
     """Leave the process group. A second call does nothing."""
-    global _world, _host_group, _background_group, _patient_group, _stop_requested_here, _stop_requested
+    global _world, _stop_requested_here, _stop_requested
     if _world is not None and dist.is_initialized():
         dist.destroy_process_group()
-    _world = _host_group = _background_group = _patient_group = None
+    _world = None
     _stop_requested_here = _stop_requested = False
+    _groups.clear()
     _cache.clear()
 
 
@@ -226,18 +224,13 @@ def cached(key: Any, make: Callable[[], T]) -> T:
     return value
 
 
-def host_group() -> dist.ProcessGroup:
-    """Return the Gloo group of all ranks for numbers and objects on the host."""
-    world()
-    assert _host_group is not None
-    return _host_group
+def host_group(name: Literal["host", "background", "patient"] = "host") -> dist.ProcessGroup:
+    """Return a Gloo group of all ranks for numbers and objects on the host.
 
-
-def background_group() -> dist.ProcessGroup:
-    """Return the Gloo group for a background thread (checkpoints). Two threads on one group would deadlock."""
+    "background" is for a thread (checkpoints), because two threads on one group would deadlock. "patient" waits a day.
+    """
     world()
-    assert _background_group is not None
-    return _background_group
+    return _groups[name]
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -296,7 +289,7 @@ def broadcast_object(
         return value
     objects = [value]
     with observed("broadcast_object"):
-        group = _patient_group if patient else group or host_group()
+        group = group or host_group("patient" if patient else "host")
         dist.broadcast_object_list(objects, group=group, group_src=source)
     return objects[0]
 
