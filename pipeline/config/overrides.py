@@ -10,6 +10,9 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -44,8 +47,15 @@ def groups() -> dict[str, list[str]]:
 
 def default_options() -> dict[str, str | None]:
     """Return the default option of each group, from conf/config.yaml."""
-    entries = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    return {key: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
+    entries = [entry for entry in read_option(CONF / "config.yaml")["defaults"] if isinstance(entry, dict)]
+    return {key: value for entry in entries for key, value in entry.items() if not key.startswith("override hydra/")}
+
+
+@cache
+def read_option(file: Path) -> dict[str, Any]:
+    """Return the content of a file of `conf/`. Each process reads a file once; do not change the result."""
+    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return content
 
 
 def split(token: str) -> tuple[str, str, str | None]:

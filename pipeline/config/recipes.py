@@ -8,12 +8,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline.config.overrides import default_options, groups
+from pipeline.config.overrides import default_options, groups, read_option
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
 from pipeline.installation import CONF
@@ -128,11 +129,9 @@ def has_own_model(values: Mapping[str, str | None]) -> bool:
 
 def read_recipe(name: str, reason: str) -> Recipe:
     """Read a file of `conf/recipe`. Raises UserError if it is not a mapping in YAML."""
-    from omegaconf import OmegaConf  # reads 1e-5 as a number, which PyYAML does not
-
     file = CONF / "recipe" / f"{name}.yaml"
     try:
-        settings = OmegaConf.to_container(OmegaConf.load(file))
+        settings = _read_settings(file)
     except FileNotFoundError:
         options = ", ".join(groups().get("recipe", []))
         raise UserError(f"recipe={name} is not an option of recipe. Options: {options}") from None
@@ -141,6 +140,14 @@ def read_recipe(name: str, reason: str) -> Recipe:
     if not isinstance(settings, dict):
         raise UserError(f"{file} has no settings: write KEY: VALUE lines, such as `sft: {{lr: 1e-5}}`")
     return Recipe(name, reason, {str(key): value for key, value in settings.items()})
+
+
+@cache
+def _read_settings(file: Path) -> Any:
+    """Return the content of a recipe, which each process reads once. Callers do not change it."""
+    from omegaconf import OmegaConf  # reads 1e-5 as a number, which PyYAML does not
+
+    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 def _of_model(
@@ -209,7 +216,7 @@ def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any
     from huggingface_hub import try_to_load_from_cache
 
     option = CONF / "model" / f"{values.get(group) or values.get(f'model@{group}')}.yaml"
-    settings = yaml.safe_load(option.read_text(encoding="utf-8")) if option.is_file() else {}
+    settings = dict(read_option(option)) if option.is_file() else {}
     try:
         for key in ("path", "hub"):
             settings[key] = (values.get(f"{group}.{key}") or settings.get(key) or "").strip("'\"")
