@@ -76,7 +76,8 @@ def flipped_arguments(folder: Path, examples: int) -> list[str]:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     train, held_out = paths.values()
     sources = f"data.sources=[{{path: {train}, eval_path: {held_out}, stages: [reward]}}]"
-    return ["-m", "step2_reward", f"run_dir={folder}", f"actor={DEMO / 'sft'}", "seed=1", "tracking=none", sources]
+    start = ["recipe=tiny-demo", f"model.path={DEMO / 'sft' / 'model'}"]
+    return ["-m", "step2_reward", f"run_dir={folder}", *start, "seed=1", "tracking=none", sources]
 
 
 def case_result(case: str, trained: RunReading) -> Result:

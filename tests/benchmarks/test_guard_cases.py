@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 from benchmarks import guard_cases
+from pipeline.config.check import validate
+from pipeline.config.compose import compose
 from pipeline.demo import rows_of
 from pipeline.report.data import read_run
 from tests.benchmarks.test_demo_seeds import CONFIG, rows
@@ -18,6 +20,9 @@ def test_the_pairs_have_swapped_labels(tmp_path: Path) -> None:
         expected = rows_of(kind, 200, 1)
         assert [(row["chosen"], row["rejected"]) for row in actual] == [(r["rejected"], r["chosen"]) for r in expected]
         assert [row["prompt"] for row in actual] == [row["prompt"] for row in expected]
+    config = validate(compose(["stage=reward", *arguments[2:]]))
+    assert config.model.path == f"{guard_cases.DEMO}/sft/model"
+    assert config.reward == validate(compose([])).reward  # the recipe of the demo
 
 
 def test_each_case_starts_from_the_models_of_the_demo() -> None:
@@ -26,6 +31,7 @@ def test_each_case_starts_from_the_models_of_the_demo() -> None:
     rewards = {case: [word for word in by_case[case] if word.startswith("reward=")] for case in by_case}
     assert rewards.pop("length") == []
     assert rewards.pop("flipped") == [f"reward={guard_cases.FOLDER}/flipped-reward/reward"]
+    validate(compose(["stage=ppo", *by_case["long-grpo"][2:]]))
     assert all(words == [f"reward={guard_cases.DEMO}/reward"] for words in rewards.values())
 
 
