@@ -73,11 +73,7 @@ def build(
     kind = _bf16_adamw() if states == "bf16" else optimizer_class(config.name)
     optimizer = with_groups(parameter_groups(trainable, config), config, kind)
     if kind in ADAMS.values():
-        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if config.options.get("amsgrad") else ()))
-        for parameter in trainable:
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in names}
-            optimizer.state[parameter] = {"step": step, **moments}
+        allocate_states(module, optimizer, config, [name for name, p in module.named_parameters() if p.requires_grad])
     return optimizer
 
 
@@ -169,12 +165,13 @@ def parameter_groups(trainable: list[nn.Parameter], config: OptimizerConfig) -> 
 def allocate_states(
     module: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, names: Collection[str]
 ) -> None:
-    """Give exactly the named parameters states to load into: a parameter without a gradient has none yet."""
+    """Give exactly the named parameters states, zeros: a parameter without a gradient has none yet."""
+    examples: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if name not in names:
             optimizer.state.pop(parameter, None)
         elif not optimizer.state.get(parameter):
-            example = example_states(config, parameter.device)
+            examples = examples or example_states(config, parameter.device)
             optimizer.state[parameter] = {
-                kind: torch.zeros_like(parameter if value.ndim else value) for kind, value in example.items()
+                kind: torch.zeros_like(parameter if value.ndim else value) for kind, value in examples.items()
             }

@@ -165,19 +165,13 @@ class LossScaler:
         self.last_overflow = self.steps
 
     def state(self) -> dict[str, float]:
-        return {
-            "scale": self.scale,
-            "steps": self.steps,
-            "last_overflow": self.last_overflow,
-            "budget": self.budget,
-            "skipped": self.skipped,
-            "moves": self.moves,
-        }
+        names = ("scale", "steps", "last_overflow", "budget", "skipped", "moves")
+        return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, float]) -> None:
         """Restore a saved state. The scale is restored only if it adapts in both precisions."""
         self.skipped = int(state["skipped"])
-        if self.moves and state.get("moves", state["scale"] != 1.0):
+        if self.moves and state["moves"]:
             self.scale, self.budget = float(state["scale"]), int(state["budget"])
             self.steps, self.last_overflow = int(state["steps"]), int(state["last_overflow"])
 

@@ -19,9 +19,10 @@ import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from engine import optim
-from engine.checkpoint.storage import LoadPlanner, LocalChunks, Reader, SavePlanner, Writer, chunks_of, verify
+from engine.checkpoint.storage import LoadPlanner, LocalChunks, SavePlanner, Writer, chunks_of, verify
 from engine.optim import ERRORS
 from engine.parallel import dist, zero
 
@@ -106,8 +107,9 @@ class Checkpointer:
         """
         verify(folder)
         state = json.loads((folder / "state.json").read_text())
-        reader = Reader(folder)
-        shapes = reader.shapes()
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        metadata = reader.read_metadata().state_dict_metadata
+        shapes = {name: tensor.size for name, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
         for name, engine in self.engines.items():
             if name not in state["engines"]:
                 raise ValueError(f"{folder} is a checkpoint of {', '.join(state['engines'])}, and has no {name}")

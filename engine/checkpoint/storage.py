@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    HuggingFaceStorageReader,
     Metadata,
     SavePlan,
     StorageWriter,
@@ -44,7 +43,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -195,18 +193,6 @@ class Writer(StorageWriter):
         _sync_folder(self._folder.parent)
         shutil.rmtree(old, ignore_errors=True)
         self._then()
-
-
-class Reader(HuggingFaceStorageReader):
-    """Reads the tensors of a checkpoint on any number of ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the full shape of each tensor."""
-        tensors = self.read_metadata().state_dict_metadata.items()
-        return {name: about.size for name, about in tensors if isinstance(about, TensorStorageMetadata)}
 
 
 def _items_by_file(items: list[WriteItem]) -> list[dict[str, WriteItem]]:

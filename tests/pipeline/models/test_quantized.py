@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers.pytorch_utils import Conv1D
 
 from engine import Engine, Sampling
-from engine.checkpoint.storage import Reader
 from engine.parallel import dist
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.models.build import build_policy, build_scorer
@@ -154,6 +154,6 @@ def test_two_ranks_learn_what_one_does_and_checkpoints_hold_adapters_only(tmp_pa
     half = moved(build_policy(quantized, trained("bf16", lr=0.02, lora=LORA)))
     torch.testing.assert_close(first["half"], logprobs_of(half.module, ids_of(2, 9)), atol=0.2, rtol=0.05)
     assert torch.equal(first["half"], second["half"])
-    stored = Reader(tmp_path / "checkpoint").shapes()
+    stored = HuggingFaceStorageReader(str(tmp_path / "checkpoint")).read_metadata().state_dict_metadata
     assert len(stored) == 3 * len(first["factors"])  # the adapters and their two moments
     assert all(".lora_" in name for name in stored)
