@@ -19,6 +19,7 @@ parameter since 2.15, where `unsharded_accumulated_grad` is a property that retu
 | `UntypedStorage._cdata` | one number per storage, also on the meta device |
 | FSDP2's parameter groups | reduced gradients, gathered parameters, and a reset in the middle of a pass |
 | transformers' `_attn_implementation`, `_tp_plan` | the name of the attention function; the tensor-parallel plan |
+| transformers' `_update_model_kwargs_for_generation` | the cache and the masks of the next step of `generate` |
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -63,6 +64,12 @@ def attention_name(model: Any) -> str:
     """Return the name of the attention function of a transformers model."""
     name: str = model.config._attn_implementation
     return name
+
+
+def inputs_of_next_step(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the next step of a decoding method of `generate`; `outputs` are those of this step."""
+    extended: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, inputs)
+    return extended
 
 
 def tensor_parallel_plan(module: nn.Module) -> Mapping[str, str]:

@@ -91,12 +91,6 @@ def under_seed(seed: int, sample_seeds: Tensor) -> Tensor:
     return sample_seeds + _mixed(seed) - _mixed(0)
 
 
-def forbid(logits: Tensor, ids: tuple[int, ...]) -> Tensor:
-    """Set the logits (B, V) of the tokens `ids` to -inf, in place."""
-    logits[:, list(ids)] = float("-inf")
-    return logits
-
-
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Return logits (B, V); those of tokens seen (B, V) are divided by `penalty` if positive, else multiplied."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)

@@ -1,31 +1,30 @@
 """Generation by transformers' `generate`, for models that the slot cache does not support.
 
-`generate` only runs the model and its cache. This module does the sampling, the penalties and the ends of answers: a
-logits processor samples the tokens of a batch and leaves each as the only possible token of its row. There are three
-batching methods: padded on the left; prompts of one length; prompts of one length without a cache, which runs the
-complete sequence again for each token. The first method that reproduces the logits of the plain forward is used.
+`generate` prepares the cache, the masks and the positions of a batch. This module then decodes: `_decode` is a decoding
+method for the argument `custom_generate`, and the sampling is that of the decode loop. There are three batching
+methods: padded on the left; prompts of one length; prompts of one length without a cache, which runs the complete
+sequence again for each token. The first method that reproduces the logits of the plain forward is used.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from queue import SimpleQueue
-from threading import Thread
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig
 
+from engine.generation.decode_step import COUNT, ENDED, LIMIT, NOTHING, DecodeState, Sampler
 from engine.generation.parity_check import NEW_TOKENS, counts_from_zero, far_apart, fixed_prompts, plain_logits
-from engine.generation.sampling import Sampled, Sampling, forbid, penalise, uniforms
-from engine.internals import attention_name
-from engine.kernels import sample
+from engine.generation.sampling import Sampled, Sampling
+from engine.generation.scheduler import ActiveSequence, CachedPrompt
+from engine.internals import attention_name, inputs_of_next_step
 from engine.oom import is_out_of_memory
 
 BATCH_TOKENS = 16384  # tokens of a batch, padding and answers included: bounds the activations
+Steps = Generator[Tensor, Tensor, None]  # yields the logits (b, V) of each step, receives the tokens (b,) to append
 
 
 @dataclass(frozen=True)
@@ -71,69 +70,60 @@ class TransformersFallback:
         """Answer the prompts; yield the tokens of each step. `ends` returns whether a token ends a request's answer."""
         lengths = [len(prompt) for prompt in prompts]
         for requests in batches(lengths, batch_size, sampling.max_new_tokens, pads=self.batching.pads):
-            seeds = [sample_seeds[request] for request in requests]
-            batch = _Batch(requests, [prompts[request] for request in requests], sampling, seeds, ends, self.device)
-            yield from self._run_batch(batch, sampling)
-
-    def _run_batch(self, batch: "_Batch", sampling: Sampling) -> Iterator[list[Sampled]]:
-        """Run `generate` in a thread, and yield the tokens of each step as soon as they are sampled."""
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                self._generate(
-                    batch.prompts,
-                    self.batching,
-                    sampling.max_new_tokens,
-                    sampling.pad_id,
-                    logits_processor=LogitsProcessorList([batch]),
-                    stopping_criteria=StoppingCriteriaList([_Ended(batch)]),
-                )
-            except BaseException as error:
-                errors.append(error)
-            batch.sampled.put(None)
-
-        thread = Thread(target=work, name="generate", daemon=True)
-        thread.start()
-        try:
-            while (sampled := batch.sampled.get()) is not None:
-                yield sampled
-        finally:
-            batch.cancelled = True
-            thread.join()
-        if errors:
-            raise errors[0]
+            seeds = torch.tensor([sample_seeds[request] for request in requests], device=self.device)
+            batch = {request: prompts[request] for request in requests}
+            yield from self._run_batch(batch, sampling, seeds, ends)
 
     @torch.inference_mode()
-    def _generate(
+    def _run_batch(
         self,
-        prompts: Sequence[Sequence[int]],
-        batching: Batching,
-        new_tokens: int,
-        pad_id: int,
-        *,
-        returns_logits: bool = False,
-        **others: Any,
-    ) -> Any:
-        """Call `generate` for one batch, padded on the left, without the model's own generation settings."""
+        prompts: dict[int, Sequence[int]],
+        sampling: Sampling,
+        sample_seeds: Tensor,
+        ends: Callable[[int, int], bool],
+    ) -> Iterator[list[Sampled]]:
+        """Answer the prompts of one batch, by request; yield the tokens of each step. sample_seeds: (b,)."""
+        count, state = len(prompts), DecodeState(len(prompts), 1, self.device)
+        table = state.rows[:count]
+        table[:, LIMIT], table[:, ENDED] = sampling.max_new_tokens, 0
+        slots = torch.arange(count, device=self.device)
+        steps = self._generate([*prompts.values()], self.batching, sampling.max_new_tokens, sampling.pad_id)
+        logits = next(steps)
+        sampler = Sampler(sampling, state, logits.shape[1])
+        cached = [CachedPrompt(prompt, slot) for slot, prompt in enumerate(prompts.values())]
+        sampler.start([ActiveSequence(request, each.slot, each) for request, each in zip(prompts, cached, strict=True)])
+        state.step.fill_(0)
+        while True:
+            sampler(slots, sample_seeds, table[:, COUNT], logits)
+            rows = zip(prompts, state.tokens[0, :count].tolist(), state.logprobs[0, :count].tolist(), strict=True)
+            sampled = [row for row in rows if row[1] != NOTHING]
+            ended = {request for request, token, _ in sampled if ends(request, token)}
+            table[[slot for slot, request in enumerate(prompts) if request in ended], ENDED] = 1
+            yield sampled
+            if bool(table[:, ENDED].all()):
+                return
+            logits = steps.send(state.tokens[0, :count].clamp(min=0))
+
+    def _generate(self, prompts: Sequence[Sequence[int]], batching: Batching, new_tokens: int, pad_id: int) -> Steps:
+        """Return the decoding of one batch, padded on the left, without the model's own generation settings."""
+        module: Any = self.module
         width = max(len(prompt) for prompt in prompts)
         padding = [width - len(prompt) for prompt in prompts]
         ids = [[pad_id] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
         seen = [[0] * count + [1] * (width - count) for count in padding]
-        config = GenerationConfig(
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            use_cache=batching.use_cache,
-            pad_token_id=pad_id,
-            disable_compile=True,
-            output_logits=returns_logits,
-            return_dict_in_generate=returns_logits,
-        )
+        config = GenerationConfig(max_new_tokens=new_tokens, use_cache=batching.use_cache, pad_token_id=pad_id)
         mask = {"attention_mask": torch.tensor(seen, device=self.device)} if self._takes_mask else {}
-        with _isolated(self.module, only_tokens=not batching.pads):
-            return self.module.generate(  # type: ignore[operator]
-                torch.tensor(ids, device=self.device), generation_config=config, **mask, **others
+        # `generate` would use the model's own settings for everything that is not set.
+        own, module.generation_config = module.generation_config, GenerationConfig()
+        try:
+            return module.generate(  # type: ignore[no-any-return]
+                torch.tensor(ids, device=self.device),
+                generation_config=config,
+                custom_generate=partial(_decode, only_tokens=not batching.pads),
+                **mask,
             )
+        finally:
+            module.generation_config = own
 
     @property
     def _takes_mask(self) -> bool:
@@ -155,73 +145,46 @@ class TransformersFallback:
             return False
 
     def _matches_plain_forward(self, batching: Batching, prompts: Sequence[list[int]]) -> bool:
-        generated = self._generate(prompts, batching, NEW_TOKENS, 0, returns_logits=True)
-        logits = torch.stack(generated.logits, dim=1)  # (b, NEW_TOKENS, V)
-        for prompt, answer, own in zip(prompts, generated.sequences[:, -NEW_TOKENS:].tolist(), logits, strict=True):
-            plain = plain_logits(self.module, self.device, prompt + answer)[len(prompt) - 1 : -1]
+        steps = self._generate(prompts, batching, NEW_TOKENS, 0)
+        logits = [next(steps)]
+        while len(logits) < NEW_TOKENS:
+            logits.append(steps.send(logits[-1].argmax(-1)))
+        answers = torch.stack(logits, dim=1)  # (b, NEW_TOKENS, V)
+        for prompt, own in zip(prompts, answers, strict=True):
+            plain = plain_logits(self.module, self.device, prompt + own.argmax(-1).tolist())[len(prompt) - 1 : -1]
             if far_apart(self.module, own, plain) and not bool(plain.isnan().any()):  # `Generator.run` reports NaN
                 return False
         return True
 
 
-class _Batch(LogitsProcessor):
-    """Samples the tokens of one batch inside `generate`, and puts them into the queue `sampled`."""
+def _decode(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    only_tokens: bool,
+    **inputs: Any,
+) -> Steps:
+    """Run the model on sequences that grow by one token a step; a decoding method of `generate`.
 
-    def __init__(
-        self,
-        requests: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        sample_seeds: Sequence[int],
-        ends: Callable[[int, int], bool],
-        device: torch.device,
-    ) -> None:
-        self.requests, self.prompts, self.sampling, self.ends = requests, prompts, sampling, ends
-        self.sampled: SimpleQueue[list[Sampled] | None] = SimpleQueue()
-        self.ended: set[int] = set()
-        self.cancelled = False
-        self._seeds = torch.tensor(sample_seeds, device=device)
-        self._steps = 0
-        self._seen: Tensor | None = None  # (b, V): the tokens of each sequence, for the repetition penalty
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Sample a token of each row from its logits; return 0 for this token and -inf for all others, (b, V).
-
-        scores: (b, V), the logits.
-        """
-        settings, logits = self.sampling, scores
-        if self._steps < settings.min_new_tokens:
-            logits = forbid(logits.clone(), settings.end_ids)
-        if settings.repetition_penalty != 1:
-            logits = penalise(logits, self._mark_seen(input_ids[:, -1:], logits), settings.repetition_penalty)
-        tokens, logprobs = sample(logits, uniforms(settings.seed, self._seeds, self._steps), **settings.filters)
-        self._steps += 1
-        rows = zip(self.requests, tokens.tolist(), logprobs.tolist(), strict=True)
-        live = [row for row in rows if row[0] not in self.ended]
-        self.ended |= {request for request, token, _ in live if self.ends(request, token)}
-        self.sampled.put(live)
-        return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0)
-
-    def _mark_seen(self, last: Tensor, logits: Tensor) -> Tensor:
-        """Mark the newest tokens; return (b, V), True for the tokens of prompts and answers.
-
-        last: (b, 1), the newest tokens.
-        """
-        if self._seen is None:
-            self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-            for row, prompt in enumerate(self.prompts):
-                self._seen[row, list(prompt)] = True
-        return self._seen.scatter_(1, last, True)
-
-
-class _Ended(StoppingCriteria):
-    def __init__(self, batch: _Batch) -> None:
-        self.batch = batch
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Return (b,): whether the answer of each row has ended."""
-        ended = [self.batch.cancelled or request in self.batch.ended for request in self.batch.requests]
-        return torch.tensor(ended, device=input_ids.device)
+    input_ids: (b, W), the prompts. inputs: those that `generate` prepared. With `only_tokens` the model gets no mask
+    and no positions. Without padding it computes its own positions, and those of `generate` may be wrong (RoBERTa).
+    """
+    unused = ("position_ids", "attention_mask") if only_tokens else ()
+    is_first = True
+    while True:
+        length = 1 if inputs["use_cache"] and not is_first else None
+        arguments = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=length, is_first_iteration=is_first, **inputs
+        )
+        outputs = model(**{name: each for name, each in arguments.items() if name not in unused}, return_dict=True)
+        inputs, is_first = inputs_of_next_step(model, outputs, inputs), False
+        logits = outputs.logits[:, -1].float()
+        del outputs  # the logits of all tokens of the prompts
+        tokens = yield logits
+        input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)
 
 
 def batches(lengths: Sequence[int], batch_size: int, new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
@@ -237,27 +200,3 @@ def batches(lengths: Sequence[int], batch_size: int, new_tokens: int, *, pads: b
         batch.append(index)
     if batch:
         yield batch
-
-
-@contextmanager
-def _isolated(module: Any, *, only_tokens: bool) -> Iterator[None]:
-    """Hide the model's own generation settings, which `generate` would use for everything that is not set.
-
-    With `only_tokens` the model gets no mask and no positions. Without padding it computes its own positions, and the
-    positions of `generate` may be wrong (RoBERTa).
-    """
-    settings, prepare = module.generation_config, module.prepare_inputs_for_generation
-
-    @wraps(prepare)  # `generate` inspects its parameters
-    def without_positions(*args: Any, **options: Any) -> dict[str, Any]:
-        inputs: dict[str, Any] = prepare(*args, **options)
-        return {name: value for name, value in inputs.items() if name not in ("position_ids", "attention_mask")}
-
-    module.generation_config = GenerationConfig()
-    if only_tokens:
-        module.prepare_inputs_for_generation = without_positions
-    try:
-        yield
-    finally:
-        module.generation_config = settings
-        module.__dict__.pop("prepare_inputs_for_generation", None)

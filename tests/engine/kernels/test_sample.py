@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from engine import kernels
-from engine.generation.sampling import forbid, penalise
+from engine.generation.sampling import penalise
 from engine.kernels.sample import reference
 from tests.engine.kernels.oracle import PLAIN, probability_and_border
 
@@ -80,7 +80,7 @@ def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str
     theirs += [TopPLogitsWarper(filters.get("top_p", 1.0)), MinPLogitsWarper(filters["min_p"])]
     expected = theirs(ids, logits.clone()).softmax(-1)[0]  # type: ignore[arg-type]
     seen = torch.zeros(1, 60, dtype=torch.bool).index_fill_(1, ids[0], True)
-    ours = penalise(forbid(logits.clone(), tuple(ends)), seen, 1.4).expand(4000, -1)
+    ours = penalise(logits.index_fill(1, torch.tensor(ends), float("-inf")), seen, 1.4).expand(4000, -1)
     tokens, logprobs = sample(ours, torch.arange(4000) / 4000, **filters)
     sampled = torch.bincount(tokens, minlength=60) > 0
     assert not (sampled & (expected == 0)).any() and (sampled | (expected < 4e-4)).all()
