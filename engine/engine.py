@@ -19,7 +19,6 @@ from engine.checkpoint import Checkpointer
 from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig
 from engine.generation.flip import Flip
 from engine.generation.generator import Generator
-from engine.generation.inference_model import AssembledModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
@@ -83,9 +82,12 @@ class Engine:
     def _make_flip(self, blueprint: nn.Module, path: str) -> Flip:
         if self.config.pipeline_parallel == 1:
             return Flip(blueprint, self.module.get_submodule(path), self.dtype, self.config.tensor_plan)
-        model = AssembledModel(blueprint, path, self.dtype)
+        prefix = f"{path}." if path else ""
         return Flip(
-            blueprint, model.module, self.dtype, fill=lambda device: model.filled(self.full_parameters(), device=device)
+            blueprint,
+            blueprint,
+            self.dtype,
+            parameters=lambda: ((name.removeprefix(prefix), full) for name, full in self.full_parameters()),
         )
 
     def _make_optimizer(self, config: OptimizerConfig) -> Optimizer:

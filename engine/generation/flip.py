@@ -6,8 +6,8 @@ forward.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,9 @@ class Flip:
         dtype: torch.dtype,
         plan: Mapping[str, str] | None = None,
         *,
-        fill: Callable[[torch.device], AbstractContextManager[None]] | None = None,
+        parameters: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
-        """Store the arguments of `InferenceModel`, which the first flip creates.
-
-        `fill(device)` is a context that gives `source` its values on the device; it is needed if `source` has none
-        outside of the context.
-        """
+        """Store the arguments of `InferenceModel`, which the first flip creates."""
         self.stream = False  # gather the parameters of a block only while it runs
         self.tensor_parallel = 1  # neighbouring ranks that share a generator
         self.cache_bytes: int | None = None  # bound of the key-value cache
@@ -50,7 +46,7 @@ class Flip:
         self.checked: list[CheckedAnswer] = []
         self.seconds, self.bytes = 0.0, 0
         self._blueprint, self._source, self._dtype, self._plan = blueprint, source, dtype, plan
-        self._fill = fill
+        self._parameters = parameters
         self._model: InferenceModel | None = None
         self._generator: Generator | None = None
         self._count = 0
@@ -66,8 +62,6 @@ class Flip:
             began = time.perf_counter()
             if park is not None:
                 stack.enter_context(states_on_host(park))
-            if self._fill is not None:
-                stack.enter_context(self._fill(torch.device("cpu") if self.stream else dist.world().device))
             generator = self._sync()
             self.seconds = time.perf_counter() - began
             try:
@@ -129,6 +123,7 @@ class Flip:
             tensor_parallel=ranks,
             plan=self._plan,
             stream=self.stream,
+            parameters=self._parameters,
         )
         cache_bytes = _common_cache_bytes(device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
         return model, Generator(model.module, device, cache_bytes, use_graphs=not self.stream and ranks == 1)

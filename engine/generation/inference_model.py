@@ -9,10 +9,8 @@ With `stream` the parameters of a block exist only while the block runs (`block_
 neighbouring ranks share a generator, and each rank receives only its slice of the split matrices.
 """
 
-import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,12 +49,14 @@ class InferenceModel:
         tensor_parallel: int = 1,
         plan: Mapping[str, str] | None = None,
         stream: bool = False,
+        parameters: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """Use `blueprint`, a module of the architecture, as the inference model. It may be on the meta device.
 
         `source` is the live module, sharded by FSDP2 or plain, with or without LoRA layers. `dtype` is the precision
         and `device` the device to generate with; the default is this rank's device. Each group of `tensor_parallel`
-        neighbouring ranks splits the module by `plan`, by default the plan of the model's class.
+        neighbouring ranks splits the module by `plan`, by default the plan of the model's class. With `parameters`,
+        which yields name and full tensor of each live parameter on every rank, `source` is not used.
         Raises ValueError if `source` lacks a parameter of `blueprint`, or if the module cannot be split.
         """
         self.device = device or dist.world().device
@@ -66,11 +66,16 @@ class InferenceModel:
         if tensor_parallel > 1:
             self._slices = tensor_parallel_slices(move_to_meta(self.module), tensor_parallel, plan)
         self.stream = _stream_blocks(self.module, dtype, self.device) if stream else None
-        self._source = source
+        self._source = source if parameters is None else self.module
+        self._parameters = parameters
+        tied: dict[nn.Parameter | None, list[str]] = {}
+        for name, owner, leaf in parameter_slots(self.module):
+            tied.setdefault(owner._parameters[leaf], []).append(name)
+        self._names = {name: names for names in tied.values() for name in names}
         self._buffers: dict[str, Tensor] = {}
         self.release()
-        live = live_parameters(source)
-        missing = [name for name, _, _ in parameter_slots(self.module) if name not in live]
+        live = live_parameters(self._source)
+        missing = [name for name in self._names if name not in live]
         if missing:
             raise ValueError(
                 f"the training module has no parameter {missing[0]}, which the inference model needs (and "
@@ -80,7 +85,7 @@ class InferenceModel:
     @torch.no_grad()
     def sync(self) -> None:
         """Copy or share the current values of the live parameters. Collective."""
-        live = live_parameters(self._source)
+        live = self._live_parameters()
         first_name: dict[LiveParameter, str] = {}  # tied parameters have several names
         for name, _, _ in parameter_slots(self.module):
             first_name.setdefault(live[name], name)
@@ -115,6 +120,14 @@ class InferenceModel:
         """Return the parameters that are in memory, shared live ones included, and the memory of streamed blocks."""
         parameters = [parameter.detach() for parameter in self.module.parameters() if not parameter.is_meta]
         return [*parameters, *(self.stream.memory if self.stream is not None else [])]
+
+    def _live_parameters(self) -> dict[str, LiveParameter]:
+        if self._parameters is None:
+            return live_parameters(self._source)
+        device, live = torch.device("cpu") if self.stream is not None else self.device, dict[str, LiveParameter]()
+        for name, full in self._parameters():
+            live |= dict.fromkeys(self._names.get(name, ()), LiveParameter(full.to(device, self.dtype), None))
+        return live
 
     def _copy_of(self, name: str, live: LiveParameter, target: Tensor | None = None) -> WeightCopy:
         """Return the copy that a parameter needs. Without `target` its target is on the meta device, for its shape."""
@@ -165,39 +178,6 @@ def _stream_blocks(module: nn.Module, dtype: torch.dtype, device: torch.device) 
     from engine.generation.block_streaming import BlockStream
 
     return BlockStream(module, dtype, device)
-
-
-class AssembledModel:
-    """A full model assembled from the stages of pipeline parallelism, as the source of an inference model.
-
-    Inside `filled`, `module` has values on every rank. Otherwise its parameters are on the meta device.
-    """
-
-    def __init__(self, blueprint: nn.Module, path: str, dtype: torch.dtype) -> None:
-        """Copy `blueprint`, which is at `path` in the training module; `dtype` is the precision to generate in."""
-        self.module, self._path, self._dtype = move_to_meta(strip_for_inference(copy.deepcopy(blueprint))), path, dtype
-        slots: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}  # tied parameters have several
-        self._slots: dict[str, list[tuple[nn.Module, str]]] = {}
-        for name, owner, leaf in parameter_slots(self.module):
-            self._slots[name] = slots.setdefault(owner._parameters[leaf], [])
-            self._slots[name].append((owner, leaf))
-
-    @contextmanager
-    def filled(self, parameters: Iterable[tuple[str, Tensor]], *, device: torch.device) -> Iterator[None]:
-        """Assign the module its parameters on `device` inside the context.
-
-        `parameters` yields (name in the training module, full tensor). Every rank passes the same parameters in the
-        same order.
-        """
-        for name, full in parameters:
-            slots = self._slots.get(name.removeprefix(f"{self._path}.") if self._path else name, [])
-            parameter = nn.Parameter(full.to(device, self._dtype), requires_grad=False) if slots else None
-            for owner, leaf in slots:
-                owner._parameters[leaf] = parameter
-        try:
-            yield
-        finally:
-            move_to_meta(self.module)
 
 
 def strip_for_inference(module: nn.Module) -> nn.Module:
