@@ -51,8 +51,8 @@ def decode_attention(
 
     query: (B, H, D). keys: (S, Hkv, T, D) and values: (S, Hkv, T, Dv), the cache of one layer. slots: (B,) rows of the
     cache. lengths: (B,) tokens, including those in `prompts`. window: the most tokens that a query attends to.
-    `softcap` c bounds scores to c tanh(score / c) (Gemma 2). Scores and sums are fp32. No gradient. Raises ValueError
-    if the shapes do not fit.
+    `softcap` c bounds scores to c tanh(score / c) (Gemma 2). Scores and sums are fp32. No gradient. The shapes are
+    not checked.
     """
     return _implementation(query)(query, keys, values, prompts, slots, lengths, scale, window, softcap)
 
@@ -77,7 +77,6 @@ def reference(
     softcap: float | None = None,
 ) -> Tensor:
     """Compute `decode_attention` with torch operators."""
-    check(query, keys, values, prompts, slots, lengths, window)
     groups = query.shape[1] // keys.shape[1]
     with torch.no_grad():
         longest = int(lengths.max()) if len(lengths) else 0
@@ -103,31 +102,3 @@ def _concatenated(of_prompts: Tensor, own: Tensor, slots: Tensor, prompts: Promp
     offsets = positions - prompts.lengths[:, None]  # (B, longest)
     indices = torch.where(offsets < 0, positions, of_prompts.shape[2] + offsets).clamp(max=both.shape[2] - 1)
     return both.gather(2, indices[:, None, :, None].expand(-1, both.shape[1], -1, both.shape[3]))
-
-
-def check(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    prompts: Prompts,
-    slots: Tensor,
-    lengths: Tensor,
-    window: int | None,
-) -> None:
-    """Raise ValueError if the shapes do not fit."""
-    batch, heads, width = query.shape
-    if keys.shape[:3] != values.shape[:3] or keys.shape[3] != width or heads % keys.shape[1]:
-        raise ValueError(
-            f"query (B, H, D), keys (S, Hkv, T, D), values (S, Hkv, T, Dv) do not fit: {tuple(query.shape)}, "
-            f"{tuple(keys.shape)}, {tuple(values.shape)}"
-        )
-    if slots.shape != (batch,) or lengths.shape != (batch,):
-        raise ValueError(f"slots and lengths must be ({batch},), not {tuple(slots.shape)} and {tuple(lengths.shape)}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 token, not {window}")
-    for of_prompts, own in ((prompts.keys, keys), (prompts.values, values)):
-        if of_prompts.shape[1::2] != own.shape[1::2]:
-            raise ValueError(f"prompts have heads like {tuple(of_prompts.shape)}, their sequences {tuple(own.shape)}")
-    rows = prompts.slots, prompts.lengths, prompts.firsts
-    if any(t.shape != (batch,) for t in rows):
-        raise ValueError(f"prompts' slots, lengths and firsts must be ({batch},), not {[tuple(t.shape) for t in rows]}")

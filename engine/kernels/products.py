@@ -52,16 +52,16 @@ class Products:
         """Convert a matrix for `__call__`. Several products can use one converted matrix."""
         return matrix if self._cuda_dtype is not None or self._uses_c else matrix.float()
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return a @ b in fp32, where a and b are results of `operand`. On CPUs, write the result to `out` if set."""
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a @ b in fp32, where a and b are results of `operand`."""
         if self._cuda_dtype is not None:
             return torch.mm(a, b, out_dtype=torch.float32)
         if self._uses_c:
-            return in_c.product(a, b, out=out)
+            return in_c.product(a, b)
         if not self._is_cpu_bf16:
-            return product_of(a, b, out)
+            return product_of(a, b)
         with _bf16_products():
-            return torch.mm(a, b, out=out)
+            return torch.mm(a, b)
 
 
 def product_of(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

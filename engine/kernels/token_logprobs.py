@@ -166,11 +166,11 @@ def statistics(
     lses, entropies = [], []  # of each block
     target_logits = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     products, blocks = Products(hidden, weight), _blocks(hidden, weight)
-    buffers, operand = Buffers(len(hidden), hidden.device), products.operand(hidden)
+    operand = products.operand(hidden)
     for start, end in blocks:
         rows = products.operand(weight[start:end])
-        z = products(operand, rows.T, buffers.for_products(end - start))
-        lse, entropy, logits = reduce(head, z, None if bias is None else bias[start:end], targets - start, buffers)
+        z = products(operand, rows.T)
+        lse, entropy, logits = reduce(head, z, None if bias is None else bias[start:end], targets - start)
         lses.append(lse)
         entropies.append(entropy)
         target_logits += logits
@@ -181,9 +181,7 @@ def statistics(
     return target_logits - lse, entropy, lse
 
 
-def reduce_block(
-    head: Head, products: Tensor, bias: Tensor | None, targets: Tensor, buffers: "Buffers"
-) -> tuple[Tensor, Tensor, Tensor]:
+def reduce_block(head: Head, products: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-sum-exp, the entropy and the target's logit of each token within a block, (N,) fp32 each.
 
     products: (N, block) fp32 of hidden states and rows of the head, may be overwritten. bias: (block,). targets: (N,)
@@ -193,7 +191,7 @@ def reduce_block(
     columns, is_inside = _columns(targets, z.shape[1])
     logits = z.gather(-1, columns)[:, 0] * is_inside
     highest = z.amax(-1, keepdim=True)
-    w = torch.exp(z.sub_(highest), out=buffers("slopes", z.shape[1]))
+    w = z.sub_(highest).exp()
     total, moment = w.sum(-1), w.mul_(z).sum(-1)
     return highest[:, 0] + total.log(), total.log() - moment / total, logits
 
@@ -220,14 +218,14 @@ def gradients(
     products, blocks = Products(hidden, weight), _blocks(hidden, weight)
     d_weight = torch.empty_like(weight, dtype=products.dtype) if needs[1] else None
     d_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
-    buffers, operand = Buffers(len(hidden), hidden.device), products.operand(hidden)
+    operand = products.operand(hidden)
     rounded = hidden.to(products.dtype)
     for start, end in blocks:
         rows = products.operand(weight[start:end])
-        z = products(operand, rows.T, buffers.for_products(end - start))
+        z = products(operand, rows.T)
         dz = gradient(
             head, z, None if bias is None else bias[start:end], targets - start, lse, entropy, d_logprobs, d_entropy,
-            products.dtype, buffers,
+            products.dtype,
         )  # fmt: skip
         if d_bias is not None:
             d_bias[start:end] = dz.sum(0, dtype=torch.float32)
@@ -248,14 +246,13 @@ def block_gradient(
     d_logprobs: Tensor,
     d_entropy: Tensor | None,
     dtype: torch.dtype,
-    buffers: "Buffers",
 ) -> Tensor:
     """Return the gradient of a block's products, (N, block) in `dtype`, by the formula of this module.
 
     products, bias and targets: as in `reduce_block`. lse, entropy and their gradients: (N,) fp32.
     """
     z = head.logits(products, bias)
-    logp = torch.sub(z, lse[:, None], out=buffers("slopes", z.shape[1]))
+    logp = z - lse[:, None]
     if d_entropy is None:
         dz = logp.exp_().mul_(-d_logprobs[:, None])
     else:
@@ -264,7 +261,7 @@ def block_gradient(
     columns, is_inside = _columns(targets, z.shape[1])
     dz.scatter_add_(1, columns, (d_logprobs * is_inside)[:, None])
     head.back(dz, z)
-    return dz if dtype == torch.float32 else buffers("narrow", z.shape[1], dtype).copy_(dz)
+    return dz.to(dtype)
 
 
 def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -281,22 +278,3 @@ def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
     count = -(-vocabulary // widest)
     width = -(-vocabulary // (count * ALIGNMENT)) * ALIGNMENT
     return [(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
-
-
-class Buffers:
-    """Memory for (N, block) numbers that all blocks use in turn: allocation takes longer than the sums."""
-
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        self._tokens, self._device = tokens, device
-        self._memory: dict[str, Tensor] = {}
-
-    def for_products(self, width: int) -> Tensor | None:
-        """Return memory for products; None on a GPU, whose products allocate their own."""
-        return None if self._device.type == "cuda" else self("products", width)
-
-    def __call__(self, name: str, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory (N, width). Its rows begin at multiples of ALIGNMENT."""
-        stride = -(-width // ALIGNMENT) * ALIGNMENT
-        if name not in self._memory or len(self._memory[name]) < self._tokens * stride:
-            self._memory[name] = torch.empty(self._tokens * stride, dtype=dtype, device=self._device)
-        return self._memory[name][: self._tokens * stride].view(self._tokens, stride)[:, :width]

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.decode_attention import Prompts, check
-from engine.kernels_triton.device import H200, Card, card, dot_precision, multiprocessors
+from engine.kernels.decode_attention import Prompts
+from engine.kernels_triton.device import SHARED_MEMORY, dot_precision, shared_memory_and_multiprocessors
 
 MOST_SPLITS = 64
 MOST_ROWS, ENOUGH_SEQUENCES = 32, 8  # limits of a block that reads a prompt: rows of a tile, sequences
@@ -41,15 +41,15 @@ def decode_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """Compute `engine.kernels.decode_attention` for tensors on a GPU."""
-    check(query, keys, values, prompts, slots, lengths, window)
     (batch, heads, width), (_, key_heads, capacity, of_values) = query.shape, values.shape
     out = query.new_empty(batch, heads, of_values)
     if batch == 0:
         return out
     tensors = query, keys, values, prompts.keys, prompts.values
     query, keys, values, *of_prompts = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-    options = launch_options(width, of_values, heads // key_heads, keys.dtype, card(query.device))
-    processors, keys_a_step = multiprocessors(query.device), options["BT"]
+    shared, processors = shared_memory_and_multiprocessors(query.device)
+    options = launch_options(width, of_values, heads // key_heads, keys.dtype, shared)
+    keys_a_step = options["BT"]
     blocks = triton.cdiv(batch, options["SEQUENCES"])
     prompt_splits = _splits(blocks * key_heads, prompts.keys.shape[2], keys_a_step, processors)
     splits = prompt_splits + _splits(batch * key_heads, capacity, keys_a_step, processors)
@@ -102,8 +102,10 @@ def decode_attention(
     return out
 
 
-def launch_options(width: int, of_values: int, group: int, dtype: torch.dtype, on: Card = H200) -> dict[str, Any]:
-    """Return the tile sizes: powers of two from 16 on, 64 keys per step (fp32: 32), fewer if heads exceed the card.
+def launch_options(
+    width: int, of_values: int, group: int, dtype: torch.dtype, shared: int = SHARED_MEMORY
+) -> dict[str, Any]:
+    """Return the tile sizes: powers of two from 16 on, 64 keys per step (fp32: 32), fewer with little `shared` memory.
 
     A tile has rows for the queries of several sequences.
     """
@@ -116,7 +118,7 @@ def launch_options(width: int, of_values: int, group: int, dtype: torch.dtype, o
         """Return the bytes of shared memory: stages - 1 tiles of keys and values, one of queries, scores and p."""
         return ((stages - 1) * keys * (of_query + of_value) + rows * (of_query + of_value + 2 * keys)) * dtype.itemsize
 
-    while needed() > on.shared and keys > 16:
+    while needed() > shared and keys > 16:
         keys, stages = (keys, stages - 1) if stages > 2 else (keys // 2, stages)
     return {
         "SEQUENCES": rows // group,

@@ -6,7 +6,6 @@ before the first step and not in the middle of one. This file does not import Tr
 """
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,37 +17,18 @@ log = logging.getLogger(__name__)
 CAPABILITY = (8, 0)
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU: its compute capability (86 is 8.6), and the bytes of shared memory of a program. Tiles depend on both."""
-
-    capability: int
-    shared: int
+SHARED_MEMORY = 227 * 1024  # bytes of a program on an H100 or H200
 
 
-H200 = Card(90, 227 * 1024)
+def shared_memory_and_multiprocessors(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of shared memory of a program, and the number of multiprocessors.
 
-
-def card(device: torch.device) -> Card:
-    """Return the card of a device; on a CPU an H200, for Triton's interpreter."""
-    return _card(device.index or 0) if device.type == "cuda" else H200
-
-
-@cache
-def _card(index: int) -> Card:
-    properties: Any = torch.cuda.get_device_properties(index)  # PyTorch's stub lacks some of its fields
-    return Card(properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 4 on a CPU, where Triton's interpreter runs programs in turn."""
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 4
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    count: int = torch.cuda.get_device_properties(index).multi_processor_count
-    return count
+    On a CPU, where Triton's interpreter runs programs in turn, they are those of an H200, and 4.
+    """
+    if device.type == "cpu":
+        return SHARED_MEMORY, 4
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks some of its fields
+    return properties.shared_memory_per_block_optin, properties.multi_processor_count
 
 
 def dot_precision(dtype: torch.dtype) -> str:

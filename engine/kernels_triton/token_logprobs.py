@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.token_logprobs import Buffers, Head
+from engine.kernels.token_logprobs import ALIGNMENT, Head
 
 ROWS, COLUMNS = 8, 256  # a tile of products: 16 in each thread
 LOWEST = tl.constexpr(-1e30)  # instead of -inf, because 0 * inf is NaN
@@ -168,9 +168,7 @@ def constants(bias: Tensor | None, softcap: float | None) -> dict[str, Any]:
     }
 
 
-def reduce_block(
-    head: Head, products: Tensor, bias: Tensor | None, targets: Tensor, buffers: Buffers
-) -> tuple[Tensor, Tensor, Tensor]:
+def reduce_block(head: Head, products: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `engine.kernels.token_logprobs.reduce_block`."""
     tokens, columns = products.shape
     out = products.new_empty(3, tokens)
@@ -200,11 +198,11 @@ def block_gradient(
     d_logprobs: Tensor,
     d_entropy: Tensor | None,
     dtype: torch.dtype,
-    buffers: Buffers,
 ) -> Tensor:
     """Compute `engine.kernels.token_logprobs.block_gradient`."""
     tokens, columns = products.shape
-    d_products = buffers("gradients", columns, dtype)
+    stride = -(-columns // ALIGNMENT) * ALIGNMENT
+    d_products = products.new_empty(tokens, stride, dtype=dtype)[:, :columns]
     if tokens:
         gradient_kernel[(triton.cdiv(tokens, ROWS), triton.cdiv(columns, COLUMNS))](
             products,

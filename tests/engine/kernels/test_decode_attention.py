@@ -12,13 +12,3 @@ from tests.engine.kernels.oracle import attention_in_float64, ragged_cache
 def test_matches_a_loop_in_float64(heads: tuple[int, int], extras: dict) -> None:
     case = ragged_cache(*heads, width=12, lengths=[1, 7, 0, 23], capacity=24, **extras)
     torch.testing.assert_close(decode_attention(**case), attention_in_float64(**case).float(), atol=1e-6, rtol=0)
-
-
-def test_shapes_that_do_not_fit_are_named() -> None:
-    case = ragged_cache(4, 2, width=8, lengths=[3, 2], capacity=4)
-    with pytest.raises(ValueError, match="do not fit"):
-        decode_attention(**{**case, "query": case["query"][:, :3]})
-    with pytest.raises(ValueError, match="slots and lengths"):
-        decode_attention(**{**case, "lengths": case["lengths"][:1]})
-    with pytest.raises(ValueError, match="window"):
-        decode_attention(**case, window=0)

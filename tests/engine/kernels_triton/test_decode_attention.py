@@ -5,7 +5,6 @@ import torch
 
 from engine.kernels.decode_attention import reference as plain
 from engine.kernels_triton import decode_attention as kernel
-from engine.kernels_triton.device import Card
 from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache, with_prompts
 
 # For values of about 1. bf16 rounds weights and results. A GPU's exponential has errors of 2^-22.
@@ -38,9 +37,9 @@ def test_splits_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, splits
 def test_wide_heads_on_a_gpu_with_little_shared_memory(
     width: int, keys_a_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = Card(86, 99 * 1024)
-    assert kernel.launch_options(width, width, 2, torch.bfloat16, on=small)["BT"] == keys_a_step
-    monkeypatch.setattr(kernel, "card", lambda device: small)
+    small = 99 * 1024
+    assert kernel.launch_options(width, width, 2, torch.bfloat16, small)["BT"] == keys_a_step
+    monkeypatch.setattr(kernel, "shared_memory_and_multiprocessors", lambda device: (small, 4))
     case = ragged_cache(2, 1, width=width, lengths=[2, 0, 70], capacity=72, dtype=torch.bfloat16)
     ours = kernel.decode_attention(**case)
     torch.testing.assert_close(ours.double(), attention_in_float64(**case), atol=TOLERANCE[torch.bfloat16], rtol=0)

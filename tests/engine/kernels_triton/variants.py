@@ -9,7 +9,7 @@ has. Shared memory per program: CUDA C++ programming guide, compute capabilities
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,11 +19,11 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from engine.kernels.decode_attention import Prompts
-from engine.kernels.token_logprobs import Buffers, Head
+from engine.kernels.token_logprobs import Head
 from engine.kernels_triton import decode_attention as attention
 from engine.kernels_triton import sample
 from engine.kernels_triton import token_logprobs as logprobs
-from engine.kernels_triton.device import H200, Card
+from engine.kernels_triton.device import SHARED_MEMORY
 
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ALIGNED = ("width", "of_values", "vocabulary", "length")  # and every stride: multiples of 16 in real models
@@ -54,6 +54,14 @@ class Variant:
         return {(i,): [["tt.divisibility", 16]] for i in divisible}
 
 
+class Card(NamedTuple):
+    """A GPU: its compute capability (86 is 8.6), and the bytes of shared memory of a program."""
+
+    capability: int
+    shared: int
+
+
+H200 = Card(90, SHARED_MEMORY)
 SMALL = Card(86, 99 * 1024)  # the least shared memory of the supported GPUs
 
 
@@ -99,11 +107,11 @@ def recompilations() -> Iterator[str]:
         kernel.run = record
     for tokens, columns in ((65, 5000), (66, 4096), (68, 4097), (96, 1), (4096, 1001)):
         vector, products, biases = torch.zeros(tokens + 1)[1:], torch.zeros(tokens, columns), torch.zeros(columns + 1)
-        buffers, head = Buffers(tokens, products.device), Head(temperature=1.0, softcap=None)
+        head = Head(temperature=1.0, softcap=None)
         for rows, bias in ((vector, biases[1:]), (torch.zeros(tokens), biases[:-1])):
-            logprobs.reduce_block(head, products, bias, rows.long(), buffers)
+            logprobs.reduce_block(head, products, bias, rows.long())
             of_rows = rows, rows, rows, rows
-            logprobs.block_gradient(head, products, bias, rows.long(), *of_rows, torch.bfloat16, buffers)
+            logprobs.block_gradient(head, products, bias, rows.long(), *of_rows, torch.bfloat16)
     for batch in (1, 2, 3, 4, 7, 16, 64, 130):
         cache = torch.zeros(8, 2, 64, 64)
         of_rows = torch.zeros(6, batch, dtype=torch.int64)
@@ -161,7 +169,7 @@ def _decode_attention(on: Card) -> Iterator[Variant]:
             **_pointers("fp32", "partial", "highest", "totals"), "scale": "fp32", "softcap": "fp32",
         }  # fmt: skip
         constants = {
-            **attention.launch_options(width, width, group, dtype, on), "GROUP": group,
+            **attention.launch_options(width, width, group, dtype, on.shared), "GROUP": group,
             "HAS_WINDOW": extras, "HAS_SOFTCAP": extras, "PRECISION": "ieee",
         }  # fmt: skip
         label = ", ".join([of, f"{group} head{'s' if group > 1 else ''} of {width}", *["window and soft cap"] * extras])
