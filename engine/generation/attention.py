@@ -69,12 +69,11 @@ class Step:
         return 0 if self.rows is None else len(self.rows.slots)
 
     @cached_property
-    def row_addresses(self) -> in_c.RowAddresses:
+    def row_addresses(self) -> tuple[int, ...]:
         """The addresses of the rows' tensors, for the kernel in C."""
         rows = self.rows
         assert rows is not None
-        tensors = rows.slots, rows.lengths, rows.prompt_slots, rows.prompt_lengths, rows.firsts
-        return in_c.addresses(*tensors)
+        return in_c.addresses(rows.slots, rows.lengths, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
 
     @cached_property
     def chunk_places(self) -> tuple[Tensor, Tensor]:

@@ -86,8 +86,6 @@ class DecodeSession:
         self._turn = 0
         self._finishes: dict[int, str] = {}
         self._raw: dict[int, RawLogprobs] = {}  # of the newest launch, by request
-        self._rows: list[list[int]] = [[], []]
-        self._chosen = torch.empty(2, 0, dtype=torch.int64, device=cache.device)
 
     @property
     def busy(self) -> bool:
@@ -180,7 +178,8 @@ class DecodeSession:
         rows = self._below_limit(plan.decoding) if plan.chunks or graphs is None else []
         if rows or plan.chunks or plan.starting:
             samplers = [self._requests[sequence.request].step.sampler for sequence in (*rows, *plan.starting)]
-            step.run(plan, self._choose(rows), [self._table_row(sequence) for sequence in plan.starting], samplers)
+            chosen = upload(_slots_and_firsts(rows), self._cache.device)
+            step.run(plan, chosen, [self._table_row(sequence) for sequence in plan.starting], samplers)
             steps = 1
             for sequence in [*rows, *plan.starting]:
                 sequence.sampled += 1
@@ -228,13 +227,6 @@ class DecodeSession:
 
     def _below_limit(self, sequences: Sequence[ActiveSequence]) -> list[ActiveSequence]:
         return [sequence for sequence in sequences if self._remaining(sequence) > 0]
-
-    def _choose(self, rows: Sequence[ActiveSequence]) -> Tensor:
-        """Return slots and firsts (2, B) on the device. Reuse the tensor of the previous step if both are unchanged."""
-        chosen = [*_slots_and_firsts(rows)]
-        if chosen != self._rows:
-            self._rows, self._chosen = chosen, upload(chosen, self._cache.device)
-        return self._chosen
 
     def _table_row(self, sequence: ActiveSequence) -> list[int]:
         """Return the table row of a sequence whose prompt is complete and whose first token is not yet sampled."""

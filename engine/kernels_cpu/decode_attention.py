@@ -5,7 +5,6 @@ Takes bf16 and fp32; sums are fp32. Left out: fp16.
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,24 +53,13 @@ def serves(dtype: torch.dtype) -> bool:
     return dtype in DTYPES and available()
 
 
-class RowAddresses(NamedTuple):
-    """The number of rows, and the addresses of their index tensors."""
+def addresses(*indices: Tensor) -> tuple[int, ...]:
+    """Return the number of rows B, and the addresses of contiguous int64 tensors (B,), valid while these exist.
 
-    rows: int
-    slots: int
-    lengths: int
-    prompt_slots: int
-    prompt_lengths: int
-    firsts: int
-
-
-def addresses(
-    slots: Tensor, lengths: Tensor, prompt_slots: Tensor, prompt_lengths: Tensor, firsts: Tensor
-) -> RowAddresses:
-    """Return the addresses of contiguous int64 tensors (B,). They are valid while the tensors exist."""
-    tensors = slots, lengths, prompt_slots, prompt_lengths, firsts
-    assert all(each.is_contiguous() and each.dtype == torch.int64 for each in tensors)
-    return RowAddresses(len(slots), *(each.data_ptr() for each in tensors))
+    The tensors are slots, lengths, prompt slots, prompt lengths and firsts.
+    """
+    assert all(each.is_contiguous() and each.dtype == torch.int64 for each in indices)
+    return len(indices[0]), *(each.data_ptr() for each in indices)
 
 
 class SlotAttention:
@@ -116,12 +104,12 @@ class SlotAttention:
             half=keys.dtype == torch.bfloat16,
         )
 
-    def __call__(self, query: Tensor, new_keys: Tensor, new_values: Tensor, rows: RowAddresses) -> Tensor:
+    def __call__(self, query: Tensor, new_keys: Tensor, new_values: Tensor, rows: tuple[int, ...]) -> Tensor:
         """Return (1, B, H, Dv): first write the new token of each of the B rows, then attend.
 
         query (1, H, N, D), new_keys (1, Hkv, N, D) and new_values (1, Hkv, N, Dv) begin with the B rows and may have
-        any strides. A row's new token is the last of its `lengths`. The indices are not checked. Raises TypeError for
-        mixed dtypes.
+        any strides. rows: the result of `addresses`. A row's new token is the last of its `lengths`. The indices are
+        not checked. Raises TypeError for mixed dtypes.
         """
         call = self._call
         if not new_keys.stride(3) == new_values.stride(3) == 1:
@@ -133,7 +121,7 @@ class SlotAttention:
         if self._dtypes != {query.dtype}:
             raise TypeError(f"all must be bf16 or all fp32, not a query in {query.dtype} and a cache in {self._dtypes}")
         heads = query.shape[1]
-        out = query.new_empty(1, rows.rows, heads, self._value_size)
+        out = query.new_empty(1, rows[0], heads, self._value_size)
         call.query, call.out, call.heads = query.data_ptr(), out.data_ptr(), heads
         _, call.query_head, call.query_row, _ = query.stride()
         call.rows, call.slots, call.lengths, call.prompt_slots, call.prompt_lengths, call.firsts = rows
