@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from engine.memory import Rates
+from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
 from pipeline.planning.stage_task import StageTask
@@ -39,13 +40,6 @@ class Capacity:
         limits = ((on_device, self.device), (on_host, self.host), (demand.nvme, self.disk))
         return all(size <= HEADROOM * limit for size, limit in limits)
 
-    def demand(self, task: StageTask) -> Demand:
-        """Predict a stage. PPO shares its forwards as configured, or where that fits."""
-        demand = predict_bytes(task, free_bytes=self.device, shares_forward=task.shares_forward is not False)
-        if task.shares_forward is not None or self.fits(demand):
-            return demand
-        return predict_bytes(task, free_bytes=self.device)
-
 
 def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
     """Measure this machine: the smallest device, and one rank's share of host memory and of the NVMe tiers' disk.
@@ -65,49 +59,78 @@ def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A setting of a stage: values of four keys of `engine`, and of the stage's `micro_batch_tokens`.
+class Prediction:
+    """The prediction of a stage with one setting.
 
     `changes` are the command-line overrides that lead from the stage's configuration to this setting. `seconds` are
     those of a step by phase, and `stage_seconds` those of the stage; empty and 0 without rates.
     """
 
-    engine: dict[str, Any]
-    micro_batch_tokens: int
-    changes: tuple[str, ...]
+    task: StageTask
+    capacity: Capacity
     demand: Demand
+    changes: tuple[str, ...]
     seconds: dict[str, float]
     stage_seconds: float
-    fits: bool
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The values of the four keys of `engine` that the planner chooses."""
+        return {key: getattr(self.task.work.config, key) for key in LAYOUT_KEYS}
 
     @property
     def step_seconds(self) -> float:
         return sum(self.seconds.values())
 
+    @property
+    def fits(self) -> bool:
+        """Return whether the stage fits."""
+        return self.capacity.fits(self.demand)
+
+    @property
+    def advice(self) -> "Prediction | None":
+        """Return the first setting that fits; None if this one fits."""
+        return None if self.fits else next((c for c in candidates(self.task, self.capacity) if c.fits), None)
+
+    @property
+    def summary(self) -> str:
+        """One line: predicted bytes, the device's bytes, and the largest owners at the peak."""
+        need = self.demand.peak + (0 if self.capacity.is_gpu else self.demand.host)
+        peak = f"{self.demand.peak_phase}: {self.demand.largest_owners(4)}"
+        available = format_bytes(self.capacity.device)
+        return f"memory: about {format_bytes(need)} of {available} per device ({peak})"
+
 
 def predict(
-    task: StageTask, capacity: Capacity, rates: Rates | None, engine: Mapping[str, Any] | None = None, tokens: int = 0
-) -> Candidate:
+    task: StageTask,
+    capacity: Capacity,
+    rates: Rates | None = None,
+    engine: Mapping[str, Any] | None = None,
+    tokens: int = 0,
+) -> Prediction:
     """Predict a stage, with other values of keys of `engine` and of `micro_batch_tokens` (0: as configured).
 
-    Raises ValueError for keys that exclude each other, such as bf16 states and an offloaded optimizer.
+    PPO shares its forwards as configured, or where that fits. Raises ValueError for keys that exclude each other, such
+    as bf16 states and an offloaded optimizer.
     """
     changes = {key: value for key, value in (engine or {}).items() if value != getattr(task.work.config, key)}
     overrides = [f"engine.{key}={str(value).lower()}" for key, value in changes.items()]
     if tokens not in (0, task.work.micro_batch_tokens):
         overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
-    tokens = tokens or task.work.micro_batch_tokens
     config = replace(task.work.config, **changes)
-    changed = replace(task, work=replace(task.work, config=config, micro_batch_tokens=tokens))
-    demand, seconds, total = capacity.demand(changed), dict[str, float](), 0.0
+    work = replace(task.work, config=config, micro_batch_tokens=tokens or task.work.micro_batch_tokens)
+    task = replace(task, work=work)
+    demand = predict_bytes(task, free_bytes=capacity.device, shares_forward=task.shares_forward is not False)
+    if task.shares_forward is None and not capacity.fits(demand):
+        demand = predict_bytes(task, free_bytes=capacity.device)
+    seconds, total = dict[str, float](), 0.0
     if rates is not None:
-        seconds = predict_seconds(changed, rates, is_gpu=capacity.is_gpu, shares_forward=demand.shares_forward)
-        total = stage_seconds(changed, rates, seconds, is_gpu=capacity.is_gpu)
-    layout = {key: getattr(config, key) for key in LAYOUT_KEYS}
-    return Candidate(layout, tokens, tuple(overrides), demand, seconds, total, capacity.fits(demand))
+        seconds = predict_seconds(task, rates, is_gpu=capacity.is_gpu, shares_forward=demand.shares_forward)
+        total = stage_seconds(task, rates, seconds, is_gpu=capacity.is_gpu)
+    return Prediction(task, capacity, demand, tuple(overrides), seconds, total)
 
 
-def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Candidate]:
+def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Prediction]:
     """Yield every allowed setting with its prediction. The micro-batch is halved down to one item."""
     for engine in _layouts(task.work.ranks, is_gpu=capacity.is_gpu):
         if task.work.packed and (engine["zero_stage"] == 3 or engine["offload_optimizer"] != "none"):
@@ -117,7 +140,7 @@ def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) 
                 yield predict(task, capacity, rates, engine, tokens)
 
 
-def fastest(settings: Iterable[Candidate]) -> Candidate | None:
+def fastest(settings: Iterable[Prediction]) -> Prediction | None:
     """Return the fastest candidate that fits; among equally fast ones (within 1 %), the first."""
     fitting = [candidate for candidate in settings if candidate.fits]
     least = min((candidate.step_seconds for candidate in fitting), default=0.0)

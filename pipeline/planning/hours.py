@@ -18,7 +18,7 @@ from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, build_config, model_folder, resolve
-from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest, measure_capacity, predict
+from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, data_sizes
 from pipeline.planning.planner import measure, more_memory
 from pipeline.planning.stage_task import StageTask, stage_task
@@ -62,7 +62,7 @@ class Machine:
         return f"tabulated, not measured: data sheet of {self.gpu}, {figures}, {dtype}"
 
 
-Setting = Mapping[str, Candidate]  # one candidate for each stage, all with the same layout
+Setting = Mapping[str, Prediction]  # one candidate for each stage, all with the same layout
 
 
 def run(config: RunConfig, folder: Path) -> None:
@@ -142,9 +142,9 @@ def architecture(model: ModelConfig, seed: int) -> ModelSource:
 
 def _settings(tasks: Mapping[str, StageTask], capacity: Capacity, rates: Rates) -> list[Setting]:
     """Return the layouts that fit in every stage, each with the fastest micro-batches that fit."""
-    by_layout: dict[str, dict[str, Candidate]] = {}
+    by_layout: dict[str, dict[str, Prediction]] = {}
     for stage, task in tasks.items():
-        groups: dict[str, list[Candidate]] = {}
+        groups: dict[str, list[Prediction]] = {}
         for candidate in candidates(task, capacity, rates):
             groups.setdefault(str(candidate.engine), []).append(candidate)
         for layout, group in groups.items():

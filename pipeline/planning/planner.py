@@ -1,7 +1,6 @@
 """Before a stage starts: predict whether it fits in memory, and choose the setting with `engine=auto`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +12,10 @@ from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
 from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
-from pipeline.planning.candidates import Candidate, Capacity, candidates, fastest, measure_capacity
+from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, later_size
-from pipeline.planning.demand import Demand, predict_seconds, stage_seconds
 from pipeline.planning.stage_task import StageTask, stage_task
 from pipeline.stages.restart import within_limits
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The prediction of one stage."""
-
-    task: StageTask
-    demand: Demand
-    capacity: Capacity
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the configured setting fits."""
-        return self.capacity.fits(self.demand)
-
-    @property
-    def advice(self) -> Candidate | None:
-        """Return the first setting that fits; None if the configured one fits."""
-        if self.fits:
-            return None
-        return next((candidate for candidate in candidates(self.task, self.capacity) if candidate.fits), None)
-
-    @property
-    def summary(self) -> str:
-        """One line: predicted bytes, the device's bytes, and the largest owners at the peak."""
-        need = self.demand.peak + (0 if self.capacity.is_gpu else self.demand.host)
-        peak = f"{self.demand.peak_phase}: {self.demand.largest_owners(4)}"
-        available = format_bytes(self.capacity.device)
-        return f"memory: about {format_bytes(need)} of {available} per device ({peak})"
 
 
 def plan(
@@ -58,12 +27,13 @@ def plan(
     ranks: int,
     capacity: Capacity | None = None,
     size: DataSize | None = None,
-) -> Plan:
+    rates: Rates | None = None,
+) -> Prediction:
     """Predict a stage on `ranks` ranks and `capacity` (default: this machine's); other arguments as in `stage_task`."""
     capacity = capacity or measure_capacity(config.engine, ranks)
     is_cpu = not capacity.is_gpu
     task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=is_cpu, size=size)
-    return Plan(task, capacity.demand(task), capacity)
+    return predict(task, capacity, rates)
 
 
 def announce(
@@ -114,29 +84,35 @@ def announce(
 
 
 def _expected_seconds(
-    config: RunConfig, planned: Plan, size: DataSize, policy: ModelSource, reward: ModelSource | None
+    config: RunConfig, planned: Prediction, size: DataSize, policy: ModelSource, reward: ModelSource | None
 ) -> dict[str, Any]:
     """Return the predicted seconds of a step by phase, of the stage, and of the later stages of the run."""
-    task, is_gpu = planned.task, planned.capacity.is_gpu
+    task, capacity = planned.task, planned.capacity
     has_files = "nvme" in (task.work.config.offload_optimizer, task.work.config.offload_parameters)
     rates = measure(config, task, has_files=has_files)
-    seconds = predict_seconds(task, rates, is_gpu=is_gpu, shares_forward=planned.demand.shares_forward)
+    expected = predict(task, capacity, rates)
     later_seconds: float | None = 0.0
     ranks = distributed.world().size
     try:
         for later in _later_stages(config, task.stage):
             # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
-            expected, scorer = later_size(config, task.stage, size, later), reward if later == "ppo" else None
-            coming = stage_task(
-                config, later, policy=policy, reward=scorer, ranks=ranks, is_cpu=not is_gpu, size=expected
+            scorer, its_size = reward if later == "ppo" else None, later_size(config, task.stage, size, later)
+            coming = plan(
+                config,
+                later,
+                policy=policy,
+                reward=scorer,
+                ranks=ranks,
+                capacity=capacity,
+                size=its_size,
+                rates=rates,
             )
-            phases = predict_seconds(coming, rates, is_gpu=is_gpu)
-            later_seconds = (later_seconds or 0.0) + stage_seconds(coming, rates, phases, is_gpu=is_gpu)
+            later_seconds = (later_seconds or 0.0) + coming.stage_seconds
     except ValueError:  # a model that cannot be counted, for example as a reward model
         later_seconds = None
     return {
-        "seconds": seconds,
-        "stage_seconds": stage_seconds(task, rates, seconds, is_gpu=is_gpu),
+        "seconds": expected.seconds,
+        "stage_seconds": expected.stage_seconds,
         "later_seconds": later_seconds,
         "answer_tokens": size.answer,
     }
@@ -147,7 +123,7 @@ def _later_stages(config: RunConfig, stage: str) -> list[str]:
     return stages[stages.index(stage) + 1 :] if stage in stages else []
 
 
-def check_fit(planned: Plan, *, refuse: bool) -> list[str]:
+def check_fit(planned: Prediction, *, refuse: bool) -> list[str]:
     """Return the lines to print before a stage. Raises UserError if it exceeds the memory and `refuse` is True."""
     if planned.fits:
         return [planned.summary]
@@ -193,13 +169,13 @@ def _choose_setting(
         return _configured(config, stage, record), record
     planned = plan(config, stage, policy=policy, reward=reward, ranks=distributed.world().size, size=size)
     rates = measure(config, planned.task)
-    best: Candidate | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
+    best: Prediction | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:
         device_size = format_bytes(planned.capacity.device)
         raise UserError(f"engine=auto: no setting fits in {device_size} per device; use {more_memory(stage)}")
     peak, words = format_bytes(best.demand.peak), " ".join(best.changes) or "as configured"
     _print([f"engine=auto: {words} ({peak}, about {best.step_seconds:.1f} s a step)"])
-    record = {"words": words, "engine": best.engine, "micro_batch_tokens": best.micro_batch_tokens}
+    record = {"words": words, "engine": best.engine, "micro_batch_tokens": best.task.work.micro_batch_tokens}
     return _configured(config, stage, record), record
 
 

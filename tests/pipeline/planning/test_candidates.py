@@ -27,7 +27,7 @@ def test_less_memory_needs_settings_with_less_memory() -> None:
         best = fastest(candidates(task, Capacity(size, 10 * GIB, 10 * GIB, is_gpu=True), RATES))
         assert best is not None and best.demand.peak <= 0.92 * size
         chosen.append(best)
-    assert chosen[0].micro_batch_tokens == 4096 and chosen[0].engine["offload_optimizer"] == "none"
+    assert chosen[0].task.work.micro_batch_tokens == 4096 and chosen[0].engine["offload_optimizer"] == "none"
     assert [c.step_seconds for c in chosen] == sorted(c.step_seconds for c in chosen)
     assert chosen[-1].changes != chosen[0].changes
     assert fastest(candidates(task, Capacity(GIB // 100, GIB, GIB, is_gpu=True), RATES)) is None

@@ -65,7 +65,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_a_setting_that_fits(stage: st
 def test_pairs_are_not_split() -> None:
     for stage, sequences in {"sft": 1, "reward": 2, "dpo": 2}.items():
         task = stage_task(tiny_config(), stage, policy=source(), ranks=1, is_cpu=False)
-        smallest = min(candidate.micro_batch_tokens for candidate in candidates(task, gpu(GIB)))
+        smallest = min(candidate.task.work.micro_batch_tokens for candidate in candidates(task, gpu(GIB)))
         assert smallest == sequences * task.work.max_length < task.work.micro_batch_tokens
 
 
