@@ -4,7 +4,7 @@ ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840; ZeRO-Infinity: Rajbhandari et 
 keeps its shards in compute precision. Steps, checkpoints and averages use the fp32 master weight of each shard.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,8 +42,8 @@ class OffloadedOptimizer:
             return_freed_memory()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         groups = optim.parameter_groups([p for _, p in named], config)
-        stand_ins = [([nn.Parameter(torch.zeros(1))], decay) for _, decay in groups]
-        self._torch = optim.with_groups(stand_ins, config)
+        self._config, self._decays = config, [decay for _, decay in groups]
+        self.param_groups: list[dict[str, Any]] = [{"lr": config.lr}]
         group = {id(p): index for index, (members, _) in enumerate(groups) for p in members}
         shards = [Shard(name, p, group[id(p)]) for name, p in named]
         on_device, offloaded = _split(shards, engine.offload_ratio)
@@ -63,11 +63,6 @@ class OffloadedOptimizer:
         take_gradients(module, takers)
         self._factor = 1.0
         self.average_weight: float | None = None  # of the parameters after a step in their average; None: no average
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the hyperparameters of each parameter group, without the parameters."""
-        return self._torch.param_groups
 
     @contextmanager
     def initializing(self) -> Iterator[None]:
@@ -108,7 +103,15 @@ class OffloadedOptimizer:
     def step(self) -> None:
         """Update every parameter that has a gradient, and the averages."""
         for tier in self.tiers:
-            tier.step(self._torch, self._factor, self.average_weight)
+            tier.step(self._make_optimizer, self._factor, self.average_weight)
+
+    def _make_optimizer(self, masters: Sequence[tuple[int, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Return an optimizer of fp32 masters, each with the index of its group, with the learning rate of the step."""
+        groups = [([m for index, m in masters if index == g], decay) for g, decay in enumerate(self._decays)]
+        optimizer = optim.with_groups([group for group in groups if group[0]], self._config)
+        for group in optimizer.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+        return optimizer
 
     def zero_grad(self) -> None:
         """Drop the step's gradients."""

@@ -5,8 +5,8 @@ are on the device. The gradient of a single micro-batch stays in the parameter's
 which FSDP2 has rounded it. Sums over several micro-batches are fp32. A sum in host memory is computed on the GPU, as in
 ZeRO-Offload: upload the sum, add, download.
 
-The step goes through the sub-groups in order. The optimizer is any class of torch that steps elementwise: it gets the
-segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory.
+The step goes through the sub-groups in order. The optimizer is any class of torch that steps elementwise: a new one
+gets the segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +20,7 @@ from engine.offload.states import Segment, States, SubGroup
 from engine.parallel import dtensors
 
 MASTER, AVERAGE = "parameter", "average"
+MakeOptimizer = Callable[[Sequence[tuple[int, nn.Parameter]]], torch.optim.Optimizer]  # of (index of group, master)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Tier:
             if shard.name in names
         }
 
-    def step(self, optimizer: torch.optim.Optimizer, factor: float, average_weight: float | None) -> None:
+    def step(self, make_optimizer: MakeOptimizer, factor: float, average_weight: float | None) -> None:
         """Step the shards that have a gradient, multiplied by `factor`, and write them to the module.
 
         `average_weight` is the weight of the new master weights in their average; None if there is no average.
@@ -150,7 +151,8 @@ class Tier:
         ]
         for group, states in self.states.iterate(groups, list(self.states.tensors)):
             segments = [segment for segment in group.segments if self.gradients.has(segment.shard)]
-            self._step_segments(optimizer, segments, states, factor)
+            if segments:
+                self._step_segments(make_optimizer, segments, states, factor)
             if average_weight is not None:
                 states[AVERAGE].lerp_(states[MASTER], average_weight)
             self._write(group, states[MASTER])
@@ -179,27 +181,18 @@ class Tier:
             self._after_write()
 
     def _step_segments(
-        self, optimizer: torch.optim.Optimizer, segments: Sequence[Segment], states: dict[str, Tensor], factor: float
+        self, make_optimizer: MakeOptimizer, segments: Sequence[Segment], states: dict[str, Tensor], factor: float
     ) -> None:
-        masters: list[tuple[Segment, nn.Parameter]] = []
-        # Adagrad before torch 2.13 creates states when it is built: `initial` has those of the one-element stand-ins.
-        initial = next(iter(optimizer.state.values()), None)
-        for segment in segments:
-            master = nn.Parameter(states[MASTER][segment.slice])
+        masters = [(segment, nn.Parameter(states[MASTER][segment.slice])) for segment in segments]
+        optimizer = make_optimizer([(self.shards[segment.shard].group, master) for segment, master in masters])
+        for segment, master in masters:
             master.grad = self._fp32_gradient(segment, factor)
             if segment.shard in self._scalars:
                 scalars = {kind: value.clone() for kind, value in self._scalars[segment.shard].items()}
                 optimizer.state[master] = scalars | {kind: states[kind][segment.slice] for kind in self.moments}
-            elif initial is not None:
-                optimizer.state[master] = {name: _full_like(value, master) for name, value in initial.items()}
-            masters.append((segment, master))
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [master for segment, master in masters if self.shards[segment.shard].group == index]
         optimizer.step()
         for segment, master in masters:
-            self._store(segment, optimizer.state.pop(master, {}), states)
-        for group in optimizer.param_groups:
-            group["params"] = []
+            self._store(segment, optimizer.state[master], states)
 
     def _store(self, segment: Segment, state: dict[str, Any], states: dict[str, Tensor]) -> None:
         """Copy moments that the optimizer has just created to their storage. The last segment's scalars are stored."""
@@ -218,10 +211,3 @@ class Tier:
                 self._fp32_gradients = torch.empty(self.states.largest_sub_group, device=self.device)
             gradient = self._fp32_gradients[segment.slice].copy_(gradient)
         return gradient if factor == 1.0 else gradient.mul_(factor)
-
-
-def _full_like(value: Any, parameter: Tensor) -> Any:
-    """Expand a state of a one-element parameter to the shape of `parameter`."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.full_like(parameter, value.item()) if value.ndim else value.clone()
