@@ -20,9 +20,10 @@ from tests.tiny import metrics, tiny_config, write_stage_configs
 REASON = building.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 SMALL: dict[str, Any] = {
-    "sft": {"steps": 3, "batch_size": 4, "eval_examples": 4},
-    "reward": {"steps": 3, "batch_size": 4, "eval_examples": 4},
-    "dpo": {"steps": 3, "batch_size": 4, "eval_examples": 4},
+    # A micro-batch has room for four sequences or pairs of 160 tokens each: the dry run fills it.
+    "sft": {"steps": 3, "batch_size": 4, "eval_examples": 4, "micro_batch_tokens": 640},
+    "reward": {"steps": 3, "batch_size": 4, "eval_examples": 4, "micro_batch_tokens": 1280},
+    "dpo": {"steps": 3, "batch_size": 4, "eval_examples": 4, "micro_batch_tokens": 1280},
     "ppo": {"steps": 1, "batch_size": 4},
     "rollout": {"max_new_tokens": 3},
     "evaluation": {"prompts": 1, "best_of": 2},
