@@ -24,7 +24,7 @@ from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.optimizer_step import Average, Gradients, LossScaler, Optimizer, OptimizerStep, Step, Update
 from engine.parallel import collectives, dist, zero
-from engine.passes import LossAndMetrics, Passes, PipelinePasses, add_up, to_numbers
+from engine.passes import LossAndMetrics, Passes, PipelinePasses, add_up
 
 Batch = TypeVar("Batch")
 Score = TypeVar("Score")
@@ -155,11 +155,28 @@ class Engine:
         """Clip and update after `gradient_accumulation` micro-batches. Before that, do nothing and return None."""
         if self._micro_batches < self.config.gradient_accumulation:
             return None
-        return self._step(float(self._gradients().squared_norm()))
+        *_, squared_norm, unused = self._reduce([], [])
+        return self._step(squared_norm, unused)
 
-    def _step(self, squared_norm: float) -> Step:
+    def _reduce(
+        self, sums: Sequence[float | Tensor], maxima: Sequence[float | Tensor]
+    ) -> tuple[list[float], list[float], float, set[str]]:
+        """Return sums and maxima over ranks, the squared norm of the gradients, and the parameters that no rank used.
+
+        The host waits for the device once. The norm is a maximum over ranks, because with tensor parallelism replicated
+        parameters have a gradient on each rank, and one of them may overflow. A step leaves out unused parameters, as
+        on one rank. Their gradients are zeros, or None.
+        """
+        squared_norm = self._gradients().squared_norm()
+        trained, used = zero.take_used(self.module)
+        numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])
+        *highest, norm, missing = highest
+        unused = trained.difference(*dist.gather_objects(used)) if missing else set[str]()
+        return numbers, highest, norm, unused
+
+    def _step(self, squared_norm: float, unused: set[str]) -> Step:
         assert self._optimizer_step is not None, "a frozen engine has no step"
-        step = self._optimizer_step.run(self._gradients(), squared_norm, self.step_count)
+        step = self._optimizer_step.run(self._gradients(), squared_norm, unused, self.step_count)
         if not step.skipped:
             self._flush_pages()
         self.step_count += 1
@@ -193,16 +210,17 @@ class Engine:
         self._check_parallelism()
         sent_before = collectives.bytes_sent()
         total_loss, totals = add_up(self._passes.train(micro_batches, loss_fn, count), maxima)
-        *values, loss, squared_norm = to_numbers([*totals.values(), total_loss, self._gradients().squared_norm()])
-        local = self._passes.metrics_of_step(dict(zip(totals, values, strict=True)) | {"loss": loss})
-        largest = {name: dist.max_over_ranks(local.pop(name)) for name in maxima}
-        sums = dist.sum_over_ranks(local)
+        metrics = totals | {"loss": total_loss}
+        summed, highest = sorted(metrics.keys() - set(maxima)), sorted(maxima)
+        values = ([metrics[name] for name in names] for names in (summed, highest))
+        numbers, largest, squared_norm, unused = self._reduce(*values)
+        sums = dict(zip(summed, numbers, strict=True))
         loss = sums.pop("loss") / count
         if before_step is not None:
             before_step(sums)
-        step = self._step(squared_norm)
+        step = self._step(squared_norm, unused)
         sent = collectives.bytes_sent() - sent_before
-        return Update(loss, sums, largest, step.grad_norm, step.lr, step.skipped, sent)
+        return Update(loss, sums, dict(zip(highest, largest, strict=True)), step.grad_norm, step.lr, step.skipped, sent)
 
     def dry_run(self, micro_batch: Batch, loss_fn: "LossFn[Batch]") -> None:
         """Run forward and backward of a micro-batch and discard the result. Weights and random state do not change.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import LossScale, OptimizerConfig
-from engine.parallel import dist, dtensors, zero
+from engine.parallel import dtensors
 from engine.parallel.collectives import SentBytes
 
 if TYPE_CHECKING:
@@ -239,17 +239,15 @@ class OptimizerStep:
         self._module, self._optimizer, self._config = module, optimizer, config
         self._scaler, self._average, self._scheduler = scaler, average, scheduler
 
-    def run(self, gradients: Gradients, squared_norm: float, number: int) -> Step:
+    def run(self, gradients: Gradients, squared_norm: float, unused: set[str], number: int) -> Step:
         """Clip, update the parameters, and drop the gradients. `number` counts steps from 0.
 
         A step with a non-finite gradient is skipped, on all ranks. `squared_norm` is that of the scaled gradients.
+        `unused` are the parameters that no rank used; the step leaves them out.
         """
-        if dist.world().tensor > 1:  # replicated parameters have a gradient on each rank; one of them may overflow
-            squared_norm = dist.max_over_ranks(squared_norm if math.isfinite(squared_norm) else math.inf)
         norm = math.sqrt(squared_norm) / self._scaler.scale
         lr = self._set_learning_rate(number)
         skipped = not math.isfinite(norm)
-        unused = zero.unused_on_all_ranks(self._module)
         if not skipped:
             factor = 1.0 / self._scaler.scale
             if self._config.max_grad_norm > 0:

@@ -134,10 +134,6 @@ class Passes:
         """Return the gradients of this rank's parameters, with the norm of the full model."""
         return ModuleGradients(self.module)
 
-    def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of this rank's micro-batches. Ranks of one pipeline get those of its last rank."""
-        return metrics
-
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of the full model on every rank; `own` are those of this rank's module."""
         return iter(own)
@@ -161,7 +157,7 @@ class PipelinePasses(Passes):
         results = self._train(micro_batches, loss_fn, self.scaler.scale * dist.world().data_size / count)
         self._pipeline.finish_step()
         self.tracker.after_backward()
-        return [each for each in results if each is not None]
+        return self._pipeline.broadcast_from_last(to_host(results))
 
     def score(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
         def scored(micro_batch: Any) -> tuple[Tensor, Sequence[Any]]:
@@ -178,9 +174,6 @@ class PipelinePasses(Passes):
 
     def gradients(self) -> Gradients:
         return ModuleGradients(self.module, self._pipeline.squared_norm)
-
-    def metrics_of_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        return self._pipeline.broadcast_from_last(metrics)
 
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._pipeline.all_parameters(own)
@@ -244,13 +237,6 @@ def add_up(
             else:
                 totals[name] = totals[name] + value
     return total_loss, totals
-
-
-def to_numbers(values: Sequence[float | Tensor]) -> list[float]:
-    """Return values as Python numbers. The host waits for the device once, not once per tensor."""
-    tensors = [value.detach().to(dist.world().device, torch.float64) for value in values if isinstance(value, Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def detach_metrics(metrics: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:

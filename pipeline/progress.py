@@ -142,6 +142,15 @@ class Progress:
             self._limit = before
             self._write()
 
+    @contextmanager
+    def collective(self, name: str, shape: Sequence[int]) -> Iterator[None]:
+        """Publish that the main thread is in a collective (see `begin`)."""
+        self.begin(name, shape)
+        try:
+            yield
+        finally:
+            self.end()
+
     def begin(self, name: str, shape: Sequence[int]) -> None:
         """Publish that the main thread calls a collective. The shape is that of this rank's tensor."""
         if threading.get_ident() == self._thread:

@@ -107,13 +107,13 @@ def test_one_device_in_bf16_follows_the_cpu_and_resumes_exactly(on_cpu: Path, tm
     assert metrics(tmp_path, "sft") == undisturbed
     resumed = load_file(tmp_path / "sft" / "model" / "model.safetensors")
     assert all((model[name] == resumed[name]).all() for name in model)
-    assert waits(default, "dpo", step=2) == {"engine/passes.py:to_numbers": 1}
+    assert waits(default, "dpo", step=2) == {"engine/parallel/dist.py:reduce_over_ranks": 1}
     actual = waits(default, "ppo", step=2)
     rounds = actual.pop("engine/generation/decode_step.py:wait")
     assert rounds <= 2  # of 3 tokens
     updates = 2  # minibatches
     assert actual == {
-        "engine/passes.py:to_numbers": 2 * updates,  # actor, critic
+        "engine/parallel/dist.py:reduce_over_ranks": 2 * updates,  # actor, critic
         "engine/passes.py:to_host": 4,  # actor, reference, critic, reward model
         "engine/generation/inference_model.py:sync": 1,
         "step3_ppo/log.py:rollout_metrics": 1,
@@ -156,4 +156,4 @@ def test_two_devices_follow_one_cpu(on_cpu: Path, tmp_path: Path) -> None:
     run_on_devices(sharded / "sft", sharded / "ppo", staged / "sft", ranks=2)
     for folder, stage in ((sharded, "sft"), (sharded, "ppo"), (staged, "sft")):
         compare(folder, on_cpu, stage, CURVES[stage], rel=1e-4)
-    assert waits(sharded, "sft", step=2) == {"engine/passes.py:to_numbers": 1}
+    assert waits(sharded, "sft", step=2) == {"engine/parallel/dist.py:reduce_over_ranks": 1}

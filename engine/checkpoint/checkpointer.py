@@ -79,7 +79,7 @@ class Checkpointer:
             tensors,
             storage_writer=Writer(folder, values, then),
             planner=SavePlanner(),
-            process_group=dist.host_group("background"),
+            process_group=dist.checkpoint_group(),
         )
         if not can_copy:
             wait([self._pending])
@@ -119,7 +119,7 @@ class Checkpointer:
         for name, engine in self.engines.items():
             _allocate_states(engine, state["engines"][name])
         tensors = {name: _tensors_to_load(engine, state["engines"][name]) for name, engine in self.engines.items()}
-        dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(), process_group=dist.host_group())
+        dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(), process_group=dist.checkpoint_group())
         for name, engine in self.engines.items():
             _restore_counters(engine, state["engines"][name])
         is_same_size = state["ranks"] == dist.world().size

@@ -1,16 +1,17 @@
 """Parallelism outside of the module. Other rooms use the names in `__all__`, as `engine.distributed`.
 
 - The process group: `start`, `stop`, `set_parallelism`, `world`, `World`.
-- Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `max_over_ranks`, `sum_over_ranks`.
+- Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `gather_vectors`, `max_over_ranks`,
+  `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
-- `observe_collectives`: an observer that learns which collective this rank calls, for watchdogs.
+- `observe_collectives`: a context around each collective that this rank calls, for watchdogs.
 - `to_device`: a copy of a small tensor to the device, without waiting for the device.
 - `bytes_sent`: the bytes that this rank has sent since its start, by purpose.
 """
 
 from engine.host_memory import to_device
-from engine.parallel.collectives import bytes_sent
+from engine.parallel.collectives import bytes_sent, gather_vectors
 from engine.parallel.dist import (
     World,
     barrier,
@@ -36,6 +37,7 @@ __all__ = [
     "bytes_sent",
     "check_heads",
     "gather_objects",
+    "gather_vectors",
     "max_over_ranks",
     "observe_collectives",
     "request_stop",

@@ -1,26 +1,33 @@
 """The process group, this process among its ranks, and what ranks exchange on the host: numbers and objects.
 
 The environment names the ranks as torchrun does: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`. An
-environment without them means one rank. NCCL carries tensors on GPUs, Gloo carries tensors and objects on hosts.
-`engine/parallel/collectives.py` has the collectives of tensors. No other file calls collectives of torch.
+environment without them means one rank. NCCL carries everything between GPUs: numbers and objects travel as tensors on
+the device. Gloo carries everything between CPUs. On GPUs, only checkpoints use Gloo, because a background thread saves
+them. `engine/parallel/collectives.py` has the collectives of tensors. No other file calls collectives of torch.
 """
 
 import os
+import pickle
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from itertools import count
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from engine.host_memory import reuse_freed_memory
+from engine.host_memory import reuse_freed_memory, to_device
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
+SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RANK_ZERO_TIMEOUT = timedelta(days=1)  # for work that only rank 0 does, such as tokenizing
+OBJECT_CHUNK = 2**26  # bytes of an object that are on the device at a time
 
 
 @dataclass(frozen=True)
@@ -71,45 +78,26 @@ class World:
         return self.rank == 0
 
 
-class CollectiveObserver(Protocol):
-    """Learns which collective this rank calls, so that a watchdog can name the rank that others wait for."""
-
-    def begin(self, name: str, shape: Sequence[int], /) -> None:
-        """A collective is called. `shape` is that of this rank's tensor; empty for objects."""
-
-    def end(self) -> None:
-        """The collective has returned. An asynchronous one may still run."""
-
-
-class observed:
-    """A context in which this rank calls one collective."""
-
-    __slots__ = ("_name", "_shape")
-
-    def __init__(self, name: str, shape: Sequence[int] = ()) -> None:
-        self._name, self._shape = name, shape
-
-    def __enter__(self) -> None:
-        if _observer is not None:
-            _observer.begin(self._name, self._shape)
-
-    def __exit__(self, *_: object) -> None:
-        if _observer is not None:
-            _observer.end()
-
-
-_observer: CollectiveObserver | None = None
+_observe: Callable[[str, Sequence[int]], AbstractContextManager[None]] | None = None
 _world: World | None = None
 _cache: dict[Any, Any] = {}
-_groups: dict[str, dist.ProcessGroup] = {}  # Gloo groups of all ranks
 _stop_requested_here = False
 _stop_requested = False
 
 
-def observe_collectives(observer: CollectiveObserver | None) -> None:
-    """Call an observer before and after each collective of this process; None removes it."""
-    global _observer
-    _observer = observer
+def observe_collectives(observe: Callable[[str, Sequence[int]], AbstractContextManager[None]] | None) -> None:
+    """Enter the context `observe(name, shape)` around each collective, so that a watchdog can name the one it is in.
+
+    The shape is that of this rank's tensor; it is empty for objects. An asynchronous collective may still run after the
+    context.
+    """
+    global _observe
+    _observe = observe
+
+
+def observed(name: str, shape: Sequence[int] = ()) -> AbstractContextManager[None]:
+    """Return the context in which this rank calls a collective."""
+    return nullcontext() if _observe is None else _observe(name, shape)
 
 
 def start(namespace: str = "zerochat", device: str | None = None) -> World:
@@ -132,47 +120,52 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         # Slurm may show each rank its own GPU only; that GPU has number 0 on every rank.
         own_device = torch.device(kind, local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(own_device)
+        # By default, cuBLAS may add the parts of a long sum in the precision of the inputs.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     store = dist.PrefixStore(namespace, store)
     _choose_interface(store, rank, size)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        backend="nccl" if kind == "cuda" else "gloo",
         store=store,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
         device_id=own_device if kind == "cuda" else None,
     )
-    for name, timeout in {"host": TIMEOUT, "background": TIMEOUT, "patient": RANK_ZERO_TIMEOUT}.items():
-        _groups[name] = dist.new_group(backend="gloo", timeout=timeout)
+    # Its own connection: a wait on it does not block the threads of NCCL, which use the store too.
+    _cache["store"], _cache["waits"] = store.clone(), count()  # type: ignore[attr-defined]
+    _cache["checkpoints"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _world = World(rank, size, local_rank, own_device)
     return _world
 
 
 def _choose_interface(store: dist.Store, rank: int, size: int) -> None:
-    """Set the network interface of Gloo, unless the environment variable GLOO_SOCKET_IFNAME names one.
+    """Set the network interface of Gloo and NCCL, each unless its environment variable (SOCKET_VARIABLES) names one.
 
     Gloo's own choice is the address of the host's name. On many machines this is 127.0.1.1, which other machines cannot
-    reach. Here each rank takes the interface with the route to the first rank's machine. The last rank resolves the
-    name of this machine for all ranks, because the machine itself may resolve it to 127.0.1.1.
+    reach. NCCL's own choice is the first interface, which may belong to containers. Here each rank takes the interface
+    with the route to the first rank's machine. The last rank resolves the name of this machine for all ranks, because
+    the machine itself may resolve it to 127.0.1.1.
     """
     if size == 1:
         return
     if rank == size - 1:
         family, _, _, _, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_DGRAM)[0]
         store.set("address", f"{int(family)} {place[0]}")
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
     family_number, address = store.get("address").decode().split()
     with socket.socket(socket.AddressFamily(int(family_number)), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 1))  # sends nothing
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if own in (each.address.partition("%")[0] for each in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+            chosen = [os.environ.setdefault(variable, name) for variable in SOCKET_VARIABLES]
             if rank == 0 and not own.startswith("127.") and own != "::1":
-                print(f"engine: Gloo uses {name} ({own}); GLOO_SOCKET_IFNAME selects another interface", flush=True)
+                settings = ", ".join(f"{key}={value}" for key, value in zip(SOCKET_VARIABLES, chosen, strict=True))
+                print(f"engine: the route between ranks leads through {name} ({own}); {settings}", flush=True)
+            return
 
 
 def stop() -> None:
@@ -182,7 +175,6 @@ def stop() -> None:
         dist.destroy_process_group()
     _world = None
     _stop_requested_here = _stop_requested = False
-    _groups.clear()
     _cache.clear()
 
 
@@ -224,13 +216,11 @@ def cached(key: Any, make: Callable[[], T]) -> T:
     return value
 
 
-def host_group(name: Literal["host", "background", "patient"] = "host") -> dist.ProcessGroup:
-    """Return a Gloo group of all ranks for numbers and objects on the host.
-
-    "background" is for a thread (checkpoints), because two threads on one group would deadlock. "patient" waits a day.
-    """
+def checkpoint_group() -> dist.ProcessGroup:
+    """Return the Gloo group of checkpoints, which a background thread uses. Two threads on one group would deadlock."""
     world()
-    return _groups[name]
+    group: dist.ProcessGroup = _cache["checkpoints"]
+    return group
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -238,34 +228,52 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=TIMEOUT)
 
 
-def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Return the sums of named numbers over the shares of the data, in float64. Every rank passes the same names.
+def reduce_over_ranks(
+    sums: Sequence[float | Tensor], maxima: Sequence[float | Tensor] = ()
+) -> tuple[list[float], list[float]]:
+    """Return the sums of numbers over the shares of the data, and the maxima of others over all ranks, in float64.
 
-    Ranks with the same share have the same numbers, which count once. The same message carries stop requests.
+    Every rank passes equally many numbers. The host waits for the device once. Ranks with the same share have the same
+    summands, which count once. The maximum of values that include NaN is infinite. The message of the sums carries stop
+    requests.
     """
     global _stop_requested
     if world().size == 1:
         _stop_requested |= _stop_requested_here
-        return dict(values)
-    names = sorted(values)
+        numbers = _stack([*sums, *maxima]).tolist()
+        return numbers[: len(sums)], numbers[len(sums) :]
     counts = world().rank % world().group_size == 0 and world().pipeline_rank == 0
-    own = [float(values[name]) if counts else 0.0 for name in names]
-    total = torch.tensor([*own, float(_stop_requested_here)], dtype=torch.float64)
-    with observed("sum_over_ranks", total.shape):
-        dist.all_reduce(total, group=host_group())
-    *sums, requests = total.tolist()
-    _stop_requested |= requests > 0
-    return dict(zip(names, sums, strict=True))
+    total = _stack([*(sums if counts else [0.0] * len(sums)), float(_stop_requested_here)])
+    highest = _stack(maxima).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    with observed("reduce_over_ranks", [len(sums) + len(maxima)]):
+        if sums:
+            dist.all_reduce(total)
+        if maxima:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        numbers = torch.cat([total, highest]).tolist()
+    _stop_requested |= bool(sums) and numbers[len(sums)] > 0
+    return numbers[: len(sums)], numbers[len(sums) + 1 :]
+
+
+def _stack(numbers: Sequence[float | Tensor]) -> Tensor:
+    """Return numbers as one tensor (n,) fp64 on the device, without waiting for the device."""
+    on_host = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+    stacked = to_device(torch.tensor(on_host, dtype=torch.float64), world().device)
+    for index, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            stacked[index] = number.detach()
+    return stacked
+
+
+def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
+    """Return the sums of named numbers (see `reduce_over_ranks`). Every rank passes the same names."""
+    names = sorted(values)
+    return dict(zip(names, reduce_over_ranks([values[name] for name in names])[0], strict=True))
 
 
 def max_over_ranks(value: float) -> float:
     """Return the largest of one number per rank."""
-    if world().size == 1:
-        return value
-    highest = torch.tensor([value], dtype=torch.float64)
-    with observed("max_over_ranks", highest.shape):
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=host_group())
-    return highest.item()
+    return reduce_over_ranks([], [value])[1][0]
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -274,7 +282,7 @@ def gather_objects(value: Any) -> list[Any]:
         return [value]
     gathered: list[Any] = [None] * world().size
     with observed("gather_objects"):
-        dist.all_gather_object(gathered, value, group=host_group())
+        dist.all_gather_object(gathered, value)
     return gathered
 
 
@@ -283,33 +291,45 @@ def broadcast_object(
 ) -> Any:
     """Return the object of rank `source` of a group (default: of all ranks) on every rank of the group.
 
-    `patient`: the ranks wait up to a day for rank 0, which may work for all ranks first.
+    `patient`: the ranks wait up to a day for rank 0, which may work for all ranks first. They wait for a key in the
+    store, because a collective would end after `TIMEOUT` and keep GPUs busy meanwhile. The object may be large, such as
+    a tokenized dataset: only a chunk of it is on the device at a time.
     """
     if world().size == 1:
         return value
-    objects = [value]
+    data = bytearray(pickle.dumps(value)) if dist.get_rank(group) == source else bytearray()
     with observed("broadcast_object"):
-        group = group or host_group("patient" if patient else "host")
-        dist.broadcast_object_list(objects, group=group, group_src=source)
-    return objects[0]
+        if patient:
+            key = f"rank-zero-{next(_cache['waits'])}"
+            if world().is_rank_zero:
+                _cache["store"].set(key, "here")
+            _cache["store"].wait([key], RANK_ZERO_TIMEOUT)
+        size = torch.tensor([len(data)], device=world().device)
+        dist.broadcast(size, group=group, group_src=source)
+        data = data or bytearray(int(size.item()))
+        for chunk in torch.frombuffer(data, dtype=torch.uint8).split(OBJECT_CHUNK):
+            on_device = chunk.to(world().device)
+            dist.broadcast(on_device, group=group, group_src=source)
+            chunk.copy_(on_device)
+    return pickle.loads(data)
 
 
 def barrier() -> None:
     """Wait until every rank has called this."""
     if world().size > 1:
         with observed("barrier"):
-            dist.barrier(group=host_group())
+            dist.barrier()
 
 
 def request_stop() -> None:
     """Request that all ranks stop. A signal handler may call this.
 
-    The next `sum_over_ranks`, which every update calls, sends the request to all ranks. All stop after the same step.
+    The next sum over ranks, which every update needs, sends the request to all ranks. All stop after the same step.
     """
     global _stop_requested_here
     _stop_requested_here = True
 
 
 def stop_requested() -> bool:
-    """Return whether a rank had requested a stop at the last `sum_over_ranks`: the same on all ranks until the next."""
+    """Return whether a rank had requested a stop at the last sum over ranks: the same on all ranks until the next."""
     return _stop_requested

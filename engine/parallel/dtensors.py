@@ -72,7 +72,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     if is_full(tensor):
         return local(tensor)
-    return _gather_2d(tensor) if "tensor" in (tensor.device_mesh.mesh_dim_names or ()) else tensor.full_tensor()
+    on_device: Any = tensor.to(dist.world().device)  # NCCL cannot gather shards that offload has on the host
+    return _gather_2d(on_device) if "tensor" in (tensor.device_mesh.mesh_dim_names or ()) else on_device.full_tensor()
 
 
 def _gather_2d(tensor: DTensor) -> Tensor:

@@ -133,19 +133,13 @@ def shard(
     internals.fill_missing_gradients(module)
 
 
-def unused_on_all_ranks(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that no rank used in this step. Their gradients are zeros, or None.
-
-    A step leaves them out, as on one rank. Every rank calls, once per step.
-    """
+def take_used(module: nn.Module) -> tuple[set[str], set[str]]:
+    """Return the names of this rank's trained parameters, and of those that were used since the last call."""
     if compute_copies(module) is not None:
-        return set()
+        return set(), set()
     used_shards = {id(shard) for shard in internals.take_used(module)}
     trained = {name: id(p) for name, p in module.named_parameters() if p.requires_grad and p.numel()}
-    used = {name for name, key in trained.items() if key in used_shards}
-    if dist.max_over_ranks(float(len(trained) - len(used))) == 0.0:
-        return set()
-    return trained.keys() - set[str]().union(*dist.gather_objects(used))
+    return set(trained), {name for name, key in trained.items() if key in used_shards}
 
 
 def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:

@@ -72,7 +72,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             run_stage = importlib.import_module(module).run
             gc.freeze()  # later collections skip these objects
             gc.enable()
-            distributed.observe_collectives(progress.own())
+            distributed.observe_collectives(progress.own().collective)
             distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
             run_stage(config, run_dir / stage)
             distributed.stop()

@@ -7,17 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine import engine as engine_file
 from engine.parallel import dist
-from engine.passes import to_numbers
 from tests.host_syncs import HostSyncCounter
 
 
 def test_numbers_of_both_kinds_in_order() -> None:
     dist.start("test")
     values = [1.5, torch.tensor(2.0**-30), torch.tensor(3), 4, torch.tensor(True)]
-    assert to_numbers(values) == [1.5, 2.0**-30, 3.0, 4.0, 1.0]
-    assert to_numbers([]) == []
+    assert dist.reduce_over_ranks(values[:2], values[2:]) == ([1.5, 2.0**-30], [3.0, 4.0, 1.0])
+    assert dist.reduce_over_ranks([]) == ([], [])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -29,19 +27,20 @@ def test_an_update_waits_for_the_device_once(dtype: Any, monkeypatch: pytest.Mon
     with engine.scoring() as module:  # a product of all four rows may round differently
         most = max(module(micro_batch).max().item() for micro_batch in micro_batches)
     calls: list[int] = []
+    reduce = dist.reduce_over_ranks
 
-    def counted(values: Any) -> list[float]:
-        calls.append(len(values))
-        return to_numbers(values)
+    def counted(sums: Any, maxima: Any = ()) -> tuple[list[float], list[float]]:
+        calls.append(len(sums) + len(maxima))
+        return reduce(sums, maxima)
 
     def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
         out = module(batch)
         sums = {"above": (out > 0).sum(), "rows": 1.0, "shares": 1.0 / len(batch)}
         return out.square().sum(), {"largest": out.detach().max(), **sums}
 
-    monkeypatch.setattr(engine_file, "to_numbers", counted)
+    monkeypatch.setattr(dist, "reduce_over_ranks", counted)
     with HostSyncCounter() as host_syncs:
         update = engine.update(micro_batches, loss, 4.0, maxima=("largest", "shares"))
-    assert not host_syncs.counts and calls == [6]
+    assert not host_syncs.counts and calls == [7]  # 3 sums, 2 maxima, the norm, and the number of unused parameters
     assert update.sums["rows"] == 3.0 and update.grad_norm > 0
     assert update.maxima == {"largest": most, "shares": 1.0} and update.sums.keys() == {"above", "rows"}

@@ -1,4 +1,4 @@
-"""The backend that replaces NCCL (and Gloo) between simulated devices: collectives on their own stream, over Gloo.
+"""The backend that replaces NCCL between simulated devices: collectives on their own stream, over Gloo.
 
 As with NCCL, a collective starts when the current stream reaches it, and `wait` blocks a stream, not the host. The
 simulation detects a stream that reads a result too early. Ranks exchange bytes over Gloo; sums are computed here in the
@@ -94,15 +94,17 @@ class Group(dist.ProcessGroup):
 
     pg_name = group_name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]  # objects travel as tensors on the device
+
     def getBackendName(self) -> str:
         return NAME
 
     def _run(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor], work: Callable[[], None]) -> _Done:
-        """Do `work` on host memory, and record it as one launch on this group's stream. CPU tensors need no record."""
+        """Do `work` on host memory, and record it as one launch on this group's stream. As NCCL, refuse CPU tensors."""
         (device,) = {t.device for t in (*read, *written)}
-        if device.type == "cpu":
-            work()
-            return _Done(torch.cuda.current_stream().record_event(), list(written))
+        assert device.type == "cuda", "No backend type associated with device type cpu"
         assert all(t.is_contiguous() for t in (*read, *written)), "Tensors must be contiguous"
         self.stream = self.stream or torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream())

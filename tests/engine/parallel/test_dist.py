@@ -1,12 +1,19 @@
 """The process group: restarted ranks on the store of their first start."""
 
 import os
+import socket
 import time
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from engine.parallel import dist
 from tests.ranks import run_ranks
+from tests.simulated_gpu import building
 
 
 def sum_after_restart() -> float:
@@ -24,3 +31,68 @@ def sum_after_restart() -> float:
 
 def test_restarted_ranks_ignore_the_keys_of_the_first_attempt() -> None:
     assert run_ranks(sum_after_restart, 2) == [pytest.approx(3.0)] * 2
+
+
+@pytest.mark.parametrize(("own", "set_by_user", "expected"), [
+    ("10.77.0.2", {}, {"GLOO": "eth7", "NCCL": "eth7"}),
+    ("10.77.0.2", {"NCCL": "ib0"}, {"GLOO": "eth7", "NCCL": "ib0"}),
+    ("127.0.0.1", {}, {"GLOO": "lo", "NCCL": "lo"}),
+    ("fe80::1", {}, {"GLOO": "eth8", "NCCL": "eth8"}),
+])  # fmt: skip
+def test_gloo_and_nccl_use_the_interface_with_the_route_to_the_first_rank(
+    own: str,
+    set_by_user: dict[str, str],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last rank resolves the name of the first machine, which may be 127.0.1.1 on that machine itself."""
+    addresses = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "eth7": ["10.77.0.2"], "eth8": ["fe80::1%eth8"]}
+    listed = {name: [SimpleNamespace(address=each) for each in found] for name, found in addresses.items()}
+    store, connected = HashStore(), list[Any]()
+
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            connected.append(address)
+
+        def getsockname(self) -> Any:
+            return own, 1
+
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 2, 17, "", ("10.77.0.1", 0))])
+    for rank in (1, 0):
+        of_user = {f"{library}_SOCKET_IFNAME": name for library, name in set_by_user.items()}
+        monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "first", **of_user})
+        dist._choose_interface(store, rank, 2)
+        assert {library: os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")} == expected
+    assert connected == [("10.77.0.1", 1)] * 2
+    lines = capsys.readouterr().out.splitlines()
+    if own == "127.0.0.1":
+        assert not lines
+    else:
+        gloo, nccl = expected.values()
+        assert len(lines) == 1 and f"({own}); GLOO_SOCKET_IFNAME={gloo}, NCCL_SOCKET_IFNAME={nccl}" in lines[0]
+
+
+def reductions() -> tuple[Any, ...]:
+    """Return what this rank gets from others: numbers on the device and on the host, and a large object."""
+    rank = dist.world().rank
+    numbers = torch.tensor([rank + 0.5, float("nan") if rank else 1.0], device=dist.world().device)
+    reduced = dist.reduce_over_ranks([numbers[0], 2.0**-40 * rank], [rank, -numbers[0], numbers[1]])
+    dist.OBJECT_CHUNK = 1000
+    large = dist.broadcast_object(bytes(range(256)) * 16 if rank == 0 else None, patient=True)
+    # On GPUs, only the group of checkpoints has Gloo.
+    default = torch.distributed.get_backend()
+    return reduced, large == bytes(range(256)) * 16, default, torch.distributed.get_backend(dist.checkpoint_group())
+
+
+def test_numbers_and_objects_of_ranks() -> None:
+    expected = [2.0, 2.0**-40], [1.0, -0.5, float("inf")]
+    assert run_ranks(reductions, 2) == [(expected, True, "gloo", "gloo")] * 2
+
+
+@pytest.mark.skipif(building.unavailable_reason() is not None, reason=str(building.unavailable_reason()))
+def test_gpus_exchange_everything_over_nccl() -> None:
+    expected = [2.0, 2.0**-40], [1.0, -0.5, float("inf")]
+    assert run_ranks(reductions, 2, device="cuda") == [(expected, True, "simulated", "gloo")] * 2
