@@ -14,7 +14,7 @@ from pipeline.data.encode import PromptItems, encode_conversations, encode_promp
 from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.judge import Call
-from pipeline.planning.stage_task import stage_steps
+from pipeline.planning.stage_task import DECODE_BATCH, stage_steps
 from pipeline.stages.data import evaluation_prompts, log_cut, on_rank_zero, stage_records
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import prepare_generation, sampling
@@ -85,7 +85,7 @@ class Ppo:
         self._generate = partial(
             generate,
             sampling=sampling(rollout, sources.tokenizer, seed=config.seed),
-            batch_size=rollout.batch_size,
+            batch_size=rollout.batch_size or DECODE_BATCH,
             keep=rollout.keep,
             park_optimizer=rollout.park_optimizer,
             samples=ppo.samples,

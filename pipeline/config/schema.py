@@ -242,7 +242,11 @@ class RolloutSection(Section):
     max_prompt_tokens: int = Field(
         512, ge=1, description="largest number of tokens in a prompt; longer prompts are dropped and counted"
     )
-    batch_size: int = Field(64, ge=1, description="largest number of sequences that a rank decodes at a time")
+    batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="largest number of sequences that a rank decodes at a time; null: on a GPU as many of the rank's sequences as the predicted memory of the stage permits (at least 64), on a CPU 64",
+    )
     cache_bytes: int | None = Field(
         None,
         ge=1,

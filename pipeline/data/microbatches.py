@@ -66,14 +66,16 @@ def gather_by_index(results: Mapping[int, Result]) -> list[Result]:
     return [gathered[index] for index in range(len(gathered))]
 
 
-def gather_rows(rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the fp32 tensors (n,) of all ranks by index, on every rank. Every rank calls, and sends one tensor.
+def gather_rows(rows: Mapping[int, Tensor], dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
+    """Return the tensors (n,) of all ranks by index, on every rank and on the host.
 
-    The rows of a rank usually share memory, and the pickle of each row would contain all of this memory.
+    Every rank calls, and sends one tensor.
     """
-    lengths = {index: len(row) for index, row in rows.items()}
+    own = torch.cat([torch.empty(0, dtype=dtype), *rows.values()])
+    by_rank = distributed.gather_objects({index: len(row) for index, row in rows.items()})
+    lengths = [sum(sizes.values()) for sizes in by_rank]
     gathered: dict[int, Tensor] = {}
-    for sizes, values in distributed.gather_objects((lengths, torch.cat([torch.empty(0), *rows.values()]))):
+    for sizes, values in zip(by_rank, distributed.gather_vectors(own, lengths), strict=True):
         gathered |= dict(zip(sizes, values.split(list(sizes.values())), strict=True))
     return gathered
 

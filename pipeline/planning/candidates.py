@@ -18,7 +18,7 @@ from engine.memory import Rates
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
-from pipeline.planning.stage_task import StageTask
+from pipeline.planning.stage_task import DECODE_BATCH, StageTask
 
 LAYOUT_KEYS = ("zero_stage", "offload_optimizer", "offload_parameters", "activation_checkpointing")
 HEADROOM = 0.92  # the share of memory that a prediction may fill; fragmentation and libraries need the remainder
@@ -119,15 +119,43 @@ def predict(
         overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
     config = replace(task.work.config, **changes)
     work = replace(task.work, config=config, micro_batch_tokens=tokens or task.work.micro_batch_tokens)
-    task = replace(task, work=work)
-    demand = predict_bytes(task, free_bytes=capacity.device, shares_forward=task.shares_forward is not False)
-    if task.shares_forward is None and not capacity.fits(demand):
-        demand = predict_bytes(task, free_bytes=capacity.device)
-    seconds, total = dict[str, float](), 0.0
+    task = _with_decode_batch(replace(task, work=work), capacity)
+    demand, seconds, total = _demand(task, capacity), dict[str, float](), 0.0
     if rates is not None:
         seconds = predict_seconds(task, rates, is_gpu=capacity.is_gpu, shares_forward=demand.shares_forward)
         total = stage_seconds(task, rates, seconds, is_gpu=capacity.is_gpu)
     return Prediction(task, capacity, demand, tuple(overrides), seconds, total)
+
+
+def _demand(task: StageTask, capacity: Capacity) -> Demand:
+    """Predict the bytes of a stage. PPO shares its forwards as configured, or where that fits."""
+    demand = predict_bytes(task, free_bytes=capacity.device, shares_forward=task.shares_forward is not False)
+    if task.shares_forward is None and not capacity.fits(demand):
+        demand = predict_bytes(task, free_bytes=capacity.device)
+    return demand
+
+
+def _with_decode_batch(task: StageTask, capacity: Capacity) -> StageTask:
+    """Return the task with as many sequences decoding at a time as fit next to the other bytes of the stage.
+
+    The number is at least DECODE_BATCH, and at most that of a rank's sequences.
+    """
+    if not task.fills_memory:
+        return task
+
+    def with_slots(slots: int) -> StageTask:
+        return replace(task, load=replace(task.load, slots=slots))
+
+    fewest, most = min(DECODE_BATCH, task.load.sequences), task.load.sequences
+    shares = _demand(with_slots(fewest), capacity).shares_forward
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        # Without a bound by free bytes, the cache has a slot for each of the sequences.
+        if capacity.fits(predict_bytes(with_slots(middle), shares_forward=shares)):
+            fewest = middle
+        else:
+            most = middle - 1
+    return with_slots(fewest)
 
 
 def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Prediction]:

@@ -14,7 +14,7 @@ from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, later_size
-from pipeline.planning.stage_task import StageTask, stage_task
+from pipeline.planning.stage_task import DECODE_BATCH, StageTask, stage_task
 from pipeline.stages.restart import within_limits
 
 
@@ -73,7 +73,9 @@ def announce(
     _print(check_fit(planned, refuse=world.device.type == "cuda"))
     if stage == "ppo":
         section = config.ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
-        config = config.model_copy(update={"ppo": section})
+        batch_size = config.rollout.batch_size or max(planned.task.load.slots, DECODE_BATCH)
+        rollout = config.rollout.model_copy(update={"batch_size": batch_size})
+        config = config.model_copy(update={"ppo": section, "rollout": rollout})
     if size is not None and "stage_seconds" not in record:
         record |= _expected_seconds(config, planned, size, policy, reward)
     if record and world.is_rank_zero:

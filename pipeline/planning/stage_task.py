@@ -15,6 +15,8 @@ from pipeline.models.quantized import BYTES_PER_WEIGHT
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import DataSize
 
+DECODE_BATCH = 64  # sequences that a rank decodes at a time, unless memory permits more
+
 
 @dataclass(frozen=True)
 class StageTask:
@@ -24,8 +26,9 @@ class StageTask:
     own; `scorer_layout` has the fields in which a scorer's workload differs. `generates` is the policy as it is split
     for generation (default: `policy`). A step has `sequences` over all ranks, `passes` over them, and `updates`
     optimizer steps a pass. `shares_forward`: PPO keeps its forwards from scoring to the first update; None decides by
-    memory. The stage has `steps` steps. A sequence has `tokens` tokens on average and an answer of a rollout `response`
-    (0: the largest length). The evaluations of the stage answer `answered` prompts and score `scored` sequences.
+    memory. `fills_memory`: memory decides how many sequences decode at a time. The stage has `steps` steps. A sequence
+    has `tokens` tokens on average and an answer of a rollout `response` (0: the largest length). The evaluations of the
+    stage answer `answered` prompts and score `scored` sequences.
     """
 
     stage: str
@@ -40,6 +43,7 @@ class StageTask:
     has_reference: bool = True
     reward_models: int = 1
     shares_forward: bool | None = False
+    fills_memory: bool = False
     sequences: int = 1
     passes: int = 1
     updates: int = 1
@@ -110,6 +114,7 @@ def stage_task(
         has_reference=config.dpo.has_reference if stage == "dpo" else ppo.asks_reference,
         reward_models=1 + len(ppo.reward_ensemble) if ppo.reward_model else 0,
         shares_forward=ppo.shared_forward if may_share else False,
+        fills_memory=config.rollout.batch_size is None and stage == "ppo" and not is_cpu,
         sequences=_rows(config, stage),
         passes=ppo.update_epochs if stage == "ppo" else 1,
         updates=ppo.minibatches if stage == "ppo" else 1,
@@ -223,7 +228,7 @@ def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoa
     return GenerationLoad(
         prompt=rollout.max_prompt_tokens,
         response=rollout.max_new_tokens,
-        slots=min(rollout.batch_size, sequences),
+        slots=min(rollout.batch_size or DECODE_BATCH, sequences),
         sequences=sequences,
         samples=config.ppo.samples if stage == "ppo" else 1,
         keep=rollout.keep,

@@ -1,6 +1,5 @@
 """Rows of sequences, and what the four models say of answers, against each sequence on its own."""
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from pipeline.data.batch import Documents
 from pipeline.data.microbatches import gather_rows
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
+from step3_ppo import rollout
 from step3_ppo.microbatch import collate, local_microbatches
 from step3_ppo.rollout import Rollout, collect, ended_answers, ensemble_scores, generate
 from step3_ppo.setup import policy_loss_settings
@@ -76,17 +76,27 @@ def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> No
 def test_rows_that_share_memory_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[int]()
 
-    def gather(value: Any) -> list[Any]:
-        other = ({64: 2}, torch.tensor([7.0, 8.0]))
-        sent.append(len(pickle.dumps(value)))
-        return [pickle.loads(pickle.dumps(value)), other, ({}, torch.empty(0))]
+    def gather(vector: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        sent.append(vector.untyped_storage().nbytes())
+        assert lengths == [6400, 2, 0]
+        return [vector, torch.tensor([7.0, 8.0]), torch.empty(0)]
 
-    monkeypatch.setattr(distributed, "gather_objects", gather)
+    monkeypatch.setattr(distributed, "gather_objects", lambda lengths: [lengths, {64: 2}, {}])
+    monkeypatch.setattr(distributed, "gather_vectors", gather)
     rows = dict(enumerate(torch.arange(6400.0).split([100] * 64)))
     found = gather_rows(rows)
     assert sorted(found) == [*rows, 64] and found[64].tolist() == [7.0, 8.0]
     assert all(torch.equal(found[i], row) for i, row in rows.items())
-    assert sent[0] < 2 * 4 * 6400
+    assert sent == [4 * 6400]
+
+
+def test_an_answer_is_the_same_after_its_way_between_ranks() -> None:
+    """Token ids fill 31 bits, and log-probabilities keep every bit of fp32: also -inf and the smallest number."""
+    logprobs = torch.tensor([-0.1, -1e-45, float("-inf"), -20.7]).tolist()
+    for answer in (Generation([2**31 - 1, 0, 7, 50256], logprobs, True), Generation([], [], False)):
+        row = rollout._packed(answer)
+        assert row.dtype == torch.int32 and row.nbytes == 4 + 8 * len(answer.token_ids)
+        assert rollout._unpacked(row) == answer
 
 
 def test_a_rollout_counts_its_tokens() -> None:

@@ -1,5 +1,6 @@
 """`engine=auto` chooses the fastest setting that fits, a resumed stage uses it again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from engine.memory import Rates, measure_shape
 from pipeline.errors import UserError
 from pipeline.planning import planner
-from pipeline.planning.candidates import Capacity, candidates, fastest
+from pipeline.planning.candidates import Capacity, candidates, fastest, predict
+from pipeline.planning.demand import predict_bytes
 from pipeline.planning.planner import announce, plan
 from pipeline.planning.stage_task import stage_task
 from tests.pipeline.planning.test_planner import GIB, source
@@ -52,6 +54,31 @@ def test_auto_chooses_once_for_each_stage(
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
     with pytest.raises(UserError, match="no setting fits"):
         announce(config, "reward", tmp_path / "other", policy=source())
+
+
+def test_a_gpu_decodes_as_many_sequences_as_fit_with_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of each of 500 sequences takes the longest prompt and answer."""
+    longest = {"max_prompt_tokens": 1024, "max_new_tokens": 1024}
+    config = tiny_config(ppo={"batch_size": 500, "micro_batch_tokens": 2048}, rollout=longest)
+
+    def slots(size: int, *, is_gpu: bool = True, batch_size: int | None = None) -> int | None:
+        capacity = Capacity(size, size, size, is_gpu=is_gpu)
+        monkeypatch.setattr(planner, "measure_capacity", lambda *_: capacity)
+        rollout = config.rollout.model_copy(update={"batch_size": batch_size})
+        chosen, _ = announce(config.model_copy(update={"rollout": rollout}), "ppo", tmp_path, policy=source())
+        return chosen.rollout.batch_size
+
+    assert slots(80 * GIB) == 500
+    fits = [slots(size) or 0 for size in (8 * GIB, 16 * GIB, 24 * GIB)]
+    assert 64 <= fits[0] < fits[1] < fits[2] < 500
+    # One more sequence has to exceed the share of memory that a prediction may fill.
+    task = replace(stage_task(config, "ppo", policy=source(), ranks=1, is_cpu=False), shares_forward=False)
+    capacity = Capacity(8 * GIB, 8 * GIB, 8 * GIB, is_gpu=True)
+    most = predict(task, capacity, None).task.load.slots
+    peaks = [predict_bytes(replace(task, load=replace(task.load, slots=n))).peak for n in (most, most + 1)]
+    assert peaks[0] <= 0.92 * 8 * GIB < peaks[1]
+    assert slots(80 * GIB, is_gpu=False) == 64 and slots(80 * GIB, batch_size=80) == 80
+    assert slots(GIB // 8) == 64  # as many as without a prediction; a cache that is too small cuts them
 
 
 def test_offloaded_bytes() -> None:
