@@ -3,6 +3,9 @@
 Only a few numbers of rows have graphs (`bucket`). A step with fewer rows is padded with the scratch slot. Graphs share
 one memory pool, because no two run at a time. They are valid for fixed addresses of weights, cache and table.
 
+A graph contains the collectives of tensor parallelism: all ranks of a group capture and replay the same steps, because
+they plan from the same tokens.
+
 A forward that reads a number on the host cannot be captured. Before the capture, the step runs once under PyTorch's
 check for such reads. If the check fails, all steps run without graphs.
 """
@@ -18,6 +21,7 @@ from torch import Tensor
 from engine.generation.decode_step import DecodeStep
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
+from engine.parallel import collectives
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -32,6 +36,7 @@ class GraphedStep:
         self.captures = place.is_cuda
         self._inputs: dict[int, Tensor] = {}  # by number of rows, the argument of the step
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._sent: dict[int, int] = {}  # by number of rows, the bytes that a replay sends to other ranks
         if self.captures:
             self._stream, self._pool = _capture_stream(torch.cuda.current_device()), torch.cuda.graph_pool_handle()
 
@@ -48,6 +53,7 @@ class GraphedStep:
         chosen.copy_(upload(rows, chosen.device), non_blocking=True)
         for _ in range(times):
             replay()
+        collectives.count_bytes("other", times * self._sent.get(size, 0))
 
     def _padding(self, size: int) -> Tensor:
         """Return the argument of a step (2, size) of which every row is padding."""
@@ -61,7 +67,9 @@ class GraphedStep:
             with torch.cuda.stream(self._stream):
                 self.captures = self._warm_up(chosen)
                 if self.captures:
+                    before = collectives.bytes_sent()
                     self._graphs[size] = self._capture(chosen)
+                    self._sent[size] = (collectives.bytes_sent() - before).total
             torch.cuda.current_stream().wait_stream(self._stream)
         return self._graphs[size].replay if size in self._graphs else lambda: self.step(chosen)
 

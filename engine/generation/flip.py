@@ -126,7 +126,7 @@ class Flip:
             parameters=self._parameters,
         )
         cache_bytes = _common_cache_bytes(device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
-        return model, Generator(model.module, device, cache_bytes, use_graphs=not self.stream and ranks == 1)
+        return model, Generator(model.module, device, cache_bytes, use_graphs=not self.stream)
 
     def _check(self, generator: Generator) -> list[CheckedAnswer]:
         """Run the parity check if it is due. Raises ValueError on every rank if it fails on one."""

@@ -43,8 +43,8 @@ class Generator:
     """Generates with a plain causal language model of transformers: no hooks, no dropout, full weights on `device`.
 
     `cache_bytes` bounds the key-value cache (default: half of the free memory); with little memory fewer sequences
-    decode at a time. `use_graphs` False runs every step through the modules, whose hooks and collectives a CUDA graph
-    would miss. Call `refresh` after a change of the weights. Raises ValueError if the GPU is not the current one.
+    decode at a time. `use_graphs` False runs every step through the modules, whose hooks a CUDA graph would miss. Call
+    `refresh` after a change of the weights. Raises ValueError if the GPU is not the current one.
     """
 
     def __init__(

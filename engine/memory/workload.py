@@ -198,7 +198,7 @@ def generation_bytes(
     number = BYTES[work.config.dtype]
     tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
     block = _activations(shape, work, tokens, 16).block // tokens  # attention over the cache has no (T, T) tensors
-    has_graphs = not (work.is_cpu or load.stream or shape.tensor > 1)
+    has_graphs = not (work.is_cpu or load.stream)
     owners = {
         "inference_model": _weight_bytes(shape, work, load, is_split=is_split or work.shards > 1),
         "prepacked_linears": _prepacked_bytes(shape, work),

@@ -294,6 +294,24 @@ def _launching(original: Callable[..., None]) -> Callable[..., None]:
     return launch
 
 
+def _collective(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `nccl.Group._run`, so that a capture contains the collective and not the work that simulates it."""
+
+    def run(self: Any, *args: Any) -> Any:
+        capture = _now.capture
+        if capture is None:
+            return original(self, *args)
+        calls, capture.watch.calls = capture.watch.calls, None
+        try:
+            return original(self, *args)
+        finally:
+            capture.watch.calls = calls
+            if calls is not None:  # in a graph, later nodes wait for the collective
+                calls.append((lambda: original(self, *args).wait(), (), {}, True))
+
+    return run
+
+
 # Replacements of torch's functions
 
 
@@ -393,6 +411,7 @@ def _install() -> None:
     attention = _attention(torch.nn.functional.scaled_dot_product_attention)
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     torch._C._nn.scaled_dot_product_attention = attention
+    nccl.Group._run = _collective(nccl.Group._run)
     torch.distributed.init_process_group = _joining(torch.distributed.init_process_group)
     torch.tensor = _copying_from_host(torch.tensor)
     from triton.runtime.interpreter import GridExecutor

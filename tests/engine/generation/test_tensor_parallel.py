@@ -9,11 +9,14 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
+from engine.generation.decode_loop import DecodeLoop
 from engine.generation.generator import Generator
 from engine.generation.weight_sync import Slice
+from engine.parallel import collectives
 from tests.engine.generation.families import build
 from tests.engine.generation.test_inference_model import CPU, PROMPTS, merged_by_peft
 from tests.ranks import run_ranks
+from tests.simulated_gpu import building
 
 OPT_PLAN = {
     "decoder.layers.*.self_attn": "local_heads",
@@ -74,6 +77,33 @@ def test_two_ranks_generate_the_tokens_of_one_rank(found: list[tuple[list[dict[s
             assert result[name] == result[f"{name} alone"]
         assert result["greedy"] != result["sampled"]
         assert 0.5 <= result["share"] < 0.6
+
+
+def generate_in_graphs() -> tuple[list[list[int]], list[list[int]], int, list[int]]:
+    """Return the tokens with and without CUDA graphs, the number of graphs, and the bytes that each call sent."""
+    engine = Engine(build("llama", num_hidden_layers=1), EngineConfig(dtype="fp32"), rollout_path="")
+    engine.flip.tensor_parallel, engine.flip.parity_check_every = 2, 0
+    tokens, sent = [], []
+    with engine.generating() as rollouts:
+        loop = rollouts._runner()
+        assert isinstance(loop, DecodeLoop)
+        for loop.use_graphs in (True, True, False):  # the first call captures
+            before = collectives.bytes_sent()
+            answers = rollouts.generate(PROMPTS[:2], Sampling(9, temperature=0.7, seed=3), [4, 5])
+            tokens.append([answer.token_ids for answer in answers])
+            sent.append((collectives.bytes_sent() - before).total)
+        (graphs,) = [graphed for _, graphed in loop._steps.values() if graphed is not None]
+    assert tokens[0] == tokens[1]
+    return tokens[1], tokens[2], len(graphs._graphs), sent
+
+
+@pytest.mark.skipif(building.unavailable_reason() is not None, reason=str(building.unavailable_reason()))
+def test_graphs_contain_the_collectives_of_a_group() -> None:
+    results = run_ranks(generate_in_graphs, 2, device="cuda")
+    assert results[0][:2] == results[1][:2]
+    for in_graphs, by_steps, graphs, sent in results:
+        assert in_graphs == by_steps and graphs == 1
+        assert sent[1] == sent[2] > 0, "a replay counts the bytes of its collectives"
 
 
 def too_many_heads() -> str:
