@@ -198,11 +198,12 @@ def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
 
 def _evidence(found: Effect, measure: str, label: str, start: str) -> str:
     over, changes = found.over_seeds, found.changes
-    old, new = (statistics.fmean(getattr(one, mean) for one in changes) for mean in ("old_mean", "new_mean"))
+    means = [statistics.fmean(getattr(one, mean) for one in changes) for mean in ("old_mean", "new_mean")]
+    old, new = (f"{mean:.2f}" if measure == "gold score" else format_number(mean) for mean in means)
     few = f" {TOO_FEW}" if found.prompts < FEWEST_PROMPTS else ""
     return (
-        f"Over {len(changes)} seeds the mean {measure} went from {format_number(old)} after {start} to "
-        f"{format_number(new)} after {label}: {format_signed(over.mean)}, 95% interval "
+        f"Over {len(changes)} seeds the mean {measure} went from {old} after {start} to {new} after {label}: "
+        f"{format_signed(over.mean)}, 95% interval "
         f"{format_interval(over.low, over.high)}. It rose in {found.risen} of {len(changes)} seeds. The standard "
         f"deviation of this change is {over.seed_deviation:.2f} between seeds and {over.prompt_deviation:.2f} between "
         f"prompts.{few}"
@@ -311,6 +312,8 @@ def _changes(runs: Sequence[RunReading]) -> Markup | None:
         "The spread between seeds is the standard deviation of the seeds' true changes. The spread between prompts is "
         "that of the changes of single prompts within a seed."
     )
+    if runs[0].rewarder in ("reward model", "reward") and any(row[1] == MEASURES["scores"] for row in rows):
+        lead += " Reward models that were trained with different seeds have no common scale of scores."
     head = ("Change", "Measure", "Temperature", "Mean", "95% interval", "SD, seeds", "SD, prompts", "Seeds that rose")
     return section("changes", "What each stage changed", lead, table(head, rows, numbers=range(2, 8)))
 
