@@ -18,7 +18,6 @@ from torch import Tensor
 
 from engine.kernels_triton.device import has_triton
 
-BLOCK, BLOCKS = 256, 16  # the size of a block of weights; fewer blocks are summed at once
 LIKELY = 64  # tokens in which top-p is sought first
 
 
@@ -107,17 +106,8 @@ def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:
 
 
 def _weights(logits: Tensor, temperature: float) -> Tensor:
-    """Return exp(logits / temperature), scaled to [0, 1], of logits (B, V): fp32, (B, V), or padded to full blocks.
-
-    `_invert` needs full blocks. All operations are in place on one copy of the logits.
-    """
-    rows, size = logits.shape
-    if size < BLOCKS * BLOCK:
-        weights = logits.to(torch.float32, copy=True)
-    else:
-        weights = logits.new_empty(rows, -(-size // BLOCK) * BLOCK, dtype=torch.float32)
-        weights[:, :size] = logits
-        weights[:, size:] = float("-inf")
+    """Return exp(logits / temperature), scaled to [0, 1], of logits (B, V): fp32, (B, V)."""
+    weights = logits.to(torch.float32, copy=True)
     weights -= weights.amax(-1, keepdim=True)
     if temperature != 1:
         weights /= temperature
@@ -128,31 +118,14 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Invert the cumulative sum of weights (B, V) at uniforms (B,): columns (B,), log-probabilities (B,).
 
     The column is the first whose cumulative sum exceeds u times the total, so its weight is positive. If rounding makes
-    this fail in the last bit, the column of the largest weight is returned. With many weights, blocks are summed first,
-    and only one block is searched: the cumulative sum of all weights takes five times as long as their sum.
+    this fail in the last bit, the column of the largest weight is returned.
     """
-    rows, size = weights.shape
-    uniforms = uniforms[:, None].to(weights.dtype)
-    if size % BLOCK or size < BLOCKS * BLOCK:
-        cumulative = weights.cumsum(-1)
-        total = cumulative[:, -1:]
-        columns = _first_above(cumulative, uniforms * total)
-    else:
-        blocks = weights.view(rows, -1, BLOCK)
-        sums = blocks.sum(-1)
-        cumulative = sums.cumsum(-1)
-        total = cumulative[:, -1:]
-        block = _first_above(cumulative, uniforms * total)
-        remaining = uniforms * total - (cumulative.gather(-1, block) - sums.gather(-1, block))
-        within = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
-        columns = block * BLOCK + _first_above(within.cumsum(-1), remaining.clamp_(min=0))
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    columns = torch.searchsorted(cumulative, uniforms[:, None].to(weights.dtype) * total, right=True)
+    columns = columns.clamp_(max=weights.shape[-1] - 1)
     chosen = weights.gather(-1, columns)
     if chosen.device.type != "cpu" or not bool((chosen > 0).all()):  # the test would make the host wait for a GPU
         columns = torch.where(chosen > 0, columns, weights.argmax(-1, keepdim=True))
         chosen = weights.gather(-1, columns)
     return columns[:, 0], (chosen / total).log()[:, 0]
-
-
-def _first_above(cumulative: Tensor, share: Tensor) -> Tensor:
-    """Return the first column (B, 1) of ascending rows (B, V) that exceeds the row's share (B, 1), else the last."""
-    return torch.searchsorted(cumulative, share, right=True).clamp_(max=cumulative.shape[-1] - 1)

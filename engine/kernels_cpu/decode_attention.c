@@ -10,9 +10,6 @@ other, so the keys are read from memory once. */
 #include <stdlib.h>
 #include <string.h>
 #include "numbers.h"
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline)) /* so that arguments such as `half` are constants inside */
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
@@ -53,55 +50,8 @@ INLINE void fetch(const void *here, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)here + AHEAD + b);
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-INLINE __m512 joined(__m512 a, __m512 b, __m512 c, __m512 d) {
-    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
-}
-
-/* Return the sum of the lanes of each of 16 vectors. */
-INLINE __m512 sums(const __m512 *v) {
-    __m512 a = joined(v[0], v[1], v[2], v[3]), b = joined(v[4], v[5], v[6], v[7]);
-    __m512 c = joined(v[8], v[9], v[10], v[11]), d = joined(v[12], v[13], v[14], v[15]);
-    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
-}
-
-/* Write 16 products of the query with keys. Only `count` keys are read; the further products repeat the last one. */
-INLINE void sixteen_scores(float *scores, const bf16 *query, const bf16 *keys, int64_t count, int64_t size) {
-    __m512 sum[16];
-    fetch(keys, 16 * size * 2);
-    for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < size; d += 32) {
-        __mmask32 there = size - d >= 32 ? ~0u : (1u << (size - d)) - 1;
-        __m512bh q = (__m512bh)_mm512_maskz_loadu_epi16(there, query + d);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            const bf16 *key = keys + LESS(i, count - 1) * size + d;
-            sum[i] = _mm512_dpbf16_ps(sum[i], q, (__m512bh)_mm512_maskz_loadu_epi16(there, key));
-        }
-    }
-    _mm512_storeu_ps(scores, sums(sum));
-}
-
-INLINE void half_scores(float *scores, const bf16 *query, const bf16 *keys, int64_t count, int64_t size) {
-    int64_t t = 0;
-    for (; t + 16 <= count; t += 16) sixteen_scores(scores + t, query, keys + t * size, 16, size);
-    if (t < count) sixteen_scores(scores + t, query, keys + t * size, count - t, size);
-}
-#define HALF_SCORES
-#endif
-
 /* Write the products of a query with `count` <= SHARE keys. `scores` has memory for SHARE numbers. */
 INLINE void products(float *scores, const void *query, const char *keys, int64_t count, int64_t size, int half) {
-#ifdef HALF_SCORES
-    if (half) {
-        half_scores(scores, query, (const bf16 *)keys, count, size);
-        return;
-    }
-#endif
     for (int64_t t = 0; t < count; t++) {
         const char *key = keys + t * size * (half ? 2 : 4);
         float sum = 0;

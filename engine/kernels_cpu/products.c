@@ -108,30 +108,6 @@ static void tile(int rows, long width, int pairs, long depth, struct matrix a, c
     for (int r = 0; r < rows; r++) memcpy(c + r * c_row, inside + r * PANEL, width * sizeof(float));
 }
 
-/* Transpose LANES x LANES words: for s = 1, 2, 4 and 8, rows that are s apart exchange half of their words. */
-INLINE void turn(const float *from, long from_row, float *to, long to_row) {
-    __m512 rows[LANES];
-    const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#pragma GCC unroll 16
-    for (int r = 0; r < LANES; r++) rows[r] = _mm512_loadu_ps(from + r * from_row);
-#pragma GCC unroll 4
-    for (int s = 1; s < LANES; s *= 2) {
-        const __m512i step = _mm512_set1_epi32(s), other = _mm512_set1_epi32(LANES);
-        const __mmask16 odd = _mm512_test_epi32_mask(places, step);
-        const __m512i low = _mm512_mask_add_epi32(places, odd, _mm512_sub_epi32(places, step), other);
-        const __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(places, step), odd, places, other);
-#pragma GCC unroll 16
-        for (int r = 0; r < LANES; r++)
-            if (!(r & s)) {
-                __m512 x = rows[r], y = rows[r + s];
-                rows[r] = _mm512_permutex2var_ps(x, low, y);
-                rows[r + s] = _mm512_permutex2var_ps(x, high, y);
-            }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < LANES; r++) _mm512_storeu_ps(to + r * to_row, rows[r]);
-}
-
 /* Copy b (depth, width) into panel (depth, PANEL). Further columns are zeros. */
 static void write_stage_configs(struct matrix b, long depth, long width, float *panel) {
     long c = 0;
@@ -139,12 +115,9 @@ static void write_stage_configs(struct matrix b, long depth, long width, float *
         for (long k = 0; k < depth; k++) memcpy(panel + k * PANEL, b.data + k * b.row, width * sizeof(float));
         c = width;
     }
-    for (; c + LANES <= width; c += LANES) {
-        long k = 0;
-        for (; k + LANES <= depth; k += LANES) turn(b.data + c * b.column + k, b.column, panel + k * PANEL + c, PANEL);
-        for (; k < depth; k++)
+    for (; c + LANES <= width; c += LANES)
+        for (long k = 0; k < depth; k++)
             for (long l = c; l < c + LANES; l++) panel[k * PANEL + l] = b.data[l * b.column + k];
-    }
     for (; c < PANEL; c++)
         for (long k = 0; k < depth; k++) panel[k * PANEL + c] = c < width ? b.data[c * b.column + k] : 0;
 }

@@ -90,7 +90,6 @@ def test_penalty_minimum_and_filters_are_those_of_transformers(filters: dict[str
 @pytest.mark.parametrize("size", [4095, 5000, 50257])
 @pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_p": 0.9, "temperature": 1.5}], ids=str)
 def test_large_vocabularies_are_inverted_as_in_float64(size: int, filters: dict[str, Any]) -> None:
-    """The vocabularies are below and above the size from which sums are computed by blocks."""
     generator = torch.Generator().manual_seed(size)
     logits = 3 * torch.randn(16, size, generator=generator)
     logits[:, ::7] = float("-inf")
