@@ -10,7 +10,7 @@ Shapes: N tokens of a step, H query heads, Hkv key heads, D and Dv head sizes of
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -62,7 +62,6 @@ class Step:
     cache: KVCache
     rows: DecodeRows | None
     chunks: Sequence[Chunk] = ()
-    _rows_of_chunks: dict[int, Families] = field(default_factory=dict)
 
     @cached_property
     def decode_tokens(self) -> int:
@@ -92,13 +91,11 @@ class Step:
 
     def rows_of_chunks(self, key_heads: int) -> Families:
         """Return where the tokens of the chunks are in `LayerCache.prompt_rows`. The kernel for CPUs needs this."""
-        if key_heads not in self._rows_of_chunks:
-            slot_rows, begin, spans = key_heads * self.cache.size.prompt_capacity, 0, []
-            for chunk in self.chunks:
-                spans.append((chunk.slot * slot_rows, chunk.start, len(chunk.tokens), begin))
-                begin += len(chunk.tokens)
-            self._rows_of_chunks[key_heads] = Families.going_on(spans)
-        return self._rows_of_chunks[key_heads]
+        slot_rows, begin, spans = key_heads * self.cache.size.prompt_capacity, 0, []
+        for chunk in self.chunks:
+            spans.append((chunk.slot * slot_rows, chunk.start, len(chunk.tokens), begin))
+            begin += len(chunk.tokens)
+        return Families.going_on(spans)
 
 
 class LayerAttention:

@@ -9,7 +9,6 @@ Shapes: S slots, B rows of a step, n starting sequences, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +61,12 @@ class SlotModel:
         chosen: dict[str, Any] = {}
         if columns is not None and self._computes_chosen_logits:
             chosen["logits_to_keep"], columns = columns, None
-        with self._attention, self._fast_linears():
+        with self._attention, self.packs.applied():
             output = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step, **chosen
             )
         logits: Tensor = output.logits[0]
         return logits if columns is None else logits[columns]
-
-    def _fast_linears(self) -> AbstractContextManager[None]:
-        return self.packs.applied() if self.device.type == "cpu" else nullcontext()
 
 
 class DecodeState:

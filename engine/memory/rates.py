@@ -8,7 +8,6 @@ training run reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, re
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +148,7 @@ def _block_seconds(
     both = _seconds(lambda: run(inputs).backward())
     with torch.no_grad():
         forward = _seconds(lambda: run(inputs))
-        with PrepackedLinears(body).applied() if device.type == "cpu" else nullcontext():
+        with PrepackedLinears(body).applied():
             decode = _seconds(lambda: run(next_inputs))
     backward, tokens = max(both - forward, forward), sequences * length
     return forward / parameters / tokens, backward / parameters / tokens, decode / parameters
