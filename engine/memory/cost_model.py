@@ -32,7 +32,7 @@ class CostModel:
         n + p - 1 turns for n micro-batches.
         """
         forwards = 2 if self.work.config.activation_checkpointing else 1
-        compute = forwards * self._forward_seconds() + self._micro_batches * self._unpacking_seconds
+        compute = forwards * self._forward_seconds()
         compute += self._rank_tokens * (self._block_parameters * self.rates.backward + self._head_rate(head_share))
         stages, count = self.work.config.pipeline_parallel, self._micro_batches
         compute *= (count + stages - 1) / (count * stages)
@@ -47,15 +47,13 @@ class CostModel:
     def generation_seconds(self, *, steps: float, slots: int, prompt_share: float, context: float = 0.0) -> float:
         """Return the seconds of `steps` decode steps of `slots` sequences, and of the prompts' prefill.
 
-        `context` is the mean number of tokens of a sequence in the cache, which each step reads.
+        `context` is the mean number of tokens of a sequence in the cache, which each step reads. A step also reads
+        packed weights and writes them in compute precision, which takes less than a few percent of a training pass.
         """
-        cache = slots * context * self.shape.cache_per_token * BYTES[self.work.config.dtype]
-        decode = (
-            self._unpacking_seconds
-            + self._block_parameters * self.rates.decode
-            + slots * self.rates.head / 3
-            + cache * self.rates.read
-        )
+        number = BYTES[self.work.config.dtype]
+        cache = slots * context * self.shape.cache_per_token * number
+        moved = self.work.packed_bytes + number * self.work.packed + cache
+        decode = self._block_parameters * self.rates.decode + slots * self.rates.head / 3 + moved * self.rates.read
         return prompt_share * self._forward_seconds() + steps * decode
 
     def optimizer_seconds(self) -> float:
@@ -84,13 +82,7 @@ class CostModel:
         return share * self.rates.head if self.shape.vocabulary else 0.0
 
     def _forward_seconds(self) -> float:
-        compute = self._rank_tokens * self._block_parameters * self.rates.forward
-        return compute + self._micro_batches * self._unpacking_seconds
-
-    @property
-    def _unpacking_seconds(self) -> float:
-        """Return the seconds to read packed weights once and to write them in compute precision."""
-        return self.rates.read * (self.work.packed_bytes + BYTES[self.work.config.dtype] * self.work.packed)
+        return self._rank_tokens * self._block_parameters * self.rates.forward
 
     def _communication_seconds(self, updates: int) -> float:
         """Return the seconds of gathers, reductions and reads of offloaded parameters in one pass."""

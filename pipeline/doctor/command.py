@@ -169,11 +169,9 @@ def _predictions(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
     rates = None
     answer = next((each.size.answer for each in facts.stages if each.size.answer), None)
     for each in facts.stages:
-        policy = facts.reward or facts.policy if each.stage == "reward" else facts.policy
-        reward = facts.reward if each.stage == "ppo" else None
         size = replace(each.size, answer=each.size.answer or answer)
         try:
-            planned = plan(config, each.stage, policy=policy, reward=reward, ranks=ranks, size=size)
+            planned = plan(config, each.stage, policy=facts.policy, reward=facts.reward, ranks=ranks, size=size)
             rates = rates or measure(config, planned.task, has_files=False)
             seconds = predict(planned.task, planned.capacity, rates).stage_seconds
         except Exception as problem:  # a model that cannot be counted trains without a prediction

@@ -114,10 +114,9 @@ def _tasks(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize]) -
     reward = architecture(config.reward_model, config.seed) if config.reward_model is not None else None
     tasks, is_cpu = {}, not machine.capacity.is_gpu
     for stage, size in sizes.items():
-        trained, scorer = (reward or policy if stage == "reward" else policy), reward if stage == "ppo" else None
         try:
             tasks[stage] = stage_task(
-                config, stage, policy=trained, reward=scorer, ranks=machine.ranks, is_cpu=is_cpu, size=size
+                config, stage, policy=policy, reward=reward, ranks=machine.ranks, is_cpu=is_cpu, size=size
             )
         except UserError:
             raise

@@ -98,15 +98,14 @@ def _expected_seconds(
     try:
         for later in _later_stages(config, task.stage):
             # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
-            scorer, its_size = reward if later == "ppo" else None, later_size(config, task.stage, size, later)
             coming = plan(
                 config,
                 later,
                 policy=policy,
-                reward=scorer,
+                reward=reward,
                 ranks=ranks,
                 capacity=capacity,
-                size=its_size,
+                size=later_size(config, task.stage, size, later),
                 rates=rates,
             )
             later_seconds = (later_seconds or 0.0) + coming.stage_seconds

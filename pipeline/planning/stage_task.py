@@ -76,9 +76,11 @@ def stage_task(
 ) -> StageTask:
     """Describe a stage on `ranks` ranks.
 
-    `policy` is the model that trains, `reward` the base of reward model and critic (default: `policy`). Without the
-    `size` of its data, the stage has one step of sequences of the largest length.
+    `policy` is the language model, `reward` the base of reward model and critic (default: `policy`). Without the `size`
+    of its data, the stage has one step of sequences of the largest length.
     """
+    if stage == "reward":
+        policy = reward or policy
     tensor_parallel, ppo = config.engine.tensor_parallel, config.ppo
     shape = _shape(policy, tensor_parallel, scores=stage == "reward")
     generates = shape
