@@ -10,14 +10,14 @@ working directory. Flags: -m (one job for each value of a list), --cfg job, --he
 import argparse
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from pipeline.config.overrides import default_options, quoted, rewrite, split
+from pipeline.config.overrides import default_options, groups, quoted, rewrite, split
 from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
@@ -204,10 +204,25 @@ def chosen_recipe(overrides: Sequence[str]) -> Recipe | None:
 
 
 def reference_recipe(overrides: Sequence[str]) -> Recipe | None:
-    """Return the recipe to compare settings with: the one of the command line, or the one for the model."""
-    values = _values([*_inherited(overrides)[1], *overrides])
+    """Return the recipe to compare settings with: the one of the command line, or the one for the model.
+
+    The model and the data of the run that `actor=` names count if the command line selects no others.
+    """
+    inherited, replaced = _inherited(overrides)
+    values = _values([*replaced, *overrides])
+    for group in ("model", "data"):
+        if group in inherited:
+            values.pop(group, None)
+            values |= _selection(group, inherited[group])
     named = values.get("recipe")
     return read_recipe(named, "selected with recipe=") if named else select(values)
+
+
+def _selection(group: str, settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the keys of a command line that select a model or data with these settings."""
+    if settings["name"] in groups().get(group, []) and not settings.get("path"):
+        return {group: settings["name"]}
+    return {f"{group}.{key}": settings[key] for key in ("path", "hub") if settings.get(key)}
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str | None]:

@@ -106,6 +106,15 @@ def test_the_reference_recipe_is_the_named_one_or_that_of_the_model():
         reference_recipe(["recipe=nope"])
 
 
+def test_the_reference_recipe_is_for_the_model_and_the_data_of_the_run_of_the_actor(tmp_path):
+    (tmp_path / "sft").mkdir()
+    for words, expected in (([], "tiny-demo"), (["data.path=x.jsonl"], "tiny"), (["model=opt-13b"], "3b-to-15b")):
+        settings = compose(["model=tiny", *words])
+        (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(settings))
+        assert reference_recipe([f"actor={tmp_path / 'sft'}", "stage=ppo"]).name == expected
+    assert reference_recipe([f"actor={tmp_path / 'sft'}", "model.path=nowhere", "data=demo"]).name == "3b-to-15b"
+
+
 def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
     fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps(fields))
