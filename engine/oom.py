@@ -7,8 +7,7 @@ An update does not depend on the micro-batch size, so the result stays the same.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -41,17 +40,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):  # the process group cannot be used any more
         return False
     return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
-
-
-@contextmanager
-def watch_pass(*, holds_graphs: bool = False) -> Iterator[None]:
-    """Raise PassOutOfMemory for every out-of-memory error inside the context."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, PassOutOfMemory) or not is_out_of_memory(error):
-            raise
-        raise PassOutOfMemory(str(error).partition("\n")[0], holds_graphs=holds_graphs) from error
 
 
 def find_micro_batch_size(dry_run: Callable[[int], None], tokens: int, *, minimum: int) -> int:

@@ -8,6 +8,7 @@ Pipeline parallelism runs several micro-batches at once, and has their results o
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -18,7 +19,7 @@ from engine.checkpoint import random_state, restore_random_state
 from engine.config import TORCH_DTYPE, EngineConfig
 from engine.internals import tree_flatten, tree_map_only, tree_unflatten
 from engine.memory.tracker import MemoryTracker
-from engine.oom import watch_pass
+from engine.oom import PassOutOfMemory, is_out_of_memory
 from engine.optimizer_step import Gradients, LossScaler, ModuleGradients
 from engine.parallel import dist, zero
 
@@ -191,6 +192,17 @@ class PipelinePasses(Passes):
 
         with watch_pass():
             return self._pipeline.run(micro_batches, scaled_loss)
+
+
+@contextmanager
+def watch_pass(*, holds_graphs: bool = False) -> Iterator[None]:
+    """Raise PassOutOfMemory for every out-of-memory error inside the context."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PassOutOfMemory) or not is_out_of_memory(error):
+            raise
+        raise PassOutOfMemory(str(error).partition("\n")[0], holds_graphs=holds_graphs) from error
 
 
 class _RecordedOutput:

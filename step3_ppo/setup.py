@@ -28,8 +28,7 @@ from step3_ppo.advantages import (
 )
 from step3_ppo.dynamic_sampling import Answered, replace_uniform
 from step3_ppo.log import UpdateMetrics, write_rollout_log
-from step3_ppo.microbatch import largest_microbatch, local_microbatches
-from step3_ppo.models import ModelSources, build_models
+from step3_ppo.models import ModelSources, build_models, largest_microbatch, local_microbatches
 from step3_ppo.rollout import Rollout, Scores, collect, ended_answers, generate, score_answers
 from step3_ppo.update import (
     Minibatch,

@@ -26,8 +26,7 @@ from step3_ppo.loss import (
     summed_log_ratio,
     value_loss,
 )
-from step3_ppo.microbatch import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
-from step3_ppo.models import Models
+from step3_ppo.models import Microbatch, Models, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.rollout import Rollout
 
 # Mean |ratio - 1| of the first minibatch that rounding explains, by compute precision.

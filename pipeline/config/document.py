@@ -9,9 +9,9 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from pipeline.config.messages import inner_section
 from pipeline.config.overrides import default_options, groups
 from pipeline.config.schema import RunConfig
-from pipeline.config.section import inner_section
 from pipeline.installation import CHAT, TRAIN
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "configuration.md"

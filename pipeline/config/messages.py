@@ -1,14 +1,13 @@
 """Error messages about configuration keys: one line with the key, what is wrong, and what to write instead."""
 
 import re
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.overrides import closest
 from pipeline.config.schema import EngineSettings
-from pipeline.config.section import inner_section
 
 OTHER_NAMES = {
     "resume": "run the same command again to resume",
@@ -180,3 +179,13 @@ def no_divisor(key: str, size: int, count: int, over: str) -> str:
     *smaller, largest = (n for n in range(1, count + 1) if count % n == 0)
     choices = f"{', '.join(map(str, smaller))} or {largest}" if smaller else f"{largest}"
     return f"{key}={size} does not divide the {over}: {key}={choices}"
+
+
+def inner_section(annotation: Any, *, in_lists: bool = False) -> type[BaseModel] | None:
+    """Return the section in an annotation `X`, `X | None` or (with `in_lists`) `list[X]`; None for plain values."""
+    if get_origin(annotation) in (list, dict) and not in_lists:
+        return None
+    for choice in (annotation, *get_args(annotation)):
+        if isinstance(choice, type) and issubclass(choice, BaseModel):
+            return choice
+    return None

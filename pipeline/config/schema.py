@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from pipeline.config.section import FilePath, Section
-from pipeline.config.stage_sections import DpoSection, PpoSection, RewardSection, SftSection
+from pipeline.config.stage_sections import DpoSection, FilePath, PpoSection, RewardSection, Section, SftSection
 
 
 def _deepspeed_file(value: Any) -> Any:
