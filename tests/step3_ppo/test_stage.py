@@ -56,7 +56,22 @@ def config(folder: Path, quantize: Any = "none", **ppo: Any) -> RunConfig:
     )
 
 
-def run_folder(folder: Path, family: str = "llama", *, actor: Any = None, reward: Any = None) -> None:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with finished stages sft and reward."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_run(folder)
+    return folder
+
+
+@pytest.fixture
+def run_folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run, which a test may change. Random weights (adapters) do not depend on earlier tests."""
+    torch.manual_seed(1)
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def write_run(folder: Path, family: str = "llama", *, actor: Any = None, reward: Any = None) -> None:
     """Write a run with finished stages sft and reward."""
     changes = {"vocab_size": VOCABULARY}
     language_model(config_of(family, **changes)).save_pretrained(folder / "a")
@@ -78,24 +93,23 @@ def test_a_missing_model_is_an_error_with_a_remedy(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    run_folder(tmp_path, reward=tokenizer("zzz zzz zzz zzz zzz zzz"))
+    write_run(tmp_path, reward=tokenizer("zzz zzz zzz zzz zzz zzz"))
     with pytest.raises(UserError, match="another tokenizer"):
         load_models(config(tmp_path), tmp_path)
 
 
-def test_exchanged_models_are_refused(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    swapped = config(tmp_path).model_copy(update={"actor": str(tmp_path / "reward")})
+def test_exchanged_models_are_refused(run_folder: Path) -> None:
+    swapped = config(run_folder).model_copy(update={"actor": str(run_folder / "reward")})
     with pytest.raises(UserError, match="not a language model"):
-        load_models(swapped, tmp_path)
-    swapped = config(tmp_path).model_copy(update={"reward_path": str(tmp_path / "sft")})
+        load_models(swapped, run_folder)
+    swapped = config(run_folder).model_copy(update={"reward_path": str(run_folder / "sft")})
     with pytest.raises(UserError, match="not a reward model"):
-        load_models(swapped, tmp_path)
+        load_models(swapped, run_folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gpt2"])
 def test_actor_and_reference_start_as_the_same_policy(family: str, tmp_path: Path) -> None:
-    run_folder(tmp_path, family)
+    write_run(tmp_path, family)
     made = config(tmp_path, reference_engine={"zero_stage": 3})
     models = build_models(made, load_models(made, tmp_path), actor_steps=2, critic_steps=2)
     assert isinstance(models.actor.module, Policy) and models.reference is not None
@@ -123,9 +137,8 @@ def weights(engine: Any) -> list[torch.Tensor]:
     return [dtensors.full_tensor(p.detach()).clone() for p in engine.module.parameters()]
 
 
-def test_the_loop_starts_on_policy_and_trains_both_models(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, update_epochs=2, minibatches=2, critic_warmup=1, micro_batch_tokens=100)
+def test_the_loop_starts_on_policy_and_trains_both_models(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, update_epochs=2, minibatches=2, critic_warmup=1, micro_batch_tokens=100)
     assert ppo.steps == 2
     actor, critic = weights(ppo.models.actor), weights(ppo.models.critic)
     for step in (1, 2):
@@ -146,9 +159,8 @@ def test_the_loop_starts_on_policy_and_trains_both_models(tmp_path: Path) -> Non
     assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
 
 
-def test_a_model_in_4_bits_begins_on_policy_and_only_adapters_and_the_value_head_learn(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, quantize="nf4", lora={"rank": 2}, minibatches=2)
+def test_a_model_in_4_bits_begins_on_policy_and_only_adapters_and_the_value_head_learn(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, quantize="nf4", lora={"rank": 2}, minibatches=2)
     assert ppo.models.reference is ppo.models.actor and ppo.models.critic is not None
     for engine in ppo.models.learning.values():
         learning = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
@@ -162,17 +174,16 @@ def test_a_model_in_4_bits_begins_on_policy_and_only_adapters_and_the_value_head
     assert critic and all(p.abs().max() > 0 for p in critic.values())
 
 
-def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    shutil.copytree(tmp_path / "reward", tmp_path / "second")
-    file = tmp_path / "second" / "model" / "config.json"
+def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(run_folder: Path) -> None:
+    shutil.copytree(run_folder / "reward", run_folder / "second")
+    file = run_folder / "second" / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"reward_mean": -0.25, "reward_std": 0.5}))
-    made = config(tmp_path, reward_ensemble=[str(tmp_path / "second")], ensemble_score="worst")
-    models = build_models(made, load_models(made, tmp_path), actor_steps=2, critic_steps=2)
+    made = config(run_folder, reward_ensemble=[str(run_folder / "second")], ensemble_score="worst")
+    models = build_models(made, load_models(made, run_folder), actor_steps=2, critic_steps=2)
     (member,) = models.ensemble
     assert (member.module.shift, member.module.scale) == (-0.25, 3.0) and models.ensemble_score == "worst"
-    inputs = stage_inputs(made, tmp_path, "ppo")
-    assert inputs["reward_2"] == tmp_path / "second" / "model" and inputs["reward"] == tmp_path / "reward" / "model"
+    inputs = stage_inputs(made, run_folder, "ppo")
+    assert inputs["reward_2"] == run_folder / "second" / "model" and inputs["reward"] == run_folder / "reward" / "model"
 
 
 def distillation(folder: Path) -> RunConfig:
@@ -182,18 +193,17 @@ def distillation(folder: Path) -> RunConfig:
     return made.model_copy(update={"reward_path": None, "teacher": str(folder / "teacher")})
 
 
-def test_a_student_approaches_its_teacher_on_its_own_answers(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    language_model(config_of("gpt2", vocab_size=VOCABULARY), seed=9).save_pretrained(tmp_path / "t")
-    source = source_in(tmp_path / "t")
-    export_policy(build_policy(source, frozen()), source, tokenizer(), tmp_path / "teacher" / "model")
-    made = distillation(tmp_path)
-    assert stage_inputs(made, tmp_path, "ppo")["teacher"] == tmp_path / "teacher" / "model"
-    sources = load_models(made, tmp_path)
+def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -> None:
+    language_model(config_of("gpt2", vocab_size=VOCABULARY), seed=9).save_pretrained(run_folder / "t")
+    source = source_in(run_folder / "t")
+    export_policy(build_policy(source, frozen()), source, tokenizer(), run_folder / "teacher" / "model")
+    made = distillation(run_folder)
+    assert stage_inputs(made, run_folder, "ppo")["teacher"] == run_folder / "teacher" / "model"
+    sources = load_models(made, run_folder)
     prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    ppo = Ppo(made, tmp_path / "ppo", sources, prompts)
+    ppo = Ppo(made, run_folder / "ppo", sources, prompts)
     assert ppo.models.critic is None and not ppo.models.has_rewards
-    stage = StageRun(tmp_path / "ppo", made.ppo, ppo.steps, ppo.models.learning)
+    stage = StageRun(run_folder / "ppo", made.ppo, ppo.steps, ppo.models.learning)
     kl = []
     for step in range(1, ppo.steps + 1):
         rollout = ppo.collect(step, stage)
@@ -212,17 +222,15 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(tmp_path: Path) -> 
     assert evaluator.score is None
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    shutil.copytree(tmp_path / "sft", tmp_path / "teacher")
-    tokenizer("zzz zzz zzz zzz zzz zzz").save(tmp_path / "teacher" / "model")
+def test_a_teacher_with_another_tokenizer_is_refused(run_folder: Path) -> None:
+    shutil.copytree(run_folder / "sft", run_folder / "teacher")
+    tokenizer("zzz zzz zzz zzz zzz zzz").save(run_folder / "teacher" / "model")
     with pytest.raises(UserError, match=r"teacher=.* has another tokenizer than the student"):
-        load_models(distillation(tmp_path), tmp_path)
+        load_models(distillation(run_folder), run_folder)
 
 
-def test_the_missing_end_costs_standard_deviations_of_the_score(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, missing_end_penalty=2.0)
+def test_the_missing_end_costs_standard_deviations_of_the_score(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, missing_end_penalty=2.0)
     assert ppo.shaping.missing_end_penalty == 3.0
     rollout = ppo.collect(1, stage)
     cut = ~rollout.finished
@@ -241,10 +249,9 @@ def test_the_missing_end_costs_standard_deviations_of_the_score(tmp_path: Path) 
     torch.testing.assert_close(rollout.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
 
-def test_a_rollout_without_finished_answers_takes_no_optimizer_step(tmp_path: Path) -> None:
+def test_a_rollout_without_finished_answers_takes_no_optimizer_step(run_folder: Path) -> None:
     """After a first update, momentum would change the parameters even with a zero gradient."""
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, unfinished="mask", minibatches=2, update_epochs=1)
+    ppo, stage = ppo_of(run_folder, unfinished="mask", minibatches=2, update_epochs=1)
     rollout = ppo.collect(1, stage)
     rollout.finished.fill_(True)
     assert learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)["lr"] == 0.01
@@ -269,13 +276,12 @@ def forwards(engine: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize(("budget", "ptx_coef"), [(1000, 0.0), (40, 0.0), (1000, 0.1)])
-def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef: float, tmp_path: Path) -> None:
+def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef: float, run_folder: Path) -> None:
     """Metrics and weights are equal. With sharing, only the check of the first rollout makes separate forwards."""
-    run_folder(tmp_path)
     results = []
     for shared in (False, True):
         ppo, stage = ppo_of(
-            tmp_path, update_epochs=2, critic_warmup=1, micro_batch_tokens=budget, shared_forward=shared, epochs=2.0
+            run_folder, update_epochs=2, critic_warmup=1, micro_batch_tokens=budget, shared_forward=shared, epochs=2.0
         )
         ppo.models.actor.flip.parity_check_every = 0  # the parity check makes forwards, too
         if ptx_coef:
@@ -300,12 +306,11 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(expected, got, strict=True))
 
 
-def test_dropout_in_shared_forwards_is_detected(tmp_path: Path) -> None:
+def test_dropout_in_shared_forwards_is_detected(run_folder: Path) -> None:
     """With shared forwards, old and new probabilities are equal even with dropout. The stage compares them with a
     forward without dropout in the first rollout.
     """
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, shared_forward=True)
+    ppo, stage = ppo_of(run_folder, shared_forward=True)
     hidden = ppo.models.actor.module.get_submodule("lm.model.embed_tokens")
     hidden.register_forward_hook(lambda module, _, out: torch.dropout(out, 0.3, module.training))
     with pytest.raises(UserError, match="Likely cause: dropout"):
@@ -313,10 +318,9 @@ def test_dropout_in_shared_forwards_is_detected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [1000, 80])
-def test_a_dry_run_of_the_longest_answers_changes_nothing(budget: int, tmp_path: Path) -> None:
+def test_a_dry_run_of_the_longest_answers_changes_nothing(budget: int, run_folder: Path) -> None:
     """Both models run the longest prompts with complete answers, in the numbers of a step and a micro-batch."""
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, minibatches=2, samples=2, advantage="gae", micro_batch_tokens=budget)
+    ppo, stage = ppo_of(run_folder, minibatches=2, samples=2, advantage="gae", micro_batch_tokens=budget)
     engines = (ppo.models.actor, ppo.models.critic)
     before = [weights(engine) for engine in engines]
     seen: list[int] = []
@@ -334,9 +338,8 @@ def test_a_dry_run_of_the_longest_answers_changes_nothing(budget: int, tmp_path:
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "grpo"])
-def test_without_a_critic_answers_to_a_prompt_are_adjacent(advantage: str, tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, batch_size=4, samples=3, advantage=advantage, kl_coef=0.1)
+def test_without_a_critic_answers_to_a_prompt_are_adjacent(advantage: str, run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, batch_size=4, samples=3, advantage=advantage, kl_coef=0.1)
     assert ppo.models.critic is None and set(ppo.models.engines) == {"actor", "reference", "reward"}
     before = weights(ppo.models.actor)
     rollout = ppo.collect(1, stage)
@@ -354,16 +357,15 @@ def test_without_a_critic_answers_to_a_prompt_are_adjacent(advantage: str, tmp_p
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
 
 
-def test_prompts_whose_answers_score_the_same_are_replaced(tmp_path: Path) -> None:
+def test_prompts_whose_answers_score_the_same_are_replaced(run_folder: Path) -> None:
     """Scores clipped to their sign give uniform groups. Another process chooses the same replacement prompts."""
-    run_folder(tmp_path)
     keys: dict[str, Any] = {"batch_size": 4, "samples": 2, "advantage": "grpo", "missing_end_penalty": 0.0}
     keys |= {"score_clip": 1e-9, "kl_coef": 0.0}
-    plain, stage = ppo_of(tmp_path, **keys)
+    plain, stage = ppo_of(run_folder, **keys)
     first = plain.collect(1, stage)
     rollouts = []
     for _ in range(2):
-        ppo, stage = ppo_of(tmp_path, **keys, resample=2)
+        ppo, stage = ppo_of(run_folder, **keys, resample=2)
         rollouts.append(ppo.collect(1, stage))
     assert rollouts[0].prompts == rollouts[1].prompts and rollouts[0].responses == rollouts[1].responses
     assert rollouts[0].prompts != first.prompts and len(rollouts[0]) == 8
@@ -387,10 +389,9 @@ def test_prompts_whose_answers_score_the_same_are_replaced(tmp_path: Path) -> No
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
 
 
-def test_masked_answers_do_not_change_the_policy(tmp_path: Path) -> None:
-    run_folder(tmp_path)
+def test_masked_answers_do_not_change_the_policy(run_folder: Path) -> None:
     keys: dict[str, Any] = {"batch_size": 4, "samples": 2, "advantage": "grpo", "unfinished": "mask", "kl_coef": 0.0}
-    ppo, stage = ppo_of(tmp_path, **keys)
+    ppo, stage = ppo_of(run_folder, **keys)
     rollout = ppo.collect(1, stage)
     rollout.finished.fill_(False)
     before = weights(ppo.models.actor)
@@ -398,10 +399,9 @@ def test_masked_answers_do_not_change_the_policy(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
 
 
-def test_evaluations_are_of_the_averaged_weights(tmp_path: Path) -> None:
+def test_evaluations_are_of_the_averaged_weights(run_folder: Path) -> None:
     """The averaged weights are exported, so they are evaluated instead of the last weights."""
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path, ema=0.5)
+    ppo, stage = ppo_of(run_folder, ema=0.5)
     rollout = ppo.collect(1, stage)
     learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
     seen: list[list[torch.Tensor]] = []
@@ -418,9 +418,8 @@ def test_evaluations_are_of_the_averaged_weights(tmp_path: Path) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(seen[0], weights(ppo.models.actor), strict=True))
 
 
-def test_a_rollout_off_the_policy_stops_the_run(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    ppo, stage = ppo_of(tmp_path)
+def test_a_rollout_off_the_policy_stops_the_run(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder)
     rollout = ppo.collect(1, stage)
     rollout.logprobs.add_(0.1)
     with pytest.raises(UserError, match=r"the first minibatch's ratio is off by 0\.095"):
@@ -431,15 +430,14 @@ def prompts() -> list[Prompt]:
     return [Prompt((Message("user", text),), "made") for text in ("some words", "more", "and some more words")]
 
 
-def test_held_out_scores_subtract_the_reference_level(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    made = config(tmp_path)
-    sources = load_models(made, tmp_path)
+def test_held_out_scores_subtract_the_reference_level(run_folder: Path) -> None:
+    made = config(run_folder)
+    sources = load_models(made, run_folder)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
     evaluator = build_evaluator(models, prompts(), sources.tokenizer, sampling, (1.0, 0.0), budget=64, keep=True)
     judged = evaluator.grade(["words", "to learn", ""])
-    scorer = build_scorer(resolve(made.model, 1, folder=tmp_path / "reward"), frozen(), pad_id=0)
+    scorer = build_scorer(resolve(made.model, 1, folder=run_folder / "reward"), frozen(), pad_id=0)
     for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):
         ids = sources.tokenizer.encode_prompt(prompt.messages) + sources.tokenizer.encode_answer(answer)
         expected = scorer(torch.tensor([ids], device=dist.world().device))[0, -1].item() - 0.75
@@ -452,10 +450,9 @@ def test_held_out_scores_subtract_the_reference_level(tmp_path: Path) -> None:
     assert metrics_of(first) == scores
 
 
-def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(tmp_path: Path) -> None:
-    run_folder(tmp_path)
-    made = config(tmp_path)
-    sources = load_models(made, tmp_path)
+def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(run_folder: Path) -> None:
+    made = config(run_folder)
+    sources = load_models(made, run_folder)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
     setting = (models, prompts(), sources.tokenizer, sampling)

@@ -212,10 +212,16 @@ def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypat
 ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x", "stage=sft", "engine.hang_seconds=2"]
 
 
+def launch_with_little_grace(folder: Path, arguments: list[str], modules: dict[str, str]) -> None:
+    """Launch with SIGKILL soon after SIGTERM: a rank stopped by SIGSTOP does not end before."""
+    processes.GRACE_AFTER_FAILURE = 0.5
+    launch(folder, arguments, modules)
+
+
 def start(folder: Path, *more: str, **environment: str) -> Worker:
     modules = dict.fromkeys(processes.MODULES, "fake_stage")
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    return Worker(launch, folder, [*ARGUMENTS, *more], modules, environment={**paths, **environment})
+    return Worker(launch_with_little_grace, folder, [*ARGUMENTS, *more], modules, environment={**paths, **environment})
 
 
 def failures(output: str) -> list[str]:
