@@ -86,7 +86,7 @@ def generate_in_graphs() -> tuple[list[list[int]], list[list[int]], int, list[in
     tokens, sent = [], []
     with engine.generating() as rollouts:
         loop = rollouts._runner()
-        assert isinstance(loop, DecodeLoop)
+        assert isinstance(loop, DecodeLoop) and loop.use_graphs
         for loop.use_graphs in (True, True, False):  # the first call captures
             before = collectives.bytes_sent()
             answers = rollouts.generate(PROMPTS[:2], Sampling(9, temperature=0.7, seed=3), [4, 5])

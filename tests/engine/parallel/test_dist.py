@@ -10,8 +10,9 @@ import psutil
 import pytest
 import torch
 from torch.distributed import HashStore
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine.parallel import dist
+from engine.parallel import dist, dtensors, meshes
 from tests.ranks import run_ranks
 from tests.simulated_gpu import building
 
@@ -84,6 +85,12 @@ def reductions() -> tuple[Any, ...]:
     large = dist.broadcast_object(bytes(range(256)) * 16 if rank == 0 else None, patient=True)
     # On GPUs, only the group of checkpoints has Gloo.
     default = torch.distributed.get_backend()
+    mesh = meshes.mesh(replicate=1, shard=2)
+    of_rank = DTensor.from_local(
+        torch.full((2, 3), float(rank), device=dist.world().device), mesh, [Replicate(), Shard(0)]
+    )
+    on_host = dtensors.full_tensor(of_rank.to("cpu"))  # offload has the shards there, and NCCL cannot gather them there
+    assert on_host.tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
     return reduced, large == bytes(range(256)) * 16, default, torch.distributed.get_backend(dist.checkpoint_group())
 
 
