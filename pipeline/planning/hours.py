@@ -100,11 +100,13 @@ def describe(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize])
     choices = worth_choosing([*([configured] if _fits(configured) else []), *settings])
     shown = configured if _fits(configured) or not choices else choices[0]
     dtype = next(iter(tasks.values())).work.config.dtype
+    instead = "  the settings as configured do not fit; the table shows the first setting that is worth choosing"
     return [
         f"plan: {config.model.name} on {machine.name}",
+        *([] if shown is configured else [instead]),
         *_stage_rows(tasks, shown, machine),
         *_cost(config, shown, machine),
-        *_choices(configured, choices, list(tasks)),
+        *_choices(choices, list(tasks)),
         *_assumptions(tasks, sizes, machine.speed(dtype)),
     ]
 
@@ -211,7 +213,7 @@ def _cost(config: RunConfig, setting: Setting, machine: Machine) -> Iterator[str
         yield f"  cost: {price * gpu_hours:,.2f} ({gpu_hours:,.2f} GPU hours at {price:g})"
 
 
-def _choices(configured: Setting, choices: Sequence[Setting], stages: Sequence[str]) -> Iterator[str]:
+def _choices(choices: Sequence[Setting], stages: Sequence[str]) -> Iterator[str]:
     if not choices:
         return
     yield "  worth choosing between:" if len(choices) > 1 else "  setting:"
@@ -219,8 +221,6 @@ def _choices(configured: Setting, choices: Sequence[Setting], stages: Sequence[s
         changes = dict.fromkeys(word for stage in stages for word in setting[stage].changes)
         words = " ".join(changes) or "as configured"
         yield f"    {format_time(_seconds(setting)):>12}{_peak(setting) / GIB:9.2f} GiB   {words}"
-    if not _fits(configured):
-        yield "  the settings as configured do not fit; the table shows the first of these"
 
 
 def _assumptions(tasks: Mapping[str, StageTask], sizes: Mapping[str, DataSize], speed: str) -> Iterator[str]:
