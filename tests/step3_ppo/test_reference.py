@@ -8,7 +8,7 @@ import torch
 
 from step3_ppo.log import rollout_metrics
 from tests.step3_ppo.example_rollouts import learn
-from tests.step3_ppo.test_stage import ppo_of, run_folder, weights
+from tests.step3_ppo.test_stage import ppo_of, weights, write_run
 
 WAYS: dict[str, dict[str, Any]] = {
     "reward": {},
@@ -29,7 +29,7 @@ def one_step(folder: Path, **keys: Any) -> tuple[set[str], dict[str, float], lis
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_kl_coefficient_training_needs_no_reference(way: str, tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     asked, watched, with_it = one_step(tmp_path, reference=True, **WAYS[way])
     there, figures, without = one_step(tmp_path, **WAYS[way])
     assert "reference" not in there and asked - there == (set() if way == "adapters" else {"reference"})
@@ -39,7 +39,7 @@ def test_without_kl_coefficient_training_needs_no_reference(way: str, tmp_path: 
 
 
 def test_the_reference_of_adapters_is_the_base_model(tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     for kl_coef in (0.05, 0.0):
         ppo, stage = ppo_of(tmp_path, kl_coef=kl_coef, guard="off", lora={"rank": 2})
         assert (ppo.models.reference is ppo.models.actor) == (kl_coef > 0)

@@ -21,7 +21,7 @@ from step3_ppo.rollout import weighted_sum
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import learn
-from tests.step3_ppo.test_stage import config, prompts, run_folder, weights
+from tests.step3_ppo.test_stage import config, prompts, weights, write_run
 
 # A score of text and row, which counts its calls and raises for rows with "bad".
 TEXT = """
@@ -57,7 +57,7 @@ def numbers_of(ppo: Ppo, actual: Any) -> list[int]:
 
 
 def test_without_a_reward_model_the_critic_starts_from_the_actor_with_a_zero_head(tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     ppo, stage = ppo_of(tmp_path)
     models = ppo.models
     assert set(models.engines) == {"actor", "critic", "reference"} and models.critic is not None
@@ -75,7 +75,7 @@ def test_without_a_reward_model_the_critic_starts_from_the_actor_with_a_zero_hea
 
 
 def test_without_a_reward_model_the_function_gives_the_score(tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     ppo, stage = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2, reward_threads=2)
     assert ppo.models.function is not None and ppo.models.function.threads == 2
     assert set(ppo.models.engines) == {"actor", "reference"}
@@ -89,7 +89,7 @@ def test_without_a_reward_model_the_function_gives_the_score(tmp_path: Path) -> 
 
 
 def test_scores_of_reward_model_and_function_are_added(tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     ppo, stage = ppo_of(tmp_path, reward_model=True)
     rollout = ppo.collect(1, stage)
     plain = replace(ppo.models, function=None)
@@ -119,7 +119,7 @@ def test_a_sum_of_rewards_by_hand() -> None:
 
 
 def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     ppo, stage = ppo_of(tmp_path, reward_model=True, reward_weights={"brief": 0.5, "model": 2.0})
     (tmp_path / "mine.py").write_text(SEVERAL)
     several = load_function(f"{tmp_path}/mine.py:score")
@@ -147,7 +147,7 @@ def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reward_model", [False, True])
 def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     made = setting(tmp_path, reward_model=reward_model)
     sources = load_models(made, tmp_path)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
@@ -186,7 +186,7 @@ def one_rollout(folder: Path) -> dict[str, Any]:
 
 
 def test_two_ranks_divide_the_calls_and_score_like_one_rank(tmp_path: Path) -> None:
-    run_folder(tmp_path)
+    write_run(tmp_path)
     single = one_rollout(tmp_path)
     several = run_ranks(one_rollout, 2, tmp_path)
     assert single["calls"] == 6 and [rank["calls"] for rank in several] == [3, 3]

@@ -22,7 +22,7 @@ from tests.tiny import tiny_config
 
 def test_all_ranks_wait_for_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
-    monkeypatch.setattr(stage_models, "barrier", lambda: waits.append(1))
+    monkeypatch.setattr(stage_models.distributed, "barrier", lambda: waits.append(1))
     monkeypatch.setattr(stage_models, "load_tokenizer", lambda folder, **_: folder)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer_config.json").touch()
