@@ -1,7 +1,7 @@
 """Test private interfaces with the oldest and the newest torch and transformers that pyproject.toml allows.
 
     python -m tests.versions            makes a virtual environment for each in a temporary folder (minutes, 10 GB)
-    python -m tests.versions PYTHON     uses an environment that exists: PYTHON is its interpreter
+    python -m tests.versions PYTHON...  uses environments that exist: each PYTHON is an interpreter
 
 An environment has torch and transformers of its own. Other packages are those of this interpreter, if they fit. The
 newest versions are those of the package index. Exit status 1 if a test fails. CI runs this once a week.
@@ -67,7 +67,8 @@ def run_tests(python: Path) -> bool:
 
 def main() -> int:
     if len(sys.argv) > 1:
-        return 0 if run_tests(Path(sys.argv[1])) else 1
+        passed = [run_tests(Path(python)) for python in sys.argv[1:]]
+        return 0 if all(passed) else 1
     oldest = [f"{name}=={version}" for name, (version, _) in bounds().items()]
     newest = [requirement for _, requirement in bounds().values()]
     with tempfile.TemporaryDirectory() as folder:

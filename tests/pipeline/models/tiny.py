@@ -80,14 +80,18 @@ def shaken(model: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
 def language_model(config: PretrainedConfig, seed: int = 1) -> Any:
     """Return a transformers model in fp32 and evaluation mode."""
     torch.manual_seed(seed)
-    return shaken(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
+    return shaken(model, seed)
 
 
 def classifier(config: PretrainedConfig, seed: int = 1) -> Any:
     """Return a transformers sequence classifier with one label."""
     torch.manual_seed(seed)
     config.num_labels = 1
-    return shaken(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), seed)
+    model = AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float32, attn_implementation=attention_of(config)
+    )
+    return shaken(model, seed)
 
 
 def attention_of(config: PretrainedConfig) -> str:
