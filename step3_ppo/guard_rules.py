@@ -133,8 +133,8 @@ def fall(
     """Find a fall of the gold score (of the reward if there is no judge) below an earlier step, paired by prompt.
 
     A fall below a later step than the first counts if it loses more than `LOST_GAIN` of that step's gain over the
-    evaluation `initial` of step 0. `LOST_TWICE` of the gain is enough if the evaluation `previous` has lost it too. The
-    best of several noisy evaluations looks better than it is.
+    evaluation `initial` of step 0. A loss of `LOST_TWICE` of the gain is enough if the evaluation `previous` has such a
+    clear loss too. The best of several noisy evaluations looks better than it is.
 
     A reward that rises while the gold score falls is over-optimized (Gao, Schulman & Hilton, 2022, arXiv:2210.10760).
     """

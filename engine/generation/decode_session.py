@@ -1,9 +1,9 @@
 """Sequences that decode in one batch: requests come and go between steps, each with its own settings.
 
-On CPUs, and if the generator is streamed, the host reads the tokens of each step before it plans
-the next. With CUDA graphs the host launches a window of replays of the step at a time. While the device runs them, the
-host reads the tokens of the replays before. Only the host detects stop strings, so the device may decode tokens after
-the end of an answer. The host drops these tokens.
+On CPUs, and if the generator is streamed, the host reads the tokens of each step before it plans the next. With CUDA
+graphs the host launches a window of replays of the step at a time. While the device runs them, the host reads the
+tokens of the replays before. Only the host detects stop strings, so the device may decode tokens after the end of an
+answer. The host drops these tokens.
 """
 
 from collections import deque
