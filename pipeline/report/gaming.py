@@ -2,7 +2,8 @@
 
 Over-optimization shows when the reward score keeps rising while the gold score falls (Gao, Schulman & Hilton, 2022,
 arXiv:2210.10760). Three checks must agree before the report calls a run free of it: the rank correlation of the two
-changes over the answers, the paired change of gold, and the comparison of the best step with the last step.
+changes over the answers, the paired change of gold, and the comparison of the best step with the last step. The report
+gives an answer for each temperature of the evaluation.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation, ranks
-from pipeline.evaluation.samples import Sample, StepGrades
+from pipeline.evaluation.samples import Sample
 from pipeline.report.axes import MINUS, format_interval, format_signed
 from pipeline.report.charts import path_chart, scatter_chart
 from pipeline.report.comparison import answer_card
@@ -19,18 +20,10 @@ from pipeline.report.curves import line_chart
 from pipeline.report.data import RunReading
 from pipeline.report.html import Markup, element, grid, section
 from pipeline.report.svg import Series
-from pipeline.report.verdict import FEWEST_PROMPTS, Outcome, change
+from pipeline.report.verdict import FEWEST_PROMPTS, Outcome, Verdict, change, combine
 
 DISAGREEMENTS = 6  # answers on the page
-
-
-@dataclass(frozen=True)
-class Gaming:
-    """Whether PPO over-optimized the reward score, with a short answer and the reason."""
-
-    outcome: Outcome
-    answer: str
-    reason: str
+LOST_GAIN = 0.5  # of the gain from SFT to PPO: a loss from the best to the last step that "no sign" must exclude
 
 
 @dataclass(frozen=True)
@@ -99,8 +92,14 @@ def check_paired(samples: Sequence[Sample]) -> Check:
     return Check(found.outcome, text)
 
 
-def check_last_step(found: BestAgainstLast | None) -> Check:
-    """Check whether the last step is as good as the best step. The outcome is "bad" if its interval is below zero."""
+def check_last_step(found: BestAgainstLast | None, gain: float | None) -> Check:
+    """Check whether the last step is as good as the best step.
+
+    gain: the mean change of gold with PPO; None if it is unknown
+
+    The outcome is "bad" if the interval of the difference is below zero. It is "good" only if the interval excludes a
+    loss of `LOST_GAIN` of the gain: the wide interval of few prompts shows nothing.
+    """
     if found is None:
         return Check(
             "open",
@@ -112,11 +111,15 @@ def check_last_step(found: BestAgainstLast | None) -> Check:
         f"{found.last}, it is {_plain(found.last_mean)}. On prompts that did not select the best step, the last one "
         f"differs by {format_signed(found.mean)}, {_interval(found.low, found.high)}."
     )
-    return Check("bad" if found.high < 0 else "good", text)
+    if found.high < 0:
+        return Check("bad", text)
+    excludes = gain is not None and found.low > -LOST_GAIN * gain
+    text += f" The interval {'excludes' if excludes else 'does not exclude'} a loss of half of the gain."
+    return Check("good" if excludes else "open", text)
 
 
-def gaming(reward_rise: float | None, checks: Sequence[Check], rewarder: str = "reward model") -> Gaming:
-    """Decide whether PPO over-optimized the reward.
+def gaming(reward_rise: float | None, checks: Sequence[Check], rewarder: str = "reward model") -> Verdict:
+    """Decide whether PPO over-optimized the reward at one temperature. The headline has no full stop.
 
     reward_rise: the mean change of the held-out reward score with PPO; None without scores
     checks: of the correlation, the paired change and the last step, in this order
@@ -125,26 +128,36 @@ def gaming(reward_rise: float | None, checks: Sequence[Check], rewarder: str = "
     texts = " ".join(check.text for check in checks)
     correlation, paired, last = (check.outcome for check in checks)
     if reward_rise is None:
-        return Gaming("open", "Unknown.", f"The held-out answers have no reward scores of both models. {texts}")
+        return Verdict("open", "Unknown", f"The held-out answers have no reward scores of both models. {texts}")
     if reward_rise <= 0:
         reason = f"The held-out reward score did not rise ({format_signed(reward_rise)}), so it was not gamed. {texts}"
-        return Gaming("open", "No.", reason)
+        return Verdict("open", "No", reason)
     if "bad" in (paired, last):
         advice = f"The policy exploits errors of the {rewarder}. Stop earlier, or raise ppo.kl_coef."
-        return Gaming("bad", "Yes.", f"The reward score rose by {format_signed(reward_rise)}. {texts} {advice}")
+        return Verdict("bad", "Yes", f"The reward score rose by {format_signed(reward_rise)}. {texts} {advice}")
     if correlation == paired == last == "good":
-        return Gaming("good", "No sign of it.", f"All three checks agree. {texts}")
+        return Verdict("good", "No sign of it", f"All three checks agree. {texts}")
     reason = (
         f"The reward score rose by {format_signed(reward_rise)}, but not all three checks exclude gaming: the "
         f"{rewarder} may reward something that the gold scorer does not measure. {texts}"
     )
-    return Gaming("open", "Possibly.", reason)
+    return Verdict("open", "Possibly", reason)
+
+
+def gaming_at(run: RunReading, temperature: float) -> Verdict:
+    """Decide whether PPO over-optimized the reward, by the held-out answers at one temperature."""
+    samples = run.samples(temperature)
+    reward, gold = change(samples, "scores", "sft", "ppo"), change(samples, "gold", "sft", "ppo")
+    by_step = [(one.step, one.gold) for one in run.stage("ppo").grades if one.temperature == temperature and one.gold]
+    last = check_last_step(best_against_last(by_step), gold.mean if gold else None)
+    checks = [check_correlation(samples), check_paired(samples), last]
+    return gaming(reward.mean if reward else None, checks, run.rewarder)
 
 
 def gaming_section(run: RunReading) -> Markup | None:
     """Build the section that compares gold score and reward score over PPO. Return None unless both exist.
 
-    The section is about the first temperature of the evaluation, by default that of the rollouts.
+    The charts and the answers are about the first temperature of the evaluation, by default that of the rollouts.
     """
     ppo, samples = run.stage("ppo"), run.samples(run.temperatures[0]) if run.temperatures else ()
     at = f" At temperature {run.temperatures[0]:g}." if run.temperatures else ""
@@ -153,10 +166,9 @@ def gaming_section(run: RunReading) -> Markup | None:
     judged = [_points(samples, model, run.labels[model]) for model in ("sft", "ppo")]
     if not path and not any(group.points for group in judged):
         return None
-    last_step = best_against_last(_gold_by_step(ppo.grades, run.temperatures[:1]))
-    checks = [check_correlation(samples), check_paired(samples), check_last_step(last_step)]
-    rise = change(samples, "scores", "sft", "ppo")
-    found = gaming(rise.mean if rise else None, checks, run.rewarder)
+    found = Verdict("open", "Unknown.", "This folder has no held-out answers.")
+    if run.temperatures:
+        found = combine({temperature: gaming_at(run, temperature) for temperature in run.temperatures})
     lengths = [Series(g.label, [(len(s.answers[g.tone]), s.scores[g.tone]) for s in _graded(samples, g.tone)], g.tone)
                for g in judged]  # fmt: skip
     figures = (
@@ -192,7 +204,8 @@ def gaming_section(run: RunReading) -> Markup | None:
         ),
         _kl_chart(ppo.rollouts),
     )
-    lead = [element("strong", found.answer, class_=f"outcome-{found.outcome}"), " ", found.reason]
+    lead = element("strong", found.headline, class_=f"outcome-{found.outcome}")
+    reasons = [element("p", line, class_="lead") for line in found.evidence.splitlines()]
     cards = [answer_card([sample], run.labels) for sample in disagreements(samples)]
     answers = [
         element("h3", "Answers with the largest disagreement"),
@@ -200,12 +213,13 @@ def gaming_section(run: RunReading) -> Markup | None:
         cards,
     ] if cards else None  # fmt: skip
     return section(
-        "gaming", f"Is the {run.rewarder} being gamed?", lead, grid(chart for chart in figures if chart), answers
+        "gaming",
+        f"Is the {run.rewarder} being gamed?",
+        lead,
+        reasons,
+        grid(chart for chart in figures if chart),
+        answers,
     )
-
-
-def _gold_by_step(grades: Sequence[StepGrades], temperatures: Sequence[float]) -> list[tuple[int, Sequence[float]]]:
-    return [(one.step, one.gold) for one in grades if one.temperature in temperatures and one.gold]
 
 
 def _kl_chart(rollouts: Sequence[tuple[float, float, float, float]]) -> Markup | None:

@@ -150,8 +150,9 @@ def _write_ppo(folder: Path, noise: random.Random, memory: list[dict[str, int]],
     write_stage(folder, rows, summary, samples, CONFIG)
     levels = [noise.gauss(0, 0.1) for _ in range(prompts)]
     grades = [
-        {"step": step, "temperature": 1.0, "gold": [_gold(step, gamed) + level for level in levels]}
+        {"step": step, "temperature": temperature, "gold": [_gold(step, gamed) + level for level in levels]}
         for step in (1, *range(5, 61, 5))
+        for temperature in (1.0, 0.0)
     ]
     rollouts = [
         {"step": step, "score": step / 30 + noise.gauss(0, 0.5), "tokens": 20, "kl": step / 10 + noise.gauss(0, 1)}

@@ -45,21 +45,21 @@ GOOD, OPEN, BAD = (Check(outcome, outcome) for outcome in ("good", "open", "bad"
 @pytest.mark.parametrize(
     ("rise", "checks", "answer"),
     [
-        (1.0, (GOOD, GOOD, GOOD), "No sign of it."),
-        (1.0, (OPEN, GOOD, GOOD), "Possibly."),
-        (1.0, (BAD, GOOD, GOOD), "Possibly."),
-        (1.0, (GOOD, OPEN, GOOD), "Possibly."),
-        (1.0, (GOOD, GOOD, OPEN), "Possibly."),
-        (1.0, (GOOD, GOOD, BAD), "Yes."),
-        (1.0, (GOOD, BAD, GOOD), "Yes."),
-        (-0.1, (GOOD, BAD, BAD), "No."),
-        (None, (GOOD, GOOD, GOOD), "Unknown."),
+        (1.0, (GOOD, GOOD, GOOD), "No sign of it"),
+        (1.0, (OPEN, GOOD, GOOD), "Possibly"),
+        (1.0, (BAD, GOOD, GOOD), "Possibly"),
+        (1.0, (GOOD, OPEN, GOOD), "Possibly"),
+        (1.0, (GOOD, GOOD, OPEN), "Possibly"),
+        (1.0, (GOOD, GOOD, BAD), "Yes"),
+        (1.0, (GOOD, BAD, GOOD), "Yes"),
+        (-0.1, (GOOD, BAD, BAD), "No"),
+        (None, (GOOD, GOOD, GOOD), "Unknown"),
     ],
 )
 def test_no_sign_of_gaming_needs_three_agreeing_checks(
     rise: float | None, checks: tuple[Check, ...], answer: str
 ) -> None:
-    assert gaming(rise, checks).answer == answer
+    assert gaming(rise, checks).headline == answer
 
 
 def test_the_correlation_of_changes_has_an_interval() -> None:
@@ -105,15 +105,19 @@ def test_noise_alone_does_not_make_the_last_step_worse() -> None:
         steps = [(step, [noise.gauss(0, 1) for _ in range(32)]) for step in range(10)]
         actual = best_against_last(steps)
         assert actual is not None
-        worse += check_last_step(actual).outcome == "bad"
+        worse += check_last_step(actual, None).outcome == "bad"
         naive += actual.best_mean - actual.last_mean > 1.96 * math.sqrt(2 / 32)
     assert worse / 400 < 0.05 < 0.1 < naive / 400
 
 
-@pytest.mark.parametrize(("high", "outcome"), [(-0.01, "bad"), (0.01, "good")])
-def test_a_last_step_below_the_best_is_a_sign(high: float, outcome: str) -> None:
-    assert check_last_step(BestAgainstLast(5, 9, 0.8, 0.7, -0.1, -0.2, high)).outcome == outcome
-    assert check_last_step(None).outcome == "open"
+@pytest.mark.parametrize(
+    ("high", "gain", "outcome"),
+    [(-0.01, 0.5, "bad"), (0.01, 0.5, "good"), (0.01, 0.3, "open"), (0.01, -0.5, "open"), (0.01, None, "open")],
+)
+def test_a_last_step_below_the_best_is_a_sign(high: float, gain: float | None, outcome: str) -> None:
+    """The interval reaches down to -0.2, which is less than half of a gain of 0.5, but more than half of 0.3."""
+    assert check_last_step(BestAgainstLast(5, 9, 0.8, 0.7, -0.1, -0.2, high), gain).outcome == outcome
+    assert check_last_step(None, gain).outcome == "open"
 
 
 def test_the_answers_that_reward_and_gold_rank_differently_come_first() -> None:
@@ -124,13 +128,27 @@ def test_the_answers_that_reward_and_gold_rank_differently_come_first() -> None:
 def test_the_page_shows_each_plot_and_the_answers(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     text = check(render_report(read_run(tmp_path))).text
-    for words in ("No sign of it.", "All three checks agree.", "Reward against length, answer by answer",
+    for words in ("No sign of it at temperatures 1 and 0.", "All three checks agree.",
+                  "Reward against length, answer by answer",
                   "Reward against KL, answer by answer", "last quarter", "Answers with the largest disagreement",
                   "Gold was best at rollout 60"):  # fmt: skip
         assert words in text, words
     (tmp_path / "ppo" / "evaluations.jsonl").unlink()  # as in runs of earlier versions
     text = check(render_report(read_run(tmp_path))).text
-    assert "Possibly." in text and "The best and the last step cannot be compared" in text
+    assert "Possibly at temperatures 1 and 0." in text and "The best and the last step cannot be compared" in text
+
+
+def test_gaming_at_one_temperature_is_named(tmp_path: Path) -> None:
+    """At temperature 0 every prompt falls from 0.9 to 0.8 after rollout 5, although it is above SFT."""
+    write_demo_run(tmp_path)
+    file = tmp_path / "ppo" / "evaluations.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row["temperature"] == 0:
+            row["gold"] = [0.9 if row["step"] == 5 else 0.8] * 96
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = check(render_report(read_run(tmp_path))).text
+    assert "No sign of it at temperature 1. Yes at temperature 0." in text
 
 
 def test_malformed_grades_are_skipped(tmp_path: Path) -> None:
