@@ -7,7 +7,7 @@ The module depends on the standard library only. Every function takes numbers an
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -104,8 +104,9 @@ def mean_over_seeds(values: Sequence[Mapping[Any, float]]) -> SeedEffect:
 
     Both seeds and prompts are random samples. The value of seed i and prompt j is y_ij = mean + s_i + p_j + e_ij.
 
-    - If the seeds have the same n prompts, the mean squares of the two-way layout of k seeds and n prompts give
-      Var(mean) = (MS_seed + MS_prompt - MS_error) / (k n), with Satterthwaite's degrees of freedom.
+    - If the seeds share n prompts (`shared_prompts`), the mean squares of the two-way layout of k seeds and n prompts
+      give Var(mean) = (MS_seed + MS_prompt - MS_error) / (k n), with Satterthwaite's degrees of freedom. Prompts that
+      some seeds lack count in the mean only.
     - Otherwise the prompts are nested in the seeds: Var(mean) is the variance of the seeds' means divided by k, with
       k - 1 degrees of freedom.
 
@@ -114,10 +115,18 @@ def mean_over_seeds(values: Sequence[Mapping[Any, float]]) -> SeedEffect:
     """
     if len(values) < 2 or min(map(len, values)) < 2:
         raise ValueError("a mean over seeds needs at least two seeds with at least two prompts each")
-    prompts = list(values[0])
-    if all(set(seed) == set(prompts) for seed in values):
-        return _crossed([[seed[prompt] for prompt in prompts] for seed in values])
-    return _nested([list(seed.values()) for seed in values])
+    nested, shared = _nested([list(seed.values()) for seed in values]), shared_prompts(values)
+    if not shared:
+        return nested
+    crossed = _crossed([[seed[prompt] for prompt in shared] for seed in values])
+    half = crossed.high - crossed.mean
+    return replace(crossed, mean=nested.mean, low=nested.mean - half, high=nested.mean + half)
+
+
+def shared_prompts(values: Sequence[Mapping[Any, float]]) -> list[Any]:
+    """Return the prompts that all seeds have; none if they are not more than half of the prompts of a seed."""
+    shared = [prompt for prompt in values[0] if all(prompt in seed for seed in values)]
+    return shared if 2 * len(shared) > max(map(len, values)) else []
 
 
 def _nested(rows: Sequence[Sequence[float]]) -> SeedEffect:

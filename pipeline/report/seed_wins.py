@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from pipeline.evaluation.intervals import mean_interval, mean_over_seeds
+from pipeline.evaluation.intervals import mean_interval, mean_over_seeds, shared_prompts
 from pipeline.evaluation.samples import Sample
 from pipeline.report.html import Markup, section, table
 from pipeline.report.verdict import FEWEST_PROMPTS, TOO_FEW, Verdict
@@ -12,7 +13,8 @@ from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, outcomes_by_p
 LEAD = (
     "A pair judge compares the two answers in both orders. A win needs both orders; ties count half. The "
     "intervals of all seeds also cover other seeds. The length-controlled rate of all seeds is the mean of those of "
-    "the seeds, with a t-interval."
+    "the seeds, with a t-interval. If the seeds share their prompts, this interval is at least as wide as those of the "
+    "seeds."
 )
 
 
@@ -30,9 +32,13 @@ def pool_wins(samples_by_seed: Sequence[Sequence[Sample]], model: str) -> SeedWi
     by_seed = [found for samples in samples_by_seed if (found := win_rate(samples, model)) is not None]
     if len(by_seed) < 2 or len(by_seed) < len(samples_by_seed) or min(found.pairs for found in by_seed) < 2:
         return None
-    over = mean_over_seeds([outcomes_by_prompt(samples, model) for samples in samples_by_seed])
-    controlled = mean_interval([found.controlled.mean for found in by_seed])
-    return SeedWins(_bounded(over.mean, over.low, over.high), _bounded(*controlled), by_seed)
+    outcomes = [outcomes_by_prompt(samples, model) for samples in samples_by_seed]
+    over = mean_over_seeds(outcomes)
+    mean, low, high = mean_interval([found.controlled.mean for found in by_seed])
+    if shared_prompts(outcomes):  # the spread between these seeds does not show that of other prompts
+        low = min(low, fmean(found.controlled.low for found in by_seed))
+        high = max(high, fmean(found.controlled.high for found in by_seed))
+    return SeedWins(_bounded(over.mean, over.low, over.high), _bounded(mean, low, high), by_seed)
 
 
 def _bounded(mean: float, low: float, high: float) -> Rate:

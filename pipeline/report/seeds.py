@@ -88,7 +88,7 @@ class Effect:
 def write_seed_report(run_dirs: Sequence[Path], failed: Sequence[str] = ()) -> tuple[Path, Verdict]:
     """Write the page about several finished runs next to the first run folder; return its path and its verdict.
 
-    failed: the labels of runs that failed, which the page names
+    failed: the labels of runs that failed, which the verdict names
     Raise UserError if a folder has no finished policy, or if two runs have the same seed or different methods.
     """
     runs = [read_run(folder) for folder in run_dirs]
@@ -109,11 +109,11 @@ def write_seed_report(run_dirs: Sequence[Path], failed: Sequence[str] = ()) -> t
     if len(policies) > 1:
         found = ", ".join(f"{name} ends with {policy}" for policy, name in policies.items())
         raise UserError(f"the runs have different methods ({found}): write runs of one method")
-    verdict = judge_seeds(runs)
+    verdict = judge_seeds(runs, failed)
     name = run_dirs[0].resolve().name
     pooled = re.sub(r"seed=\d+", "seeds", name)
     path = run_dirs[0].resolve().parent / f"{pooled if pooled != name else f'{name}-seeds'}.html"
-    write_whole(path, render_seeds(path.stem, runs, verdict, failed))
+    write_whole(path, render_seeds(path.stem, runs, verdict))
     return path, verdict
 
 
@@ -145,8 +145,11 @@ def effect(runs: Sequence[RunReading], measure: Measure, before: str, after: str
     return Effect(mean_over_seeds(differences), changes, fewest)
 
 
-def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
-    """Return the verdict over all seeds: "helped" only if the interval over seeds excludes 0 at each temperature."""
+def judge_seeds(runs: Sequence[RunReading], failed: Sequence[str] = ()) -> Verdict:
+    """Return the verdict over all seeds: "helped" only if the interval over seeds excludes 0 at each temperature.
+
+    The verdict is never good if runs failed: the seeds of the other runs are no random sample.
+    """
     verdicts = {temperature: _judge_at(runs, temperature) for temperature in shared_temperatures(runs)}
     found = {temperature: verdict for temperature, verdict in verdicts.items() if verdict is not None}
     if not found:
@@ -159,6 +162,14 @@ def judge_seeds(runs: Sequence[RunReading]) -> Verdict:
             "on these prompts, which biases the result upwards."
         )
         verdict = not_proven(replace(verdict, evidence=f"{verdict.evidence}\n{chosen}"))
+    if failed:
+        count = f"{len(failed)} of {len(runs) + len(failed)} runs failed"
+        verdict = replace(
+            verdict,
+            headline=f"{verdict.headline} {count}, so a gain over all seeds is not proven.",
+            evidence=f"{verdict.evidence}\nNot included, because they failed: {', '.join(failed)}.",
+            outcome="open" if verdict.outcome == "good" else verdict.outcome,
+        )
     signs = {run.name: guard_signs(mapping(run.stage(run.policy).summary.get("guard"))) for run in runs}
     wrong = {name: text for name, text in signs.items() if text}
     if not wrong:
@@ -210,7 +221,7 @@ def _evidence(found: Effect, measure: str, label: str, start: str) -> str:
     )
 
 
-def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict, failed: Sequence[str] = ()) -> Markup:
+def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict) -> Markup:
     """Build the page about `runs`."""
     summary = element(
         "div",
@@ -218,7 +229,7 @@ def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict, faile
         element("h1", verdict.headline, class_=f"outcome-{verdict.outcome}"),
         [element("p", line, class_="evidence") for line in verdict.evidence.splitlines()],
         element("p", verdict.caveat, class_="caveat") if verdict.caveat else None,
-        [element("p", note, class_="caveat") for note in _notes(runs, failed)],
+        element("p", differences, class_="caveat") if (differences := _differences(runs)) else None,
     )
     parts = {
         "changes": ("Changes", _changes(runs)),
@@ -241,18 +252,14 @@ def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict, faile
     )
 
 
-def _notes(runs: Sequence[RunReading], failed: Sequence[str]) -> list[str]:
-    notes = []
-    if failed:
-        notes.append(f"{len(failed)} run(s) failed and are not included: {'; '.join(failed)}.")
+def _differences(runs: Sequence[RunReading]) -> str:
+    """Return a sentence about the settings in which the runs differ, other than the seed; "" if there are none."""
     settings = [_flat(run.settings) for run in runs]
     keys = {key for flat in settings for key in flat} - OWN_KEYS
     different = sorted(key for key in keys if any(flat.get(key) != settings[0].get(key) for flat in settings))
-    if different:
-        notes.append(
-            f"These runs differ in more than the seed: {', '.join(different)}. The spread between seeds includes this."
-        )
-    return notes
+    if not different:
+        return ""
+    return f"These runs differ in more than the seed: {', '.join(different)}. The spread between seeds includes this."
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

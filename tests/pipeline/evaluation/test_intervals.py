@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from pipeline.evaluation.intervals import (
     mean_interval,
     mean_over_seeds,
     paired_difference,
+    shared_prompts,
     t_quantile,
     wilson_interval,
 )
@@ -98,6 +100,18 @@ def test_seeds_with_the_same_prompts_by_hand() -> None:
     assert actual.prompt_deviation == pytest.approx(math.sqrt((8 - 2) / 2 + 2))
     with pytest.raises(ValueError, match="at least two seeds"):
         mean_over_seeds([{"a": 1.0, "b": 2.0}])
+
+
+def test_seeds_that_share_most_prompts_do_not_hide_the_spread_of_prompts() -> None:
+    """Three equal seeds, of which one lacks the last prompt: eight prompts, as if there were one seed."""
+    values = [0.0, 0.5, 1.0, 0.0, 1.0, 0.5, 0.5, 0.9, 0.55]
+    rows = [dict(enumerate(values)), dict(enumerate(values)), dict(enumerate(values[:8]))]
+    actual = mean_over_seeds(rows)
+    half = 2.364624 * statistics.stdev(values[:8]) / 8**0.5
+    mean = (2 * 4.95 / 9 + 4.4 / 8) / 3
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-4)
+    few = [dict(enumerate(values)), {at + 5: value for at, value in enumerate(values)}]  # four of nine are shared
+    assert shared_prompts(few) == [] and shared_prompts(rows) == list(range(8))
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -10,7 +10,9 @@ import pytest
 
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
+from pipeline.data.records import Message
 from pipeline.errors import UserError
+from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import compare_seeds
 from pipeline.report.data import read_run
 from pipeline.report.report import main
@@ -120,6 +122,19 @@ def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
     assert pool_wins([runs[0].samples(1.0), []], "ppo") is None
 
 
+def test_win_rates_of_seeds_with_the_same_prompts_cover_other_prompts() -> None:
+    """Three equal seeds win 15 of 20 pairs: the interval is Wilson's of one seed, not the point 0.75."""
+    samples = [
+        Sample((Message("user", str(at)),), {"sft": "one", "ppo": "two"}, preferences={"ppo": (won, won)})
+        for at, won in enumerate([1.0] * 15 + [0.0] * 5)
+    ]
+    actual = pool_wins([samples] * 3, "ppo")
+    assert actual is not None
+    assert (actual.controlled.mean, actual.controlled.low, actual.controlled.high) == pytest.approx(
+        (0.75, 0.5313, 0.8881), abs=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     ("verdicts", "outcome", "headline"),
     [
@@ -163,9 +178,12 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
 def test_other_differences_and_failures_are_shown(tmp_path: Path) -> None:
     paths = write_runs(tmp_path)
     (paths[2] / "ppo" / "config.yaml").write_text(CONFIG.replace("seed: 1", "seed: 3").replace("tiny", "gpt2"))
-    page = check(write_seed_report(paths, ["seed=4"])[0].read_text(encoding="utf-8"))
+    path, verdict = write_seed_report(paths, ["seed=4"])
+    assert verdict.outcome == "open"
+    assert verdict.headline.endswith(" 1 of 4 runs failed, so a gain over all seeds is not proven.")
+    page = check(path.read_text(encoding="utf-8"))
     assert "These runs differ in more than the seed: model.name." in page.text
-    assert "1 run(s) failed and are not included: seed=4." in page.text
+    assert "Not included, because they failed: seed=4." in page.text
 
 
 def test_the_command_takes_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
