@@ -11,7 +11,8 @@ runs/demo-seeds/seed-1 of `benchmarks.demo_seeds` provides the SFT model and, ex
 reward model. A case that is finished does not run again: remove its folder in runs/guard-cases.
 
 The figure of a case is the gold score of the exported model at temperature 1. Its peer is the highest gold score at
-this temperature of all evaluated steps.
+this temperature of all evaluated steps. `below_best` contains the mean difference of the exported step from the best
+step at each temperature with its 95 % interval, paired by prompt.
 """
 
 import json
@@ -24,7 +25,8 @@ from benchmarks import demo_seeds
 from benchmarks.measure import BenchFailed, run_command
 from benchmarks.record import ROOT, Result
 from pipeline.demo import rows_of
-from pipeline.report.data import RunReading, mapping, read_run
+from pipeline.evaluation.intervals import paired_difference
+from pipeline.report.data import RunReading, StageReading, mapping, read_run
 from pipeline.report.verdict import change, guard_signs, judge
 
 FOLDER = ROOT / "runs" / "guard-cases"
@@ -100,12 +102,23 @@ def case_result(case: str, trained: RunReading) -> Result:
             "signs": guard_signs(guard) or "no sign",
             "sentences": [mapping(each).get("sentence") for each in guard.get("findings") or []],
             "exported_step": stage.number("exported_step"),
+            "below_best": {str(at): below_best(stage, at) for at in demo_seeds.TEMPERATURES},
             "SFT": sampled.old_mean,
             "SFT_greedy": greedy.old_mean,
             "greedy": greedy.new_mean,
             "verdict": judge(trained).headline,
         },
     )
+
+
+def below_best(stage: StageReading, temperature: float) -> tuple[float, float, float] | None:
+    """Return the mean difference of the exported step from the best step, with the ends of its 95% interval.
+
+    None if the exported step has no gold scores of single prompts at this temperature.
+    """
+    gold = {each.step: each.gold for each in stage.grades if each.temperature == temperature and each.gold}
+    exported = gold.get(int(stage.number("exported_step") or 0))
+    return None if exported is None else paired_difference(max(gold.values(), key=fmean), exported)
 
 
 def _run(arguments: Sequence[str]) -> None:

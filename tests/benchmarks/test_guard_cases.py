@@ -45,11 +45,12 @@ def test_a_case_reports_the_signs_and_the_best_step(tmp_path: Path) -> None:
     }
     gold = {1.0: [{"sft": 0.25, "ppo": 0.5}] * 8, 0.0: [{"sft": 0.5, "ppo": 0.75}] * 8}
     write_stage(tmp_path / "ppo", summary=summary, samples=rows("ppo", gold), config=CONFIG.format(seed=1))
-    steps = [(0, 1.0, 0.25), (2, 1.0, 0.625), (2, 0.0, 0.875), (4, 1.0, 0.125)]
+    steps = [(0, 1.0, 0.25), (2, 1.0, 0.625), (2, 0.0, 0.75), (3, 0.0, 0.875), (4, 1.0, 0.125)]
     lines = [json.dumps({"step": step, "temperature": at, "gold": [value] * 8}) for step, at, value in steps]
     (tmp_path / "ppo" / "evaluations.jsonl").write_text("\n".join(lines) + "\n")
     actual = guard_cases.case_result("no-kl", read_run(tmp_path))
     assert (actual.ours, actual.peer) == (0.5, 0.625)
     assert actual.detail["signs"] == "at rollout 4 (gaming)" and actual.detail["exported_step"] == 2
+    assert actual.detail["below_best"] == {"1.0": (0.0, 0.0, 0.0), "0.0": (-0.125, -0.125, -0.125)}
     assert (actual.detail["SFT"], actual.detail["SFT_greedy"], actual.detail["greedy"]) == (0.25, 0.5, 0.75)
     assert actual.detail["verdict"].startswith("Training went wrong at rollout 4 (gaming). The guard stopped it")
