@@ -24,6 +24,9 @@ from pipeline.installation import ROOT
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
+_DOCUMENT = 'Write one {"text": "..."} per line and document into a .jsonl file.'
+_SHEET = "Save the table as CSV in UTF-8."
+OTHER_FORMATS = {".txt": _DOCUMENT, ".md": _DOCUMENT, ".xlsx": _SHEET, ".xls": _SHEET, ".ods": _SHEET}
 SEPARATORS = (",", ";", "\t")
 NOT_JSON = "a line is not a JSON object"
 MORE_CELLS = "a line has more cells than the header (put a cell with commas in quotes)"
@@ -93,7 +96,8 @@ def read_table(path: Path) -> Table:
     """Read one file as a table. Raises UserError if the file is empty, damaged or has an unknown format."""
     suffix = _suffix(path)
     if suffix not in SUFFIXES:
-        raise UserError(f"{path}: the name has no known suffix. Rename the file; known are {', '.join(SUFFIXES)}.")
+        advice = OTHER_FORMATS.get(suffix, "Convert the file, or rename it if it has one of these formats.")
+        raise UserError(f"{path}: the name has no known suffix (known are {', '.join(SUFFIXES)}). {advice}")
     if suffix in (".parquet", ".arrow"):
         return _columnar(path, suffix)
     reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}[suffix]
@@ -227,7 +231,7 @@ def _is_columns(value: Mapping[str, Any]) -> bool:
 
 
 def _is_example(value: Mapping[str, Any]) -> bool:
-    return bool({"messages", "conversations", "prompt", "chosen"} & set(value))
+    return bool({"messages", "conversations", "conversation", "prompt", "chosen"} & set(value))
 
 
 def _csv(path: Path, text: str) -> Table:

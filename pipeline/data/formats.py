@@ -4,8 +4,8 @@
 | --- | --- | --- |
 | preferences | prompt + chosen + rejected; chosen + rejected that begin with the same turns | sft, reward, ppo |
 | preferences | messages (or conversations) + chosen + rejected, a message each | sft, reward, ppo |
-| messages | messages (or conversations) | sft, ppo |
-| completions | prompt + completion, question + answer, instruction (+ input) + output | sft, ppo |
+| messages | messages (or conversations, conversation) | sft, ppo |
+| completions | prompt + completion, question + answer, instruction (+ input or context) + output | sft, ppo |
 | labelled | completions or messages, and label: whether the answer is desirable | sft, ppo; dpo if dpo.loss=kto |
 | prompts | prompt (or question, instruction) alone | ppo |
 | text | text alone: documents for continued pre-training and for ppo.ptx_coef | sft |
@@ -43,10 +43,12 @@ from pipeline.errors import UserError
 Form = Literal["preferences", "messages", "completions", "labelled", "prompts", "text"]
 Record = Conversation | Document | LabelledAnswer | Preference | Prompt
 
-PROMPT_COLUMNS = ("prompt", "question", "instruction")
+PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")  # the first that a row has
 RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {their name: our name}}]"'
 ANSWER_COLUMNS = ("completion", "answer", "output", "response")
-MESSAGE_COLUMNS = ("messages", "conversations")
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+CONTEXT_COLUMNS = ("input", "context")  # of an instruction or a question
 STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "preferences": ("sft", "reward", "ppo"),
     "messages": ("sft", "ppo"),
@@ -121,9 +123,10 @@ def _form(found: set[str], name: str) -> Form:
     known = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *MESSAGE_COLUMNS, "chosen", "rejected"}
     nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
     case = f" {', '.join(nearly)}: write the name in lower case, without spaces around it." if nearly else ""
+    renamed = ", ".join(f"{column}: {column.strip().lower()}" for column in nearly)
     raise UserError(
         f"{name}: the columns match no known form. Columns found: {', '.join(sorted(found)) or 'none'}.{case} "
-        f"Known forms: {FORMS_TEXT}. {RENAME}."
+        f"Known forms: {FORMS_TEXT}. {RENAME.replace('their name: our name', renamed) if nearly else RENAME}."
     )
 
 
@@ -161,10 +164,11 @@ def to_records(
 
 def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, str], limit: float) -> str:
     reasons = ", ".join(f"{count} x {reason} (first: {first[reason]})" for reason, count in skipped.most_common())
+    bad, rows = sum(skipped.values()), len(table.rows) + len(table.broken)
+    skip = f", or skip these rows with data.bad_row_limit={math.ceil(100 * bad / rows) / 100:g}" if bad < rows else ""
     return (
-        f"{table.name}: {sum(skipped.values())} of {len(table.rows) + len(table.broken)} rows cannot be used for "
-        f"{stage}: {reasons}. "
-        f"data.bad_row_limit={limit:g} is the largest share: correct the file, or raise the limit."
+        f"{table.name}: {bad} of {rows} rows cannot be used for {stage}: {reasons}. data.bad_row_limit={limit:g} is the "
+        f"largest share: correct the file{skip}."
     )
 
 
@@ -199,17 +203,18 @@ def _first(row: Row, names: tuple[str, ...]) -> Any:
 
 
 def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    system = row.get("system")
+    system = _first(row, SYSTEM_COLUMNS)
     if isinstance(system, str) and system.strip() and messages[0].role != "system":
         return (Message("system", system.strip()), *messages)
     return messages
 
 
 def _prompt_of(row: Row) -> tuple[Message, ...]:
-    """Return the prompt of a row. The `input` of an instruction follows it after an empty line."""
-    messages = _with_system(row, question_of(_first(row, PROMPT_COLUMNS)))
-    extra = row.get("input")
-    if "instruction" in row and isinstance(extra, str) and extra.strip():
+    """Return the prompt of a row. `input` or `context` follows an instruction or a question after an empty line."""
+    column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+    messages = _with_system(row, question_of(row.get(column or "")))
+    extra = _first(row, CONTEXT_COLUMNS)
+    if column in ("instruction", "question") and isinstance(extra, str) and extra.strip():
         messages = (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{extra.strip()}"))
     return messages
 

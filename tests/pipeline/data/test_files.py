@@ -86,7 +86,9 @@ def test_rows_have_their_line_number(tmp_path: Path) -> None:
         ("a.json", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', "the file has columns, not rows"),
         ("a.parquet", "not parquet", "cannot be read as parquet"),
         ("a.arrow", "not arrow", "cannot be read as arrow"),
-        ("a.txt", "hello", "the name has no known suffix"),
+        ("a.txt", "hello", r'no known suffix .* Write one {"text": "..."} per line and document into a .jsonl file'),
+        ("a.xlsx", "hello", "no known suffix .* Save the table as CSV"),
+        ("a.zip", "hello", "no known suffix .* Convert the file"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, output: str) -> None:
