@@ -1,5 +1,6 @@
 """Check a configuration against the machine: the number of ranks, and the files and folders that the keys name."""
 
+import shlex
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def model_folder(location: str, key: str) -> Path:
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
             return candidate
+    if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf"))):
+        raise UserError(
+            f"{key}={location} is in GGUF format, which cannot be trained: set the folder of the original model in "
+            "Hugging Face format (config.json and safetensors)"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{key}={location} has only adapters: merge them into their base model, and set {key} to the new folder: "
+            f"{merge_command(location)}"
+        )
     if not folder.is_dir():
         raise UserError(f"{key}={location}: there is no such folder (relative paths start at {Path.cwd()})")
     likely = {"actor": ANSWERING, "reward": ("reward",)}.get(key, reversed(STAGES))
@@ -118,3 +129,14 @@ def model_folder(location: str, key: str) -> Path:
     if any((folder / name).is_dir() for name in ("checkpoints", "model")):
         raise UserError(f"{key}={location} is an unfinished stage: run its command again to finish it")
     raise UserError(f"{key}={location} is not a model folder: it has no config.json (Hugging Face format, safetensors)")
+
+
+def merge_command(adapters: str) -> str:
+    """Return the command that merges a folder of adapters into their base model."""
+    program = (
+        "import sys; from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer; "
+        "old, new = sys.argv[1:]; model = Model.from_pretrained(old); "
+        "base = next(iter(model.peft_config.values())).base_model_name_or_path; "
+        "AutoTokenizer.from_pretrained(base).save_pretrained(new); model.merge_and_unload().save_pretrained(new)"
+    )
+    return shlex.join(["python", "-c", program, adapters, f"{Path(adapters).name}-merged"])

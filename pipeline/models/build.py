@@ -148,12 +148,6 @@ def _check_head(model: PreTrainedModel) -> None:
 
 def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrainedModel:
     """Return the model without values, with adapters if chosen. Raises UserError for an unsupported model."""
-    if source.folder is not None and (quantization := getattr(source.config, "quantization_config", None)) is not None:
-        method = quantization.get("quant_method", "") if isinstance(quantization, dict) else type(quantization).__name__
-        raise UserError(
-            f"{source.folder} has quantized weights ({method}), which cannot be trained: set model.path to the "
-            "original model in 16 or 32 bits"
-        )
     config = without_dropout(source.config, choice.dropout)
     heads = own_field(config, "num_attention_heads")
     if isinstance(heads, int):
@@ -198,7 +192,16 @@ def fuse_kernels(model: PreTrainedModel) -> None:
 
 
 def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
-    """Return the model with parameters on the meta device. Raises UserError if transformers cannot create it."""
+    """Return the model with parameters on the meta device.
+
+    Raises UserError if its weights are quantized, or if transformers cannot create it.
+    """
+    if source.folder is not None and (quantization := getattr(source.config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method", "") if isinstance(quantization, dict) else type(quantization).__name__
+        raise UserError(
+            f"{source.folder} has quantized weights ({method}), which cannot be trained: set model.path to the "
+            "original model in 16 or 32 bits"
+        )
     try:
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = auto.from_config(

@@ -4,6 +4,7 @@ Weights are read from safetensors files only. Pickle files are refused, because 
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from pipeline.config.schema import ModelConfig
 
 MOST_LAYERS = 10_000
-TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+CONVERTER = "SFconvertbot"  # the user that the hub's converter to safetensors writes as
+TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+OTHER_FORMATS = ["*/*", "consolidated*"]  # some repositories have a second copy of their weights
 
 
 @dataclass(frozen=True)
@@ -153,14 +156,16 @@ def model_folder(path: Path) -> Path:
 def download(hub: str, *, weights: bool = True) -> Path:
     """Return the local copy of a hub model, and download missing files first.
 
-    `weights=False` downloads text files only. Raises UserError if the download fails.
+    Pickled weights are replaced by the safetensors that the hub's converter proposes for them. `weights=False` downloads text files only. Raises UserError if the download fails.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else TEXT_FILES
     try:
-        return Path(snapshot_download(hub, allow_patterns=patterns))
+        folder = Path(snapshot_download(hub, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
+        if weights and not any(folder.glob("*.safetensors")) and (revision := _converted_revision(hub, folder)):
+            folder = Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise UserError(
             f"{hub} is gated: its licence must be accepted first. Accept it on https://huggingface.co/{hub}, then log "
@@ -171,6 +176,52 @@ def download(hub: str, *, weights: bool = True) -> Path:
             f"{hub} cannot be downloaded from the hub ({type(error).__name__}). Download it on a machine with access "
             "and set model.path=FOLDER, or use random weights with model.weights=random"
         ) from error
+    if weights and not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{hub} has no safetensors weights on the hub. zerochat does not open pickle files, which can run code. If "
+            f"you trust the files, convert them, and set model.path={_converted_name(hub)}: {convert_command(hub)}"
+        )
+    return folder
+
+
+def _converted_revision(hub: str, folder: Path) -> str | None:
+    """Return the revision with safetensors of a hub model whose own weights are pickled; None if there is none.
+
+    The hub's converter proposes such a revision as a pull request of the user SFconvertbot. Only a request on top of the
+    newest commit counts. Without a connection, a revision in the cache counts. `folder` is the copy of the newest
+    commit in the cache.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        newest = api.list_repo_commits(hub)[0].commit_id
+        requests = api.get_repo_discussions(
+            hub, author=CONVERTER, discussion_type="pull_request", discussion_status="open"
+        )
+        for revision in (str(request.git_reference) for request in requests if request.author == CONVERTER):
+            commits = api.list_repo_commits(hub, revision=revision)
+            if len(commits) > 1 and commits[1].commit_id == newest:
+                return revision
+    except Exception:  # no connection: the client raises errors of many types
+        requests_dir = folder.parents[1] / "refs" / "refs" / "pr"
+        for file in sorted(requests_dir.glob("*")):
+            if any((folder.parent / file.read_text(encoding="utf-8").strip()).glob("*.safetensors")):
+                return f"refs/pr/{file.name}"
+    return None
+
+
+def convert_command(model: str) -> str:
+    """Return the command that writes the pickled weights of a model, and its tokenizer, in Hugging Face's format."""
+    program = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer; old, new = sys.argv[1:]; "
+        "[each.from_pretrained(old).save_pretrained(new) for each in (AutoModelForCausalLM, AutoTokenizer)]"
+    )
+    return shlex.join(["python", "-c", program, model, _converted_name(model)])
+
+
+def _converted_name(model: str) -> str:
+    return f"{Path(model).name}-safetensors"
 
 
 def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
@@ -220,8 +271,8 @@ def _check_weights(folder: Path) -> None:
     if pickles:
         raise UserError(
             f"{folder} stores its weights in {pickles[0]}, a pickle file, which can run code when it is opened. If you "
-            "trust the file, convert it with AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), "
-            "and set model.path=NEW_FOLDER"
+            f"trust the file, convert it, and set model.path={_converted_name(str(folder))}: "
+            f"{convert_command(str(folder))}"
         )
     raise UserError(f"{folder} has no model.safetensors: the download may be incomplete, download it again")
 

@@ -517,6 +517,15 @@ def test_paths_are_checked_before_any_work(tmp_path):
     check_paths(config_of(f"model.path={tmp_path}/sft"))
     with pytest.raises(UserError, match=r"^actor=none"):
         check_paths(config_of("stage=ppo", "actor=none", "reward=none"))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    with pytest.raises(UserError, match=f"has only adapters: merge .* python -c .* {tmp_path}/adapter adapter-merged"):
+        check_paths(config_of(f"model.path={tmp_path}/adapter"))
+    (tmp_path / "model.gguf").touch()
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(UserError, match="is in GGUF format, which cannot be trained: set the folder of the orig"):
+            check_paths(config_of(f"model.path={path}"))
+    (tmp_path / "model.gguf").unlink()
 
 
 def test_a_source_is_checked_only_for_stages_that_read_it(tmp_path):

@@ -15,7 +15,14 @@ from engine import Engine
 from engine.parallel import dtensors
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
-from pipeline.models.build import build_policy, build_scorer, fuse_kernels, natural_precision, without_dropout
+from pipeline.models.build import (
+    build_policy,
+    build_scorer,
+    check_scores,
+    fuse_kernels,
+    natural_precision,
+    without_dropout,
+)
 from pipeline.models.internals import adapters_off
 from pipeline.models.source import ModelSource
 from tests.pipeline.models.tiny import (
@@ -169,6 +176,8 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     save_file({n: t.to(torch.float8_e4m3fn) for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"quantized weights \(fp8\).*16 or 32 bits"):
         build_policy(source_in(tmp_path), frozen())
+    with pytest.raises(UserError, match="quantized weights"):  # the doctor builds the reward model without weights
+        check_scores(source_in(tmp_path))
 
 
 def saved(folder: Path, change: Callable[[dict[str, Tensor]], object], model: torch.nn.Module | None = None) -> Path:

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import UserError
-from pipeline.models.source import check_kind, model_folder, resolve
+from pipeline.models.source import check_kind, download, model_folder, resolve
 from tests.pipeline.models.tiny import classifier, config_of, language_model, source_in
 
 
@@ -51,7 +52,9 @@ def test_pickles_are_refused_with_a_remedy(tmp_path: Path) -> None:
     language_model(config_of("llama")).config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     message = error_of(model_config(path=str(tmp_path)))
-    assert "pytorch_model.bin" in message and "pickle" in message and "save_pretrained" in message
+    assert "pytorch_model.bin" in message and "pickle" in message
+    assert message.endswith(f"old, new = sys.argv[1:]; [each.from_pretrained(old).save_pretrained(new) for each in "
+                            f"(AutoModelForCausalLM, AutoTokenizer)]' {tmp_path} {tmp_path.name}-safetensors")  # fmt: skip
 
 
 def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
@@ -165,3 +168,55 @@ def test_a_gated_model_names_the_licence_and_the_login(monkeypatch: pytest.Monke
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(UserError, match=r"meta/model is gated: .* https://huggingface.co/meta/model, .* HF_TOKEN"):
         resolve(ModelConfig(name="m", hub="meta/model"), seed=1)
+
+
+class Hub:
+    """Stands in for huggingface_hub: a model with pickled weights, and pull requests on top of its commits."""
+
+    def __init__(self, cache: Path, requests: dict[int, tuple[str, str]]) -> None:
+        """requests: {number: (author, the commit below the request)}"""
+        self.folder, self.requests = cache / "models--a--b", requests
+        self.is_reachable = True
+
+    def snapshot_download(self, hub: str, revision: str = "main", **_: object) -> str:
+        folder = self.folder / "snapshots" / revision.replace("/", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").touch()
+        if revision != "main":
+            (folder / "model.safetensors").touch()
+            ref = self.folder / "refs" / revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(folder.name)
+        return str(folder)
+
+    def get_repo_discussions(self, hub: str, **_: object) -> list[SimpleNamespace]:
+        if not self.is_reachable:
+            raise ConnectionError
+        return [SimpleNamespace(author=a, git_reference=f"refs/pr/{n}") for n, (a, _) in self.requests.items()]
+
+    def list_repo_commits(self, hub: str, revision: str = "main") -> list[SimpleNamespace]:
+        if not self.is_reachable:
+            raise ConnectionError
+        below = [] if revision == "main" else ["top", self.requests[int(revision.rpartition("/")[2])][1]]
+        return [SimpleNamespace(commit_id=commit) for commit in below or ["newest", "older"]]
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self.snapshot_download)
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: self)
+
+
+def test_the_hubs_conversion_replaces_pickled_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of other users, and those below an older commit, are not used. The cache serves without the hub."""
+    bot = "SFconvertbot"
+    hub = Hub(tmp_path, {3: ("somebody", "newest"), 5: (bot, "older"), 8: (bot, "newest")})
+    hub.install(monkeypatch)
+    assert download("a/b", weights=False).name == "main"
+    assert download("a/b").name == "refs-pr-8"
+    hub.is_reachable = False
+    assert download("a/b").name == "refs-pr-8"
+
+
+def test_a_hub_model_without_safetensors_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub(tmp_path, {3: ("somebody", "newest")}).install(monkeypatch)
+    with pytest.raises(UserError, match=r"a/b has no safetensors .* model\.path=b-safetensors: python -c .* a/b b-saf"):
+        download("a/b")
