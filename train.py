@@ -2,10 +2,7 @@
 
 import sys
 
-from pipeline.installation import require_packages
+from zerochat import main
 
 if __name__ == "__main__":
-    require_packages()
-    from pipeline.launch.command import main
-
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

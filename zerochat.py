@@ -23,7 +23,7 @@ zerochat trains a chat model from a base language model: SFT, a reward model and
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; 2 for an unknown command."""
+    """Run one command and return its exit status: 2 for an unknown command, 130 after Ctrl-C, also during imports."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(USAGE, end="")
@@ -33,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {name} is not a command of zerochat; use {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     require_packages()
-    return command(rest)
+    try:
+        return command(rest)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _train(arguments: list[str]) -> int:

@@ -167,8 +167,8 @@ def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, s
     bad, rows = sum(skipped.values()), len(table.rows) + len(table.broken)
     skip = f", or skip these rows with data.bad_row_limit={math.ceil(100 * bad / rows) / 100:g}" if bad < rows else ""
     return (
-        f"{table.name}: {bad} of {rows} rows cannot be used for {stage}: {reasons}. data.bad_row_limit={limit:g} is the "
-        f"largest share: correct the file{skip}."
+        f"{table.name}: {bad} of {rows} rows cannot be used for {stage}: {reasons}. "
+        f"data.bad_row_limit={limit:g} is the largest share: correct the file{skip}."
     )
 
 

@@ -265,8 +265,8 @@ def _at_least_one(evaluation: _Evaluation, turns: Set[bytes], name: str) -> _Eva
         return evaluation
     if len(turns) == 1:
         raise UserError(
-            f"{name}: all usable rows have the same text or first message, or there is only one row. Such rows are held "
-            "out together, so no row is left for training. Add rows with other texts or first messages."
+            f"{name}: all usable rows have the same text or first message, or there is only one row. Such rows are "
+            "held out together, so no row is left for training. Add rows with other texts or first messages."
         )
     return _Evaluation(evaluation.turns | {min(turns, key=held_out_point)}, evaluation.share)
 

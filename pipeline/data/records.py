@@ -217,8 +217,9 @@ def _message(item: Any) -> Message:
         raise BadRow(f"a message {shown} (known are system, user, assistant)")
     content = item.get("content", item.get("value"))
     if isinstance(content, list):  # parts, as chat services write them
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if not all(isinstance(text, str) for text in texts):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
             raise BadRow("a message with an image or another part that is not text")
         content = "".join(texts)
     return Message(role, text_of(content, "answer" if role == "assistant" else "message"))

@@ -156,7 +156,8 @@ def model_folder(path: Path) -> Path:
 def download(hub: str, *, weights: bool = True) -> Path:
     """Return the local copy of a hub model, and download missing files first.
 
-    Pickled weights are replaced by the safetensors that the hub's converter proposes for them. `weights=False` downloads text files only. Raises UserError if the download fails.
+    The safetensors that the hub's converter proposes replace pickled weights. `weights=False` downloads text files
+    only. Raises UserError if the download fails.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
@@ -187,8 +188,8 @@ def download(hub: str, *, weights: bool = True) -> Path:
 def _converted_revision(hub: str, folder: Path) -> str | None:
     """Return the revision with safetensors of a hub model whose own weights are pickled; None if there is none.
 
-    The hub's converter proposes such a revision as a pull request of the user SFconvertbot. Only a request on top of the
-    newest commit counts. Without a connection, a revision in the cache counts. `folder` is the copy of the newest
+    The hub's converter proposes such a revision as a pull request of the user SFconvertbot. Only a request on top of
+    the newest commit counts. Without a connection, a revision in the cache counts. `folder` is the copy of the newest
     commit in the cache.
     """
     from huggingface_hub import HfApi

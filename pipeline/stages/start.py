@@ -76,10 +76,11 @@ def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
         return
     unit, kind = STAGES[stage].step, STAGES[stage].examples
     counted_steps = f"{steps} {unit}{'s' if steps > 1 else ''}"
-    batch_size, passes = section.batch_size, steps * section.batch_size / examples
+    batch_size, passes = section.batch_size, f"{steps * section.batch_size / examples:.2g}"
+    passes += " pass" if passes == "1" else " passes"
     cut = section.steps is not None and steps < section.steps
     limit = f"; {stage}.epochs={section.epochs:g} ends before {stage}.steps={section.steps}" if cut else ""
-    print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes:.2g} passes over {examples}{limit}", flush=True)
+    print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes} over {examples}{limit}", flush=True)
     if warning := few_steps(stage, section, steps, examples):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
@@ -89,6 +90,8 @@ def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
     section, settings, ppo = getattr(config, stage), config.engine, config.ppo
     group = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
     groups, length, rows, kind = ranks // group, section.max_length, section.batch_size, STAGES[stage].examples
+    if stage == "dpo" and not config.dpo.reads_pairs:
+        kind = "answers"
     sequences = 2 if stage == "reward" or (stage == "dpo" and config.dpo.reads_pairs) else 1
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
@@ -107,7 +110,9 @@ def steps_line(config: RunConfig, stage: str, steps: int) -> str:
     if stage != "ppo":
         return f"{steps:,} optimizer step{'s' if steps > 1 else ''}"
     epochs, minibatches = config.ppo.update_epochs, config.ppo.minibatches
-    return f"{steps * epochs * minibatches:,} optimizer steps ({steps:,} rollouts x {epochs} epochs x {minibatches})"
+    factors = ((steps, "rollout", "s"), (epochs, "epoch", "s"), (minibatches, "minibatch", "es"))
+    product = " x ".join(f"{number:,} {noun}{plural if number > 1 else ''}" for number, noun, plural in factors)
+    return f"{steps * epochs * minibatches:,} optimizer steps ({product})"
 
 
 def few_steps(stage: str, section: StageSection, steps: int, examples: int) -> str:

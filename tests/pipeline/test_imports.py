@@ -28,3 +28,18 @@ def test_missing_packages_are_one_line(command: list[str]) -> None:
     )
     assert shown.returncode == 1 and shown.stderr.count("\n") == 1
     assert shown.stderr.startswith("error: torch, transformers, hydra, pydantic, yaml, numpy can't be imported by ")
+
+
+def test_ctrl_c_during_the_imports_prints_no_traceback() -> None:
+    code = """
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pipeline.doctor.command":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+import zerochat
+sys.exit(zerochat.main(["doctor"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
