@@ -87,7 +87,7 @@ class BlockStream:
             target = memory[offset:end].view(self._dtype).view(weight_copy.target.shape)
             offset += self._size(weight_copy)
             owner, _, leaf = name.rpartition(".")
-            self._copies[index].append(WeightCopy(weight_copy.live, target, weight_copy.slice))
+            self._copies[index].append(WeightCopy(weight_copy.live, target, weight_copy.region))
             parameter = nn.Parameter(target, requires_grad=False)
             self._parameters[index].append((self._module.get_submodule(owner), leaf, parameter))
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from engine.generation.weight_sync import (
     LiveParameter,
-    Slice,
     WeightCopy,
     base_name,
     copy_weights,
     live_parameters,
-    tensor_parallel_slices,
+    split_regions,
 )
 from engine.parallel import dist, dtensors, zero
+from engine.parallel.dtensors import Region
 
 if TYPE_CHECKING:
     from engine.generation.block_streaming import BlockStream
@@ -62,9 +62,9 @@ class InferenceModel:
         self.device = device or dist.world().device
         self.dtype, self.bytes = dtype, 0
         self.module = strip_for_inference(blueprint)
-        self._slices: Mapping[str, Slice] = {}
+        self._regions: Mapping[str, Region] = {}  # of the parameters that tensor parallelism splits
         if tensor_parallel > 1:
-            self._slices = tensor_parallel_slices(move_to_meta(self.module), tensor_parallel, plan)
+            self._regions = split_regions(move_to_meta(self.module), tensor_parallel, plan)
         self.stream = _stream_blocks(self.module, dtype, self.device) if stream else None
         self._source = source if parameters is None else self.module
         self._parameters = parameters
@@ -133,14 +133,14 @@ class InferenceModel:
         """Return the copy that a parameter needs. Without `target` its target is on the meta device, for its shape."""
         if target is None:
             target = torch.empty(self.module.get_parameter(name).shape, device="meta")
-        return WeightCopy(live, target, self._slices.get(name))
+        return WeightCopy(live, target, self._regions.get(name))
 
     def _can_share(self, name: str, live: LiveParameter) -> bool:
         """Return whether the inference model can use the live parameter's own memory."""
         parameter = live.parameter
         return (
             live.lora is None
-            and name not in self._slices
+            and name not in self._regions
             and dtensors.is_full(parameter)
             and parameter.dtype == self.dtype
             and dtensors.local(parameter.detach()).device == self.device

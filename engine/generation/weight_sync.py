@@ -1,12 +1,12 @@
 """Weight sync: copy a training module's parameters into the memory of an inference model, with adapters merged.
 
-Each rank takes its own rows of a parameter, adds its rows of the LoRA update in fp32 (Hu et al., 2021,
-arXiv:2106.09685), and casts the sum to the inference precision once. One all-gather of the rows writes the parameter,
-directly into its target if the ranks have equally many rows. The live parameters are only read: merging into the live
-base and subtracting the update afterwards would change the base a little in 16 bit.
+Each rank casts its shard of a parameter to the inference precision, and one all-gather makes the full parameter. A
+parameter with an adapter is gathered in its own precision. The LoRA update (Hu et al., 2021, arXiv:2106.09685) is added
+in fp32, and the sum is cast once. The live parameters are only read: merging into the live base and subtracting the
+update afterwards would change the base a little in 16 bit.
 
-`live_parameters` maps each parameter name of the inference model to the live parameter. `tensor_parallel_slices` splits
-an inference model over ranks by the plan of training (`engine/parallel/tensor.py`).
+`live_parameters` maps each parameter name of the inference model to the live parameter. `split_regions` splits an
+inference model over ranks by the plan of training (`engine/parallel/tensor.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.parallel import collectives, dtensors, meshes, tensor, zero
+from engine.loading import read_region
+from engine.parallel import dtensors, meshes, tensor, zero
+from engine.parallel.dtensors import Region
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,34 +34,15 @@ class LiveParameter:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """The slice of a parameter that one of `count` tensor-parallel ranks holds.
-
-    Dimension `dim` consists of `blocks` fused matrices. The rank holds slice `index` of each of them.
-    """
-
-    dim: int
-    count: int
-    index: int
-    blocks: int = 1
-
-    def of(self, full: Tensor) -> Tensor:
-        """Return the slice of a full tensor: a view if there is one block, else a copy."""
-        length = full.shape[self.dim] // (self.blocks * self.count)
-        slices = [block.narrow(self.dim, self.index * length, length) for block in full.chunk(self.blocks, self.dim)]
-        return slices[0] if len(slices) == 1 else torch.cat(slices, self.dim)
-
-
-@dataclass(frozen=True)
 class WeightCopy:
     """One parameter to copy: the live parameter and the target memory.
 
-    `slice` is the slice to copy; None copies the full parameter.
+    `region` is the region to copy; None copies the full parameter.
     """
 
     live: LiveParameter
     target: Tensor
-    slice: Slice | None = None
+    region: Region | None = None
 
     @property
     def parameter(self) -> Tensor:
@@ -97,27 +80,24 @@ def copy_weights(copies: Sequence[WeightCopy]) -> int:
     """Fill the targets of all copies and return the bytes written. Collective: every rank passes the same copies."""
     for copy in copies:
         full = _full_values(copy)
-        if full.data_ptr() != copy.target.data_ptr():
-            copy.target.copy_(full if copy.slice is None else copy.slice.of(full))
+        copy.target.copy_(full if copy.region is None else read_region(full, copy.region))
     return sum(copy.target.numel() * copy.target.element_size() for copy in copies)
 
 
-def tensor_parallel_slices(module: nn.Module, ranks: int, plan: Mapping[str, str] | None) -> dict[str, Slice]:
-    """Split a module on the meta device, in place, over groups of `ranks` neighbouring ranks; return slices by name.
+def split_regions(module: nn.Module, ranks: int, plan: Mapping[str, str] | None) -> dict[str, Region]:
+    """Split a module on the meta device, in place, over groups of `ranks` neighbouring ranks; return regions by name.
 
     `plan` defaults to the plan of the model's class. Raises ValueError if the module cannot be split.
     """
     mesh = meshes.tensor_mesh(ranks)
     tensor.parallelize(module, plan or tensor.plan_of(module), mesh)
-    slices = {}
+    regions = {}
     for path, owner in module.named_modules():
         for leaf, parameter in list(owner._parameters.items()):
             if isinstance(parameter, DTensor):
-                placement: Any = parameter.placements[0]
-                blocks = getattr(placement, "split_factor", 1)
-                slices[f"{path}.{leaf}"] = Slice(placement.dim, mesh.size(), mesh.get_local_rank(), blocks)
+                regions[f"{path}.{leaf}"] = dtensors.local_region(parameter)
                 owner._parameters[leaf] = nn.Parameter(dtensors.local(parameter.detach()), requires_grad=False)
-    return slices
+    return regions
 
 
 @torch.no_grad()
@@ -153,8 +133,8 @@ def lora_factors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, dtensors.full_tensor(parameter.detach())
 
 
-def lora_update(layer: nn.Module, device: torch.device, rows: slice = slice(None)) -> Tensor:
-    """Return rows of the sum of scaling * B @ A over a LoRA layer's active adapters: fp32, laid out like its weight.
+def lora_update(layer: nn.Module, device: torch.device) -> Tensor:
+    """Return the sum of scaling * B @ A over a LoRA layer's active adapters: fp32, laid out like its weight.
 
     Gathers the factors A (r, in) and B (out, r). A layer with `fan_in_fan_out` (GPT-2's Conv1D) stores its weight as
     (in, out).
@@ -165,33 +145,18 @@ def lora_update(layer: nn.Module, device: torch.device, rows: slice = slice(None
     total: Any = 0.0
     for name in names:
         a, b = (dtensors.full_tensor(each[name].weight.detach()).to(device).float() for each in factors)
-        update = (b @ a[:, rows]).T if getattr(layer, "fan_in_fan_out", False) else b[rows] @ a
+        update = (b @ a).T if getattr(layer, "fan_in_fan_out", False) else b @ a
         total = total + scaling[name] * update
     return total  # type: ignore[no-any-return]
 
 
 def _full_values(copy: WeightCopy) -> Tensor:
-    """Return the full parameter with its LoRA update: in the target's memory if its rows fit there."""
+    """Return the full parameter, with its LoRA update in fp32. A shard without an update is cast before the gather."""
     parameter, target = copy.parameter, copy.target
-    if (mesh := dtensors.row_mesh(parameter)) is None:  # full on each rank, or split by training's tensor parallelism
-        return _with_lora(copy, dtensors.full_tensor(parameter), slice(None))
-    ranks, shape = mesh.size(), parameter.shape
-    rows = -(-len(parameter) // ranks)
-    values = _with_lora(copy, dtensors.local(parameter), dtensors.local_rows(parameter))
-    shard = target.new_empty(rows, *shape[1:])  # the last ranks may have fewer rows; the others are padding
-    shard[: len(values)].copy_(values)
-    fits = copy.slice is None and rows * ranks == len(parameter)
-    full = target if fits else target.new_empty(rows * ranks, *shape[1:])
-    collectives.all_gather(full.view(-1), shard.view(-1), mesh.get_group())
-    return full[: len(parameter)]
-
-
-def _with_lora(copy: WeightCopy, values: Tensor, rows: slice) -> Tensor:
-    """Return rows of a parameter with the LoRA update added in fp32; without an adapter, return `values`."""
-    if copy.live.lora is None:
-        return values
-    device = copy.target.device
-    return values.to(device, torch.float32) + lora_update(copy.live.lora, device, rows)
+    if copy.live.lora is not None:
+        full = dtensors.full_tensor(parameter).to(target.device, torch.float32)
+        return full + lora_update(copy.live.lora, target.device)
+    return dtensors.full_tensor(parameter if dtensors.is_full(parameter) else parameter.to(target.dtype))
 
 
 def _check_lora(path: str, layer: nn.Module) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from engine import kernels
 from engine.parallel import collectives, dist, zero
@@ -45,11 +45,6 @@ def local_region(parameter: Tensor) -> Region:
     return tuple(tuple(slice(rows.start, rows.stop) for rows in ranges) for ranges in region)
 
 
-def local_rows(parameter: Tensor) -> slice:
-    """Return the rows that this rank holds of a parameter that is sharded by rows only."""
-    return local_region(parameter)[0][0] if parameter.shape else slice(None)
-
-
 def _equal_blocks(ranges: list[range], count: int) -> list[range]:
     assert len(ranges) == 1, "a dimension in several ranges is not split again"
     length = len(ranges[0]) // count
@@ -73,7 +68,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if is_full(tensor):
         return local(tensor)
     on_device: Any = tensor.to(dist.world().device)  # NCCL cannot gather shards that offload has on the host
-    return _gather_2d(on_device) if "tensor" in (tensor.device_mesh.mesh_dim_names or ()) else on_device.full_tensor()
+    if "tensor" in (tensor.device_mesh.mesh_dim_names or ()):
+        return _gather_2d(on_device)
+    with dist.observed("all_gather", local(tensor).shape):
+        full: Tensor = on_device.full_tensor()
+    collectives.count_bytes("gather", full.nbytes - local(tensor).nbytes)
+    return full
 
 
 def _gather_2d(tensor: DTensor) -> Tensor:
@@ -95,17 +95,6 @@ def _gather_2d(tensor: DTensor) -> Tensor:
     matrices = getattr(last, "split_factor", 1)  # concatenated along the split dimension
     by_rank = [each.chunk(matrices, last.dim) for each in collectives.gather_tensors(shard, mesh.get_group("tensor"))]
     return torch.cat([chunks[matrix] for matrix in range(matrices) for chunks in by_rank], last.dim)
-
-
-def row_mesh(tensor: Tensor) -> DeviceMesh | None:
-    """Return the ranks over which FSDP2 sharded the rows of a tensor. None if these rows are not sharded, or split."""
-    dims = _sharded_dims(tensor)
-    if len(dims) != 1 or not isinstance(tensor, DTensor):
-        return None
-    (mesh, dim) = dims[0]
-    placement: Any = tensor.placements[dim]
-    is_row_shard = type(placement) is Shard and placement.dim == 0
-    return mesh["shard"] if is_row_shard and (mesh.mesh_dim_names or ())[dim] == "shard" else None
 
 
 def shard_rank(tensor: Tensor) -> int:
