@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.generation.weight_sync import WeightCopy, copy_weights
+from engine.generation.weight_sync import WeightCopy, aligned_bytes, copy_weights, divide_memory
 from engine.parallel import dist, dtensors, zero
-
-ALIGNMENT = 64  # bytes
 
 
 class BlockStream:
@@ -52,7 +50,8 @@ class BlockStream:
             index = self.block_of(name)
             assert index is not None, f"{name} belongs to no block"
             by_block[index].append((name, weight_copy))
-        largest = max((sum(self._size(each) for _, each in block) for block in by_block), default=0)
+        shapes = [[each.target.shape for _, each in block] for block in by_block]
+        largest = max((aligned_bytes(of_block, self._dtype) for of_block in shapes), default=0)
         if not self.memory or len(self.memory[0]) < largest:
             self.memory = []  # free the old memory before the new is allocated
             self.memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -75,17 +74,11 @@ class BlockStream:
         self._parameters = [[] for _ in self.blocks]
         self._collective = False
 
-    def _size(self, weight_copy: WeightCopy) -> int:
-        return -(-weight_copy.target.numel() * self._dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
     def _assign_memory(self, index: int, block: Sequence[tuple[str, WeightCopy]]) -> None:
         """Assign memory in one of the two buffers to each parameter of a block."""
-        memory, offset = self.memory[index % 2], 0
+        targets = divide_memory(self.memory[index % 2], (each.target.shape for _, each in block), self._dtype)
         self._copies[index], self._parameters[index] = [], []
-        for name, weight_copy in block:
-            end = offset + weight_copy.target.numel() * self._dtype.itemsize
-            target = memory[offset:end].view(self._dtype).view(weight_copy.target.shape)
-            offset += self._size(weight_copy)
+        for (name, weight_copy), target in zip(block, targets, strict=True):
             owner, _, leaf = name.rpartition(".")
             self._copies[index].append(WeightCopy(weight_copy.live, target, weight_copy.region))
             parameter = nn.Parameter(target, requires_grad=False)

@@ -9,7 +9,6 @@ With `stream` the parameters of a block exist only while the block runs (`block_
 neighbouring ranks share a generator, and each rank receives only its slice of the split matrices.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,10 @@ from torch import Tensor, nn
 from engine.generation.weight_sync import (
     LiveParameter,
     WeightCopy,
+    aligned_bytes,
     base_name,
     copy_weights,
+    divide_memory,
     live_parameters,
     split_regions,
 )
@@ -29,8 +30,6 @@ from engine.parallel.dtensors import Region
 
 if TYPE_CHECKING:
     from engine.generation.block_streaming import BlockStream
-
-ALIGNMENT = 64  # bytes
 
 
 class InferenceModel:
@@ -151,12 +150,8 @@ class InferenceModel:
         shapes = {name: self.module.get_parameter(name).shape for name in names}
         if self._buffers.keys() != shapes.keys():
             self._buffers = {}  # free the old memory before the new is allocated
-            sizes = {name: align(math.prod(shape) * self.dtype.itemsize) for name, shape in shapes.items()}
-            memory, offset = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device), 0
-            for name in sizes:
-                end = offset + math.prod(shapes[name]) * self.dtype.itemsize
-                self._buffers[name] = memory[offset:end].view(self.dtype).view(shapes[name])
-                offset += sizes[name]
+            memory = torch.empty(aligned_bytes(shapes.values(), self.dtype), dtype=torch.uint8, device=self.device)
+            self._buffers = dict(zip(shapes, divide_memory(memory, shapes.values(), self.dtype), strict=True))
         return self._buffers
 
     def _share_module_buffers(self) -> None:
@@ -218,8 +213,3 @@ def parameter_slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
         for leaf, parameter in owner._parameters.items()
         if parameter is not None
     ]
-
-
-def align(size: int) -> int:
-    """Round a number of bytes up to the alignment of parameters."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -9,7 +9,8 @@ update afterwards would change the base a little in 16 bit.
 inference model over ranks by the plan of training (`engine/parallel/tensor.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from engine.loading import read_region
 from engine.parallel import dtensors, meshes, tensor, zero
 from engine.parallel.dtensors import Region
+
+ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,18 @@ def copy_weights(copies: Sequence[WeightCopy]) -> int:
         full = _full_values(copy)
         copy.target.copy_(full if copy.region is None else read_region(full, copy.region))
     return sum(copy.target.numel() * copy.target.element_size() for copy in copies)
+
+
+def aligned_bytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:
+    """Return the bytes of tensors of these shapes in one block of memory, where each starts at a multiple of 64."""
+    return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in shapes)
+
+
+def divide_memory(memory: Tensor, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield tensors of these shapes in a block of bytes, in the layout of `aligned_bytes`."""
+    for shape in shapes:
+        yield memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        memory = memory[aligned_bytes([shape], dtype) :]
 
 
 def split_regions(module: nn.Module, ranks: int, plan: Mapping[str, str] | None) -> dict[str, Region]:
