@@ -8,6 +8,7 @@ in the global batch. One division computes the mean, so the number of ranks and 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from engine.checkpoint import Checkpointer
 from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig
 from engine.generation.flip import Flip
 from engine.generation.generator import Generator
+from engine.generation.inference_model import InferenceModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
@@ -80,14 +82,16 @@ class Engine:
             self.module.eval().requires_grad_(False)
 
     def _make_flip(self, blueprint: nn.Module, path: str) -> Flip:
+        make = partial(InferenceModel, blueprint, dtype=self.dtype)
         if self.config.pipeline_parallel == 1:
-            return Flip(blueprint, self.module.get_submodule(path), self.dtype, self.config.tensor_plan)
+            return Flip(partial(make, self.module.get_submodule(path), plan=self.config.tensor_plan))
         prefix = f"{path}." if path else ""
         return Flip(
-            blueprint,
-            blueprint,
-            self.dtype,
-            parameters=lambda: ((name.removeprefix(prefix), full) for name, full in self.full_parameters()),
+            partial(
+                make,
+                blueprint,
+                parameters=lambda: ((name.removeprefix(prefix), full) for name, full in self.full_parameters()),
+            )
         )
 
     def _make_optimizer(self, config: OptimizerConfig) -> Optimizer:

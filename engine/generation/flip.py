@@ -6,11 +6,11 @@ forward.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
@@ -29,24 +29,15 @@ class Flip:
     check (empty if the flip was not checked).
     """
 
-    def __init__(
-        self,
-        blueprint: nn.Module,
-        source: nn.Module,
-        dtype: torch.dtype,
-        plan: Mapping[str, str] | None = None,
-        *,
-        parameters: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
-    ) -> None:
-        """Store the arguments of `InferenceModel`, which the first flip creates."""
+    def __init__(self, make_model: Callable[..., InferenceModel]) -> None:
+        """The first flip calls `make_model(tensor_parallel=..., stream=...)`."""
         self.stream = False  # gather the parameters of a block only while it runs
         self.tensor_parallel = 1  # neighbouring ranks that share a generator
         self.cache_bytes: int | None = None  # bound of the key-value cache
         self.parity_check_every = 50  # flips; 0 switches the check off
         self.checked: list[CheckedAnswer] = []
         self.seconds, self.bytes = 0.0, 0
-        self._blueprint, self._source, self._dtype, self._plan = blueprint, source, dtype, plan
-        self._parameters = parameters
+        self._make_model = make_model
         self._model: InferenceModel | None = None
         self._generator: Generator | None = None
         self._count = 0
@@ -110,23 +101,14 @@ class Flip:
         return self._generator
 
     def _make(self) -> tuple[InferenceModel, Generator]:
-        device, ranks = dist.world().device, self.tensor_parallel
+        ranks = self.tensor_parallel
         if ranks > 1 and self.stream:  # two threads would call collectives in any order
             raise ValueError(
                 f"stream=True cannot be combined with tensor_parallel={ranks} for generation: choose one of them"
             )
-        model = InferenceModel(
-            self._blueprint,
-            self._source,
-            self._dtype,
-            device,
-            tensor_parallel=ranks,
-            plan=self._plan,
-            stream=self.stream,
-            parameters=self._parameters,
-        )
-        cache_bytes = _common_cache_bytes(device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
-        return model, Generator(model.module, device, cache_bytes, use_graphs=not self.stream)
+        model = self._make_model(tensor_parallel=ranks, stream=self.stream)
+        cache_bytes = _common_cache_bytes(model.device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
+        return model, Generator(model.module, model.device, cache_bytes, use_graphs=not self.stream)
 
     def _check(self, generator: Generator) -> list[CheckedAnswer]:
         """Run the parity check if it is due. Raises ValueError on every rank if it fails on one."""

@@ -43,7 +43,6 @@ class InferenceModel:
         blueprint: nn.Module,
         source: nn.Module,
         dtype: torch.dtype,
-        device: torch.device | None = None,
         *,
         tensor_parallel: int = 1,
         plan: Mapping[str, str] | None = None,
@@ -52,13 +51,13 @@ class InferenceModel:
     ) -> None:
         """Use `blueprint`, a module of the architecture, as the inference model. It may be on the meta device.
 
-        `source` is the live module, sharded by FSDP2 or plain, with or without LoRA layers. `dtype` is the precision
-        and `device` the device to generate with; the default is this rank's device. Each group of `tensor_parallel`
-        neighbouring ranks splits the module by `plan`, by default the plan of the model's class. With `parameters`,
-        which yields name and full tensor of each live parameter on every rank, `source` is not used.
+        `source` is the live module, sharded by FSDP2 or plain, with or without LoRA layers. `dtype` is the precision to
+        generate with, on this rank's device. Each group of `tensor_parallel` neighbouring ranks splits the module by
+        `plan`, by default the plan of the model's class. With `parameters`, which yields name and full tensor of each
+        live parameter on every rank, `source` is not used.
         Raises ValueError if `source` lacks a parameter of `blueprint`, or if the module cannot be split.
         """
-        self.device = device or dist.world().device
+        self.device = dist.world().device
         self.dtype, self.bytes = dtype, 0
         self.module = strip_for_inference(blueprint)
         self._regions: Mapping[str, Region] = {}  # of the parameters that tensor parallelism splits

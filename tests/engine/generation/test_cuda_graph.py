@@ -27,7 +27,7 @@ CAPTURED = ["opt", "gpt2", "gpt_neox", "phi", "llama", "qwen3", "mistral", "gemm
 
 def on_device(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """Return the inference model on the device after a weight sync, with fused linear layers."""
-    copy = InferenceModel(build(family, **changes), build(family, **changes), dtype, torch.device(DEVICE))
+    copy = InferenceModel(build(family, **changes), build(family, **changes), dtype)
     copy.sync()
     return copy.module
 

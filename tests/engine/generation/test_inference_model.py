@@ -120,7 +120,7 @@ def test_a_flip_on_two_ranks(flips: list[list[dict[str, Any]]], case: int) -> No
 
 def test_a_plain_module_of_the_same_precision_is_shared() -> None:
     live = build("llama", tie_word_embeddings=True)
-    model = InferenceModel(copy.deepcopy(live).to("meta"), live, torch.float32, CPU)
+    model = InferenceModel(copy.deepcopy(live).to("meta"), live, torch.float32)
     # A blueprint on the meta device has no buffer values. They come from the live module.
     model.sync()
     assert model.bytes == 0
@@ -132,7 +132,7 @@ def test_a_plain_module_of_the_same_precision_is_shared() -> None:
 
 def test_only_adapted_weights_are_copied() -> None:
     live = adapted("llama")
-    model = InferenceModel(copy.deepcopy(live), live, torch.float32, CPU)
+    model = InferenceModel(copy.deepcopy(live), live, torch.float32)
     model.sync()
     copied = {
         name for name, p in model.module.named_parameters()
@@ -147,7 +147,7 @@ def test_merging_is_exact(family: str) -> None:
     """Compare with W + alpha / r * B A in float64. GPT-2's matrices are stored transposed."""
     live = adapted(family)
     before = copy.deepcopy(live.state_dict())
-    model = InferenceModel(copy.deepcopy(live), live, torch.float32, CPU)
+    model = InferenceModel(copy.deepcopy(live), live, torch.float32)
     model.sync()
     assert all(torch.equal(before[name], tensor) for name, tensor in live.state_dict().items())
     layers = {path: layer for path, layer in live.named_modules() if hasattr(layer, "lora_A")}
@@ -161,14 +161,14 @@ def test_merging_is_exact(family: str) -> None:
 def test_a_model_in_a_peft_wrapper_is_merged() -> None:
     wrapped = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     expected = answers(merged_by_peft(wrapped.get_base_model()))
-    model = InferenceModel(copy.deepcopy(wrapped), wrapped, torch.float32, CPU)
+    model = InferenceModel(copy.deepcopy(wrapped), wrapped, torch.float32)
     model.sync()
     assert answers(model.module) == expected != answers(build("llama"))
 
 
 def test_release_frees_the_weights_and_refresh_restores_them() -> None:
     live = build("gpt2")
-    model = InferenceModel(copy.deepcopy(live), live, torch.bfloat16, CPU)
+    model = InferenceModel(copy.deepcopy(live), live, torch.bfloat16)
     model.sync()
     before = answers(model.module)
     model.release()
@@ -181,7 +181,7 @@ def test_the_inference_model_is_in_eval_mode_while_the_live_module_trains() -> N
     live = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, use_cache=False)
     live.train()
     live.gradient_checkpointing_enable()
-    model = InferenceModel(copy.deepcopy(live), live, torch.float32, CPU)
+    model = InferenceModel(copy.deepcopy(live), live, torch.float32)
     model.sync()
     assert answers(model.module) == answers(build("gpt2")) and live.training
 
@@ -191,9 +191,9 @@ def test_adapters_that_cannot_be_merged_are_refused() -> None:
         live = build("opt")
         inject_adapter_in_model(LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | unsupported)), live)
         with pytest.raises(ValueError, match="cannot be merged for generation: only plain LoRA"):
-            InferenceModel(build("opt"), live, torch.float32, CPU)
+            InferenceModel(build("opt"), live, torch.float32)
 
 
 def test_another_architecture_is_refused() -> None:
     with pytest.raises(ValueError, match="must have the same architecture"):
-        InferenceModel(build("llama"), build("opt"), torch.float32, CPU)
+        InferenceModel(build("llama"), build("opt"), torch.float32)
