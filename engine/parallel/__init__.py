@@ -1,8 +1,7 @@
 """Parallelism outside of the module. Other rooms use the names in `__all__`, as `engine.distributed`.
 
 - The process group: `start`, `stop`, `set_parallelism`, `world`, `World`.
-- Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `gather_vectors`, `max_over_ranks`,
-  `sum_over_ranks`.
+- Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `max_over_ranks`, `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
 - `observe_collectives`: a context around each collective that this rank calls, for watchdogs.
@@ -11,7 +10,7 @@
 """
 
 from engine.host_memory import to_device
-from engine.parallel.collectives import bytes_sent, gather_vectors
+from engine.parallel.collectives import bytes_sent
 from engine.parallel.dist import (
     World,
     barrier,
@@ -37,7 +36,6 @@ __all__ = [
     "bytes_sent",
     "check_heads",
     "gather_objects",
-    "gather_vectors",
     "max_over_ranks",
     "observe_collectives",
     "request_stop",

@@ -10,7 +10,7 @@ transpose of its forward. The gradient of a full tensor is therefore full, and e
 torch's functional collectives, which the compiler can trace. Their bytes are not counted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -79,18 +79,6 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     with dist.observed("all_gather", tensor.shape):
         torch_dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered
-
-
-def gather_vectors(vector: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Return the tensors (n,) of all ranks in rank order, on the host. `lengths` has each rank's n. Not counted."""
-    if dist.world().size == 1:
-        return [vector.cpu()]
-    padded = vector.new_zeros(max(lengths))
-    padded[: len(vector)] = vector
-    group = torch_dist.group.WORLD
-    assert group is not None
-    gathered = gather_tensors(dist.to_device(padded, dist.world().device), group)
-    return [values[:length].cpu() for values, length in zip(gathered, lengths, strict=True)]
 
 
 def all_gather(output: Tensor, local: Tensor, group: ProcessGroup | None = None, *, kind: Kind = "gather") -> None:

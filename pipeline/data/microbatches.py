@@ -69,13 +69,11 @@ def gather_by_index(results: Mapping[int, Result]) -> list[Result]:
 def gather_rows(rows: Mapping[int, Tensor], dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
     """Return the tensors (n,) of all ranks by index, on every rank and on the host.
 
-    Every rank calls, and sends one tensor.
+    Every rank calls. It sends one tensor, because the pickle of a view contains the memory of the whole tensor.
     """
     own = torch.cat([torch.empty(0, dtype=dtype), *rows.values()])
-    by_rank = distributed.gather_objects({index: len(row) for index, row in rows.items()})
-    lengths = [sum(sizes.values()) for sizes in by_rank]
     gathered: dict[int, Tensor] = {}
-    for sizes, values in zip(by_rank, distributed.gather_vectors(own, lengths), strict=True):
+    for sizes, values in distributed.gather_objects(({index: len(row) for index, row in rows.items()}, own)):
         gathered |= dict(zip(sizes, values.split(list(sizes.values())), strict=True))
     return gathered
 

@@ -76,13 +76,11 @@ def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> No
 def test_rows_that_share_memory_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[int]()
 
-    def gather(vector: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        sent.append(vector.untyped_storage().nbytes())
-        assert lengths == [6400, 2, 0]
-        return [vector, torch.tensor([7.0, 8.0]), torch.empty(0)]
+    def gather(value: tuple[dict[int, int], torch.Tensor]) -> list[tuple[dict[int, int], torch.Tensor]]:
+        sent.append(value[1].untyped_storage().nbytes())
+        return [value, ({64: 2}, torch.tensor([7.0, 8.0])), ({}, torch.empty(0))]
 
-    monkeypatch.setattr(distributed, "gather_objects", lambda lengths: [lengths, {64: 2}, {}])
-    monkeypatch.setattr(distributed, "gather_vectors", gather)
+    monkeypatch.setattr(distributed, "gather_objects", gather)
     rows = dict(enumerate(torch.arange(6400.0).split([100] * 64)))
     found = gather_rows(rows)
     assert sorted(found) == [*rows, 64] and found[64].tolist() == [7.0, 8.0]
