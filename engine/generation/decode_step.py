@@ -191,7 +191,7 @@ class Sampler:
 
 
 class DecodeStep:
-    """One step over one cache. `sampler` samples, unless `run` gets others."""
+    """One step over one cache. `run` samples with any samplers, a CUDA graph with `sampler`."""
 
     def __init__(self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling) -> None:
         self.model, self.cache, self.state = model, cache, state
@@ -208,16 +208,12 @@ class DecodeStep:
         logits = self.model(inputs.tokens, inputs.positions, Step(self.cache, inputs.rows))
         self.sampler(chosen[0], inputs.seeds, inputs.counts, logits)
 
-    def run(
-        self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]], samplers: Sequence[Sampler] = ()
-    ) -> None:
+    def run(self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]], samplers: Sequence[Sampler]) -> None:
         """Run one token of each row of `chosen` (2, B) and the plan's chunks in one forward, and sample.
 
         starting: the rows (n, 8) of the table of the plan's starting sequences, whose first tokens are sampled too.
-        samplers: the sampler of each row of `chosen` and of each starting sequence (B + n); `sampler` for all rows if
-        empty. Call this in inference mode.
+        samplers: the sampler of each row of `chosen` and of each starting sequence (B + n). Needs inference mode.
         """
-        samplers = samplers or [self.sampler] * (chosen.shape[1] + len(plan.starting))
         draws: list[Draws] = []
         inputs = None
         if chosen.shape[1]:

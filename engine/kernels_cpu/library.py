@@ -78,7 +78,7 @@ class Unavailable(Exception):
 
 def _loaded(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """Load a file from the user's cache; from a temporary folder without a cache, or if its disk is full."""
-    cached = _kept()
+    cached = _cache_folder()
     if cached is not None:
         with suppress(Unavailable, OSError):
             return _opened(source, flags, cached)
@@ -129,7 +129,7 @@ def _openmp() -> str:
     return min(candidates, key=lambda path: (not path.startswith(package), path))
 
 
-def _kept() -> Path | None:
+def _cache_folder() -> Path | None:
     """Return the folder of compiled files; None if there is none that only this user may write to.
 
     The files of the folder are run, so other users must not have write access.

@@ -139,7 +139,7 @@ def test_kernels_work_without_a_writable_cache(folder: Path, monkeypatch: pytest
 @needs_compiler
 def test_a_damaged_cached_file_is_compiled_again(folder: Path) -> None:
     # Compile without loading, because a process loads each path only once.
-    compiled = module._compiled(folder / "answer.c", module.FLAGS, module._kept())
+    compiled = module._compiled(folder / "answer.c", module.FLAGS, module._cache_folder())
     full = compiled.stat().st_size
     compiled.write_bytes(b"no library")
     assert library("answer").answer() == 42
