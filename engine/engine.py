@@ -26,11 +26,9 @@ from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.optimizer_step import Average, Gradients, LossScaler, Optimizer, OptimizerStep, Step, Update
 from engine.parallel import collectives, dist, zero
-from engine.passes import LossAndMetrics, Passes, PipelinePasses, add_up
+from engine.passes import Batch, LossFn, Passes, PipelinePasses, add_up
 
-Batch = TypeVar("Batch")
 Score = TypeVar("Score")
-LossFn = Callable[[nn.Module, Batch], LossAndMetrics]
 
 
 class Engine:
@@ -57,6 +55,7 @@ class Engine:
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         initial_values = sharding.parameter_values(module) if sharding.uses_offload(config, optimizer) else {}
         self.module, self._nvme_parameters = module, sharding.apply(module, config, optimizer)
+        self._world = dist.world()
         self._flip: Flip | None = None
         if blueprint is not None and rollout_path is not None:
             self._flip = self._make_flip(blueprint, rollout_path)
@@ -136,7 +135,7 @@ class Engine:
                 "the engine has no optimizer, so its parameters are frozen. Pass "
                 'initialize(..., optimizer=OptimizerConfig(lr=...)), or "optimizer" in a DeepSpeed configuration'
             )
-        self._check_parallelism()
+        dist.check_unchanged(self._world)
         if self.config.pipeline_parallel > 1:
             raise ValueError(
                 f"pipeline_parallel={self.config.pipeline_parallel} needs all micro-batches of a step at once. Call "
@@ -148,12 +147,6 @@ class Engine:
         # FSDP2 averages gradients over ranks; sequence-parallel ranks each have a summand of their group's gradient.
         self._passes.backward(loss, dist.world().sequence / self.config.gradient_accumulation, last=last)
         self._micro_batches += 1
-
-    def _check_parallelism(self) -> None:
-        config = self.config
-        dist.check_parallelism(
-            tensor=config.tensor_parallel, pipeline=config.pipeline_parallel, sequence=config.sequence_parallel
-        )
 
     def step(self) -> Step | None:
         """Clip and update after `gradient_accumulation` micro-batches. Before that, do nothing and return None."""
@@ -197,7 +190,7 @@ class Engine:
     def update(
         self,
         micro_batches: Sequence[Batch],
-        loss_fn: "LossFn[Batch]",
+        loss_fn: LossFn[Batch],
         count: float,
         *,
         maxima: Collection[str] = (),
@@ -211,7 +204,7 @@ class Engine:
         stops the update. The host waits for the device once. Raises `engine.oom.PassOutOfMemory` if a pass runs out of
         memory.
         """
-        self._check_parallelism()
+        dist.check_unchanged(self._world)
         sent_before = collectives.bytes_sent()
         total_loss, totals = add_up(self._passes.train(micro_batches, loss_fn, count), maxima)
         metrics = totals | {"loss": total_loss}
@@ -226,7 +219,7 @@ class Engine:
         sent = collectives.bytes_sent() - sent_before
         return Update(loss, sums, dict(zip(highest, largest, strict=True)), step.grad_norm, step.lr, step.skipped, sent)
 
-    def dry_run(self, micro_batch: Batch, loss_fn: "LossFn[Batch]") -> None:
+    def dry_run(self, micro_batch: Batch, loss_fn: LossFn[Batch]) -> None:
         """Run forward and backward of a micro-batch and discard the result. Weights and random state do not change.
 
         Every rank calls. After a dry run of the largest micro-batch, a step whose micro-batches are no larger fits.
@@ -261,7 +254,7 @@ class Engine:
         other use of the engine discards the graphs; the update then runs its own forwards. Dropout is as in training.
         Returns None under pipeline parallelism, which does not support this.
         """
-        self._check_parallelism()
+        dist.check_unchanged(self._world)
         return self._passes.score_to_learn(micro_batches, work)
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:

@@ -23,9 +23,10 @@ from engine.oom import PassOutOfMemory, is_out_of_memory
 from engine.optimizer_step import Gradients, LossScaler, ModuleGradients
 from engine.parallel import dist, zero
 
+Batch = TypeVar("Batch")
 Tree = TypeVar("Tree")
 LossAndMetrics = tuple[Tensor, dict[str, float | Tensor]]  # of a micro-batch, all of them sums
-LossFn = Callable[[nn.Module, Any], LossAndMetrics]
+LossFn = Callable[[nn.Module, Batch], LossAndMetrics]
 ScoreFn = Callable[[nn.Module, Any], Sequence[Any]]  # the results of a micro-batch, one for each row
 
 
@@ -53,7 +54,7 @@ class Passes:
         (loss * (factor * self.scaler.scale)).backward()
         zero.after_micro_batch(self.module, last=last)
 
-    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[LossAndMetrics]:
+    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], count: float) -> list[LossAndMetrics]:
         """Run forward and backward of all micro-batches of a step. The gradients are those of the sum over `count`.
 
         Micro-batches that `score_to_learn` has just scored need no second forward.
@@ -80,7 +81,7 @@ class Passes:
                 del loss, metrics  # the graph is freed before the next forward
         return results
 
-    def dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
+    def dry_run(self, micro_batch: Any, loss_fn: LossFn[Any]) -> None:
         """Run forward and backward of a micro-batch and discard the result. Raises PassOutOfMemory."""
         self.discard_scored()
         before, fits = PassState(self.module), False
@@ -93,7 +94,7 @@ class Passes:
                 self.discard()
                 before.restore()
 
-    def _dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
+    def _dry_run(self, micro_batch: Any, loss_fn: LossFn[Any]) -> None:
         self.prepare(last=True)
         loss, _ = loss_fn(self.module, micro_batch)
         self.backward(loss, 1.0, last=True)
@@ -153,7 +154,7 @@ class PipelinePasses(Passes):
         dtype = TORCH_DTYPE[self.config.dtype]
         self._pipeline = Pipeline(self.module, split, zero_stage=self.config.zero_stage, dtype=dtype)
 
-    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn, count: float) -> list[LossAndMetrics]:
+    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], count: float) -> list[LossAndMetrics]:
         self.tracker.start_update()
         results = self._train(micro_batches, loss_fn, self.scaler.scale * dist.world().data_size / count)
         self._pipeline.finish_step()
@@ -179,10 +180,10 @@ class PipelinePasses(Passes):
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._pipeline.all_parameters(own)
 
-    def _dry_run(self, micro_batch: Any, loss_fn: LossFn) -> None:
+    def _dry_run(self, micro_batch: Any, loss_fn: LossFn[Any]) -> None:
         self._train([micro_batch] * self._pipeline.split.size, loss_fn, 1.0)
 
-    def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn, factor: float) -> list[LossAndMetrics | None]:
+    def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], factor: float) -> list[LossAndMetrics | None]:
         """Run all forwards and backwards; gradients are those of `factor` times the losses."""
 
         def scaled_loss(micro_batch: Any) -> tuple[Tensor, LossAndMetrics]:

@@ -198,10 +198,9 @@ def set_parallelism(*, tensor: int = 1, pipeline: int = 1, sequence: int = 1) ->
     return _world
 
 
-def check_parallelism(*, tensor: int, pipeline: int, sequence: int) -> None:
-    """Raise ValueError if another engine has changed the parallelism of this process."""
-    current = world()
-    if (current.tensor, current.pipeline, current.sequence) != (tensor, pipeline, sequence):
+def check_unchanged(before: World) -> None:
+    """Raise ValueError if another engine has changed the parallelism of this process since then."""
+    if world() != before:
         raise ValueError(
             "another engine of this process has other values of tensor_parallel, pipeline_parallel or "
             "sequence_parallel. Use the same values for all engines"
