@@ -11,6 +11,7 @@ import pickle
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -73,22 +74,31 @@ def run_worker(connection: Connection, output: int) -> None:
         os.dup2(output, 2)
         os.environ.clear()
         os.environ.update(environment)
-        status: int | str | None = 1
-        try:
+
+        def call() -> None:
             function, arguments = pickle.loads(task)
             function(*arguments)
-            status = 0
-        except SystemExit as end:
-            status = end.code
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else int(status is not None))
+
+        os._exit(exit_status(call))
     os.close(output)
     connection.send(child)
     connection.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)
+
+
+def exit_status(call: Callable[[], object]) -> int:
+    """Call a function, and return the exit status of a process that does so. Print the traceback of an error."""
+    status: object = 1
+    try:
+        call()
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status if isinstance(status, int) else int(status is not None)
 
 
 def call_with_process_group(environment: dict[str, str], device: str, task: bytes) -> tuple[bytes | None, str | None]:

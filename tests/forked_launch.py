@@ -9,10 +9,12 @@ import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+
+from tests.fork_server import exit_status
 
 
 def launch(folder: Path, arguments: Sequence[str], modules: dict[str, str]) -> None:
@@ -76,14 +78,4 @@ def _run_module(command: Sequence[str], environment: dict[str, str]) -> int:
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     module, *sys.argv[1:] = command
-    code: object = 1
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        code = None
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code if isinstance(code, int) else int(code is not None)
+    return exit_status(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))

@@ -189,8 +189,8 @@ class _Guard:
 def page(name: str) -> Callable[[Request], Awaitable[Response]]:
     """Return the handler of a page. Its policy allows its own script and requests to this server, and nothing else."""
     text = (FOLDER / f"{name}.html").read_text(encoding="utf-8")
-    for part in ("page.css", "page.js"):  # what both pages share
-        text = text.replace(f"/* {part} */", (FOLDER / part).read_text(encoding="utf-8"))
+    for part in ("/* page.css */", "/* page.js */", "<!-- settings.html -->"):  # what both pages share
+        text = text.replace(part, (FOLDER / part.split()[1]).read_text(encoding="utf-8"))
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
