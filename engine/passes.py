@@ -10,6 +10,7 @@ Pipeline parallelism runs several micro-batches at once, and has their results o
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -71,7 +72,9 @@ class Passes:
                 last = index == len(micro_batches) - 1
                 self.prepare(last=last)
                 if holds_graphs:
-                    loss, metrics = loss_fn(cast("nn.Module", _RecordedOutput(outputs.pop(0))), micro_batch)
+                    recorded = partial(_recorded, outputs.pop(0))  # the same output, in the place of the module
+                    loss, metrics = loss_fn(cast("nn.Module", recorded), micro_batch)
+                    del recorded
                 else:
                     with self.tracker.training():
                         loss, metrics = loss_fn(self.module, micro_batch)
@@ -206,14 +209,8 @@ def watch_pass(*, holds_graphs: bool = False) -> Iterator[None]:
         raise PassOutOfMemory(str(error).partition("\n")[0], holds_graphs=holds_graphs) from error
 
 
-class _RecordedOutput:
-    """Replaces the module in a loss function: returns the module's recorded output for the same micro-batch."""
-
-    def __init__(self, output: Any) -> None:
-        self._output = output
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self._output
+def _recorded(output: Any, *_: Any, **__: Any) -> Any:
+    return output
 
 
 class PassState:

@@ -1,10 +1,10 @@
 """Attention over the key-value cache, reached by name through transformers' attention interface.
 
 Models that declare `_supports_attention_backend` look up their attention function by the name in their configuration.
-They pass it every keyword argument of their forward. So a forward with `step=Step(...)` under the name registered here
-writes its keys and values into the cache and attends over the cache, in the model's own code. No mask function belongs
-to the name, so transformers makes no mask: the lengths of the sequences and the window of the layer decide which tokens
-a query attends to.
+They pass it every keyword argument of their forward. So a forward with `step=StepTokens(...)` under the name registered
+here writes its keys and values into the cache and attends over the cache, in the model's own code. No mask function
+belongs to the name, so transformers makes no mask: the lengths of the sequences and the window of the layer decide
+which tokens a query attends to.
 
 Shapes: N tokens of a step, H query heads, Hkv key heads, D and Dv head sizes of keys and values.
 """
@@ -56,7 +56,7 @@ class DecodeRows(NamedTuple):
 
 
 @dataclass
-class Step:
+class StepTokens:
     """The tokens of one forward: one token of each decode row, then chunks of prompts."""
 
     cache: KVCache
@@ -107,7 +107,7 @@ class LayerAttention:
         if layer.answer_keys.device.type == "cpu" and in_c.serves(dtype):
             self._in_c = in_c.SlotAttention(*layer.tensors, scale=scale, window=window, softcap=softcap)
 
-    def rows(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
+    def rows(self, query: Tensor, key: Tensor, value: Tensor, step: StepTokens) -> Tensor:
         """Write the new token of each decode row and attend; return (1, B, H, Dv).
 
         query (1, H, N, D), key (1, Hkv, N, D) and value (1, Hkv, N, Dv) begin with the B rows.
@@ -123,7 +123,7 @@ class LayerAttention:
         cached = layer.answer_keys, layer.answer_values, prompts
         return decode_attention(q, *cached, rows.slots, rows.lengths, self.scale, self.window, self.softcap)[None]
 
-    def chunks(self, query: Tensor, key: Tensor, value: Tensor, step: Step) -> Tensor:
+    def chunks(self, query: Tensor, key: Tensor, value: Tensor, step: StepTokens) -> Tensor:
         """Write the n tokens of all chunks and attend over the cache; return (n, H, Dv).
 
         query: (n, H, D). key: (n, Hkv, D). value: (n, Hkv, Dv). If a kernel supports the layer, it computes all chunks
@@ -176,7 +176,7 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    step: Step | None = None,
+    step: StepTokens | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

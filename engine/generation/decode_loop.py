@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from engine.generation.attention import DecodeRows, Step
+from engine.generation.attention import DecodeRows, StepTokens
 from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_session import DecodeSession
 from engine.generation.decode_step import DecodeState, DecodeStep, SlotModel
@@ -162,11 +162,11 @@ class DecodeLoop:
         cache, last = KVCache(CacheSize(1, len(prompt), 2, 1), device), len(prompt) - 1
         token_ids, positions = upload([prompt, [*range(last + 1)]], device)
         places = upload([[0], [0], [last + 1], [0], [last], [0]], device)
-        row = Step(cache, DecodeRows(*places))
+        row = StepTokens(cache, DecodeRows(*places))
         try:
             logits = []
             if last:
-                chunk = Step(cache, None, [Chunk(0, prompt[:last], 0)])
+                chunk = StepTokens(cache, None, [Chunk(0, prompt[:last], 0)])
                 logits.append(self.model(token_ids[:last], positions[:last], chunk))
             logits.append(self.model(token_ids[last:], positions[last:], row))
             plain = plain_logits(module, device, prompt)

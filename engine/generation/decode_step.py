@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.generation.attention import AttentionByName, DecodeRows, Step
+from engine.generation.attention import AttentionByName, DecodeRows, StepTokens
 from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
 from engine.generation.sampling import RawLogprobs, Sampling, penalise, raw_logprobs, uniforms
@@ -56,7 +56,7 @@ class SlotModel:
         self._attention = AttentionByName(module)
         self._computes_chosen_logits = computes_chosen_logits
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, step: Step, columns: Tensor | None = None) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, step: StepTokens, columns: Tensor | None = None) -> Tensor:
         """Run token ids (N,) at positions (N,); return the logits (B, V) after `columns` (B,), or after all tokens."""
         chosen: dict[str, Any] = {}
         if columns is not None and self._computes_chosen_logits:
@@ -205,7 +205,7 @@ class DecodeStep:
         chosen (2, B) int64: the slots, and of each row the first neighbour with the same prompt.
         """
         inputs = self.state.read(chosen)
-        logits = self.model(inputs.tokens, inputs.positions, Step(self.cache, inputs.rows))
+        logits = self.model(inputs.tokens, inputs.positions, StepTokens(self.cache, inputs.rows))
         self.sampler(chosen[0], inputs.seeds, inputs.counts, logits)
 
     def run(self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]], samplers: Sequence[Sampler]) -> None:
@@ -245,7 +245,7 @@ class DecodeStep:
 
     def _forward(self, inputs: StepInputs | None, plan: Plan) -> Tensor:
         """Run rows and chunks. Store the logits after complete prompts, and return the logits after the rows."""
-        step = Step(self.cache, None if inputs is None else inputs.rows, plan.chunks)
+        step = StepTokens(self.cache, None if inputs is None else inputs.rows, plan.chunks)
         if not plan.chunks:
             assert inputs is not None
             return self.model(inputs.tokens, inputs.positions, step)

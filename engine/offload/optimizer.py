@@ -18,7 +18,7 @@ from engine.host_memory import return_freed_memory
 from engine.internals import take_gradients
 from engine.loading import observe_writes
 from engine.offload.states import States
-from engine.offload.tier import AVERAGE, MASTER, Shard, Tier
+from engine.offload.tier import AVERAGE, MASTER, Tier, TrainedShard
 from engine.parallel import dtensors
 
 
@@ -45,7 +45,7 @@ class OffloadedOptimizer:
         self._config, self._decays = config, [decay for _, decay in groups]
         self.param_groups: list[dict[str, Any]] = [{"lr": config.lr}]
         group = {id(p): index for index, (members, _) in enumerate(groups) for p in members}
-        shards = [Shard(name, p, group[id(p)]) for name, p in named]
+        shards = [TrainedShard(name, p, group[id(p)]) for name, p in named]
         on_device, offloaded = _split(shards, engine.offload_ratio)
         self.tiers: list[Tier] = []
         for members in filter(None, (on_device, offloaded)):
@@ -167,7 +167,7 @@ class OffloadedOptimizer:
         return found
 
 
-def _split(shards: list[Shard], ratio: float) -> tuple[list[Shard], list[Shard]]:
+def _split(shards: list[TrainedShard], ratio: float) -> tuple[list[TrainedShard], list[TrainedShard]]:
     """Return (shards on the device, offloaded shards).
 
     The first shards of the module stay on the device: their gradients come last, so a transfer could not be hidden.

@@ -1,9 +1,9 @@
 """One tier of an offloaded optimizer: parameters, their gradients and fp32 states, and the step on one device.
 
-Each reduced gradient goes from FSDP2 to `Gradients`, and not to `parameter.grad`, so at most one FSDP unit's gradients
-are on the device. The gradient of a single micro-batch stays in the parameter's precision, to
-which FSDP2 has rounded it. Sums over several micro-batches are fp32. A sum in host memory is computed on the GPU, as in
-ZeRO-Offload: upload the sum, add, download.
+Each reduced gradient goes from FSDP2 to `GradientSums`, and not to `parameter.grad`, so at most one FSDP unit's
+gradients are on the device. The gradient of a single micro-batch stays in the parameter's precision, to which FSDP2 has
+rounded it. Sums over several micro-batches are fp32. A sum in host memory is computed on the GPU, as in ZeRO-Offload:
+upload the sum, add, download.
 
 The step goes through the sub-groups in order. The optimizer is any class of torch that steps elementwise: a new one
 gets the segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory.
@@ -24,7 +24,7 @@ MakeOptimizer = Callable[[Sequence[tuple[int, nn.Parameter]]], torch.optim.Optim
 
 
 @dataclass(frozen=True)
-class Shard:
+class TrainedShard:
     """A trained parameter of the module: its name, and the index of its optimizer group."""
 
     name: str
@@ -37,7 +37,7 @@ class Shard:
         return dtensors.local(self.parameter.detach()).view(-1)
 
 
-class Gradients:
+class GradientSums:
     """Flat gradients of shards, stored on `device` until the optimizer step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class Tier:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[TrainedShard],
         states: States,
         example: Mapping[str, Tensor],
         device: torch.device,
@@ -112,7 +112,7 @@ class Tier:
         self.moments = [kind for kind, value in example.items() if value.ndim]
         for kind in (MASTER, *self.moments):
             states.add(kind)
-        self.gradients = Gradients(device)
+        self.gradients = GradientSums(device)
         self._example = example
         self._scalars: dict[int, dict[str, Any]] = {}  # of the shards that were stepped
         self._after_write = after_write

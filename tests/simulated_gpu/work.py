@@ -20,7 +20,7 @@ from engine.checkpoint import checkpointer
 from engine.checkpoint.storage import chunks_of
 from engine.engine import Engine
 from engine.generation import attention
-from engine.generation.attention import Step
+from engine.generation.attention import StepTokens
 from engine.generation.decode_step import SlotModel
 from engine.generation.generator import Generator
 from engine.generation.kv_cache import CacheSize, KVCache
@@ -136,7 +136,7 @@ def test_prompt_chunks_in_one_kernel_call_equal_one_call_each(
         cache.layer(0, *heads[1:]).prompt_keys.fill_(0.5)
         if one_by_one:
             monkeypatch.setattr(attention, "varlen_kernel", lambda: None)
-        step = Step(cache, None, chunks)
+        step = StepTokens(cache, None, chunks)
         out, _ = attention.slot_attention(module, *heads, step=step, sliding_window=window)  # type: ignore[arg-type]
         results.append(out)
         assert ("chunk_bounds" in vars(step)) != one_by_one

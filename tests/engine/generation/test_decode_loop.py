@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation import attention, decode_loop, prepacked_linears
-from engine.generation.attention import Step
+from engine.generation.attention import StepTokens
 from engine.generation.cuda_graph import bucket
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_step import CACHED, COUNT, ENDED, LIMIT, NOTHING, PROMPT, SEED, SlotModel
@@ -44,12 +44,14 @@ def llama() -> nn.Module:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[StepTokens]:
     """Record the steps that run."""
-    seen: list[Step] = []
+    seen: list[StepTokens] = []
     call = SlotModel.__call__
 
-    def record(self: SlotModel, ids: Tensor, positions: Tensor, step: Step, columns: Tensor | None = None) -> Tensor:
+    def record(
+        self: SlotModel, ids: Tensor, positions: Tensor, step: StepTokens, columns: Tensor | None = None
+    ) -> Tensor:
         assert len(ids) == step.decode_tokens + sum(len(chunk.tokens) for chunk in step.chunks)
         seen.append(step)
         return call(self, ids, positions, step, columns)
@@ -147,7 +149,7 @@ def test_one_loop_serves_many_sampling_settings(llama: nn.Module) -> None:
     assert len(loop_of(generator)._steps) == decode_loop.MAX_STEPS
 
 
-def test_each_token_is_computed_exactly_once(llama: nn.Module, steps: list[Step]) -> None:
+def test_each_token_is_computed_exactly_once(llama: nn.Module, steps: list[StepTokens]) -> None:
     answers = Generator(llama, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=3)
     ran = steps[2:]  # the first two steps are the loop's trial
     tokens = [step.decode_tokens + sum(len(chunk.tokens) for chunk in step.chunks) for step in ran]
@@ -168,7 +170,7 @@ def test_each_token_is_computed_exactly_once(llama: nn.Module, steps: list[Step]
     ],
 )
 def test_samples_share_their_prompt(
-    family: str, longest: int, chunk: int, windows: bool, kernels: str, steps: list[Step],
+    family: str, longest: int, chunk: int, windows: bool, kernels: str, steps: list[StepTokens],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A prompt is computed once and cached once for any number of slots, whenever its samples start."""
@@ -192,7 +194,7 @@ def test_samples_share_their_prompt(
     assert len({tuple(answer.token_ids) for answer in shared}) > 14
 
 
-def test_a_common_prefix_is_copied(llama: nn.Module, steps: list[Step]) -> None:
+def test_a_common_prefix_is_copied(llama: nn.Module, steps: list[StepTokens]) -> None:
     start, *rest = ragged_prompts(20, 3, 4, 5)
     prompts = [start + end for end in rest]
     assert_greedy(llama, prompts, Generator(llama, "cpu").generate(prompts, GREEDY, [0, 1, 2], batch_size=2))
@@ -340,7 +342,7 @@ def test_chunks_attend_as_the_definition(
             states.copy_(torch.randn(states.shape, generator=generator))
         module = nn.Module()
         module.layer_idx = 0
-        step = Step(cache, None, chunks)
+        step = StepTokens(cache, None, chunks)
         how: dict[str, Any] = {"scaling": 0.4, "sliding_window": window, "softcap": softcap}
         results.append(attention.slot_attention(module, query, key, value, step=step, **how)[0][0])
         begin = 0
