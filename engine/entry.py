@@ -177,7 +177,7 @@ def _parse(config: DeepSpeedConfig, optimizer: OptimizerConfig | None, *, overri
     if overrides:
         config = {key: value for key, value in load(config).items() if key != "optimizer"}
     parsed = parse(config, ranks=dist.world().size, optimizer=optimizer)
-    if dist.world().is_rank_zero:
+    if dist.is_rank_zero():
         for line in parsed.ignored:
             print(f"engine: {line}", flush=True)
     return parsed

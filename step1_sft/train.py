@@ -48,7 +48,7 @@ def run(config: RunConfig, folder: Path) -> None:
     ppo_prompts = check_data_to_come(config, "sft", records)
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     _check_model(config, source, tokenizer)
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         print(f"sft: {tokenizer.summary}", flush=True)
     encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
     data = examples("sft", config.sft, records, encode)
@@ -163,7 +163,7 @@ def _check_model(config: RunConfig, source: ModelSource, tokenizer: ChatTokenize
 def _choose_packing(engine: Engine, configured: bool, max_length: int) -> bool:
     """Return whether rows are packed: the configuration enables packing and the model supports packed rows."""
     abilities = verify(engine, max_length=max_length)
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         for note in abilities.notes:
             print(f"sft: {note}", flush=True)
     return configured and abilities.packing

@@ -72,7 +72,7 @@ def reference_tables(
     starts = [(name, start) for name, items in sets.items() for start in range(0, len(items), CHUNK_PAIRS)]
     chunks = [(name, slice(start, start + CHUNK_PAIRS)) for name, start in starts]
     missing = [(name, chunk) for name, chunk in chunks if tables[name][chunk].isnan().any()]
-    is_leader, count = distributed.world().is_rank_zero, sum(len(tables[name][chunk]) for name, chunk in missing)
+    is_leader, count = distributed.is_rank_zero(), sum(len(tables[name][chunk]) for name, chunk in missing)
     if is_leader and missing:
         print(f"dpo: the reference (the model before training) scores {count} {unit}", flush=True)
     printed_at = saved_at = time.monotonic()

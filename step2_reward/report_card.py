@@ -68,7 +68,7 @@ def write_card(
         if model == "sft":
             gold = [Judged(each.prompt, value, each.gold[model]) for each, value in graded if model in each.gold]
             card["judge"] = agreement(gold)
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         write_json(folder / CARD, card)
 
 

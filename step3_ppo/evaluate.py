@@ -55,7 +55,7 @@ def build_evaluator(
 def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:
     """Load the newest checkpoint, or evaluate the SFT model if there is none; then find the micro-batch size."""
     done = stage.restore()
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         metrics.cut(stage.folder / ROLLOUTS, done)
         metrics.cut(stage.folder / GRADES, done)
     if ppo.models.reference is None:  # the start before this one may have had a reference

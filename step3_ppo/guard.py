@@ -140,7 +140,7 @@ class Guard:
             raise stage.roll_back(step, "; ".join(finding.sentence for finding in findings))
         self.stopped_step = step
         stage.stop_after(step)
-        if distributed.world().is_rank_zero:
+        if distributed.is_rank_zero():
             print(
                 f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports "
                 f"{exported_model(stage.best_step, step, evaluates=stage.evaluates_between)}. Change the key that the "
@@ -177,7 +177,7 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     """Return the guard of a stage, and print how it selects the best step if that is weak."""
     ppo = config.ppo
     selects_best = ppo.export == "best" or ppo.guard in ("stop", "rollback")
-    if not has_judge and selects_best and distributed.world().is_rank_zero:
+    if not has_judge and selects_best and distributed.is_rank_zero():
         budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.asks_reference else ""
         print(
             f"ppo: without evaluation.judge, the best step is the one with the highest held-out reward{budget}. This "

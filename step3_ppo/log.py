@@ -105,7 +105,7 @@ def mean_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def log_generator_gap(gap: float) -> None:
     """Log a warning if the generator and the trainer give different probabilities."""
-    if gap > GENERATOR_GAP and distributed.world().is_rank_zero:
+    if gap > GENERATOR_GAP and distributed.is_rank_zero():
         logging.getLogger("zerochat").warning(
             "the probabilities of generator and trainer differ by %.3f on average (normal is below %.2f), so that "
             "rollouts are off-policy: set ppo.importance_cap=2",
@@ -128,7 +128,7 @@ def write_rollout_log(
 
     `text` decodes token ids, control tokens included.
     """
-    if not answers or not distributed.world().is_rank_zero:
+    if not answers or not distributed.is_rank_zero():
         return
     lines = "".join(
         json.dumps({"step": step, **line}, ensure_ascii=False) + "\n"

@@ -193,7 +193,7 @@ def collect(
     if models.critic is not None:
         local["values"] = score("critic", models.critic, values)
     local["logprobs"] = score("actor", models.actor, logprobs)
-    device = distributed.world().device
+    device = models.actor.device
     tables = {name: gather_rows(rows) for name, rows in local.items()}
     tables["generator"] = {i: torch.tensor(generation.logprobs) for i, generation in enumerate(generations)}
     table = {name: distributed.to_device(_table(rows, len(prompts)), device) for name, rows in tables.items()}

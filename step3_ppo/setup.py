@@ -6,11 +6,12 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 
-from engine import Generation, distributed
+from engine import Generation
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import PromptItems, encode_conversations, encode_prompts
+from pipeline.data.microbatches import largest_share
 from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.judge import Call
@@ -110,8 +111,7 @@ class Ppo:
 
     def dry_run(self, budget: int) -> None:
         """Run the passes of an update over a micro-batch of the longest answers, and discard the result."""
-        shares = self.minibatch_count * distributed.world().data_size
-        sequences = -(-self.batch_size * self.samples // shares)
+        sequences = largest_share(-(-self.batch_size * self.samples // self.minibatch_count))
         longest = nlargest(-(-sequences // self.samples), self.prompts, key=len)
         batch = largest_microbatch(
             [prompt for prompt in longest for _ in range(self.samples)],

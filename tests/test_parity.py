@@ -60,7 +60,7 @@ def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
         steps = {"sft": {"steps": 4}, "reward": {"steps": 3, "eps": 1e-5}, "dpo": {"steps": 2}, "ppo": {"eps": 1e-5}}
         config = tiny_config(engine={"dtype": "fp32", **layout}, evaluation=SAMPLED, **steps)
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 2, "ptx_coef": 0.1})})
-        if dist.world().is_rank_zero:
+        if dist.is_rank_zero():
             write_stage_configs(run_dir, config)
         dist.barrier()
         for name in stages_of(layout):
@@ -80,7 +80,7 @@ def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
         ppo = made.ppo.model_copy(update=own)
         evaluation = made.evaluation.model_copy(update={"temperatures": None, "best_of": 2})
         made = made.model_copy(update={"ppo": ppo, "evaluation": evaluation})
-        if dist.world().is_rank_zero:
+        if dist.is_rank_zero():
             write_stage_configs(run_dir, made)
             for stage in ("sft", "reward"):
                 shutil.copytree(trained / stage, run_dir / stage, dirs_exist_ok=True)

@@ -117,6 +117,15 @@ def test_other_packages_use_only_exported_names_of_namespaces():
                     assert node.attr in allowed, f"{file}:{node.lineno}: {ast.unparse(node)} is not exported"
 
 
+def test_stages_do_not_see_ranks():
+    """Stages may print on one rank, and get sums and values of all ranks. The layout of the ranks is the pipeline's."""
+    allowed = {"broadcast_object", "is_rank_zero", "sum_over_ranks", "to_device"}
+    for file in (file for room in ROOMS[2:6] for file in sources(room)):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "distributed":
+                assert node.attr in allowed, f"{file}:{node.lineno}: {ast.unparse(node)}"
+
+
 def test_the_engine_imports_no_configuration_and_no_tracking():
     for file in sources("engine"):
         for module, line in imports(file):

@@ -80,7 +80,7 @@ def main() -> None:
     adopt(models.reward, critic)
     models.actor.flip.parity_check_every = 0
     iterations = [_iterate(models, task, number) for number in range(task["warmup"] + task["steps"])]
-    if dist.world().is_rank_zero:
+    if dist.is_rank_zero():
         report_phases(iterations, task)
 
 

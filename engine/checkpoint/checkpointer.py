@@ -64,7 +64,7 @@ class Checkpointer:
             zero.release(engine.module)  # gathered parameters are not those of the optimizer
         counters = {name: _counters(engine) for name, engine in self.engines.items()}
         values = {f"rank-{dist.world().rank}.json": json.dumps(mine or {})}
-        if dist.world().is_rank_zero:
+        if dist.is_rank_zero():
             values["state.json"] = json.dumps({"shared": shared, "engines": counters, "ranks": dist.world().size})
         tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
         can_copy = self._can_copy(tensors)

@@ -186,7 +186,7 @@ class Generator:
 
             self._fallback = TransformersFallback(self.module, self.device)
             name, description = type(self.module).__name__, self._fallback.batching.description
-            if name not in _warned and dist.world().is_rank_zero:
+            if name not in _warned and dist.is_rank_zero():
                 _warned.add(name)
                 log.warning("%s generates with transformers' generate %s: %s", name, description, self._reason)
         return self._fallback

@@ -1,6 +1,6 @@
 """Parallelism outside of the module. Other rooms use the names in `__all__`, as `engine.distributed`.
 
-- The process group: `start`, `stop`, `set_parallelism`, `world`, `World`.
+- The process group: `start`, `stop`, `set_parallelism`, `world`, `World`, `is_rank_zero`.
 - Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `max_over_ranks`, `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
@@ -16,6 +16,7 @@ from engine.parallel.dist import (
     barrier,
     broadcast_object,
     gather_objects,
+    is_rank_zero,
     max_over_ranks,
     observe_collectives,
     request_stop,
@@ -36,6 +37,7 @@ __all__ = [
     "bytes_sent",
     "check_heads",
     "gather_objects",
+    "is_rank_zero",
     "max_over_ranks",
     "observe_collectives",
     "request_stop",

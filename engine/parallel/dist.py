@@ -72,11 +72,6 @@ class World:
         """The number of this rank's pipeline stage."""
         return self.rank // (self.data_size * self.group_size)
 
-    @property
-    def is_rank_zero(self) -> bool:
-        """True on the one rank that prints and writes for all."""
-        return self.rank == 0
-
 
 _observe: Callable[[str, Sequence[int]], AbstractContextManager[None]] | None = None
 _world: World | None = None
@@ -181,6 +176,11 @@ def stop() -> None:
 def world() -> World:
     """Return this process among the ranks. Joins the process group if `start` was not called."""
     return _world if _world is not None else start()
+
+
+def is_rank_zero() -> bool:
+    """Return True on the one rank that prints and writes for all."""
+    return world().rank == 0
 
 
 def set_parallelism(*, tensor: int = 1, pipeline: int = 1, sequence: int = 1) -> World:
@@ -300,7 +300,7 @@ def broadcast_object(
     with observed("broadcast_object"):
         if patient:
             key = f"rank-zero-{next(_cache['waits'])}"
-            if world().is_rank_zero:
+            if is_rank_zero():
                 _cache["store"].set(key, "here")
             _cache["store"].wait([key], RANK_ZERO_TIMEOUT)
         size = torch.tensor([len(data)], device=world().device)

@@ -57,6 +57,11 @@ def largest_microbatch(
     return collate([items[order[index]] for index in first]).to(distributed.world().device)
 
 
+def largest_share(count: int) -> int:
+    """Return the largest number of `count` equal items that a rank gets."""
+    return -(-count // distributed.world().data_size)
+
+
 def gather_by_index(results: Mapping[int, Result]) -> list[Result]:
     """Return the results of all ranks in the order of their indices 0, 1, ..., on every rank. Every rank calls.
 

@@ -203,7 +203,7 @@ def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str, temperat
 
 def write_grades(folder: Path, step: int, evaluations: Evaluations) -> None:
     """Append the grades of each answer of an evaluation to evaluations.jsonl, one line per temperature."""
-    if not evaluations or not distributed.world().is_rank_zero:
+    if not evaluations or not distributed.is_rank_zero():
         return
     lines = []
     for temperature, evaluation in evaluations.items():
@@ -221,7 +221,7 @@ def write_table(
 
     With `extend`, the answers of other models that the file already contains remain.
     """
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         earlier = {sample.key: sample for sample in read_samples(folder / SAMPLES)} if extend else {}
         temperatures = dict.fromkeys(temperature for evaluations in results.values() for temperature in evaluations)
         samples = []

@@ -58,7 +58,7 @@ def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folde
             f"base_model.model.{name.removeprefix('lm.').replace('.default.', '.')}": tensor.cpu().contiguous()
             for name, tensor in engine.adapter_parameters()
         }
-        if distributed.world().is_rank_zero:
+        if distributed.is_rank_zero():
             targets = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors}
             config = PeftLora(
                 task_type="CAUSAL_LM",
@@ -100,7 +100,7 @@ def _export(
     extra: dict[str, Any],
 ) -> None:
     """Write the files of a model. Collective."""
-    leads = distributed.world().is_rank_zero
+    leads = distributed.is_rank_zero()
     with _complete(folder) as staging:
         _write_weights(_full_tensors(engine, prefix), staging, leads=leads)
         if leads:
@@ -123,7 +123,7 @@ def _complete(folder: Path) -> Iterator[Path]:
     Raises UserError if the disk is full or not writable.
     """
     staging = folder.with_name(folder.name + ".tmp")
-    leads = distributed.world().is_rank_zero
+    leads = distributed.is_rank_zero()
     with explained_disk(folder.parent):
         if leads:
             shutil.rmtree(staging, ignore_errors=True)

@@ -30,7 +30,7 @@ def run_tokenizer(
     tokenizer_dir = run_dir / "tokenizer"
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
-    if distributed.world().is_rank_zero and not (tokenizer_dir / "tokenizer_config.json").exists():
+    if distributed.is_rank_zero() and not (tokenizer_dir / "tokenizer_config.json").exists():
         tokenizer = _make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
         shutil.rmtree(staging, ignore_errors=True)  # a killed start may have left files of another tokenizer

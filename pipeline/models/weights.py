@@ -184,7 +184,7 @@ def _is_reward_model(source: ModelSource) -> bool:
 @cache
 def warn_once(text: str) -> None:
     """Print a warning on rank 0, unless this process has printed it before."""
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

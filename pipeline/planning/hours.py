@@ -73,7 +73,7 @@ def run(config: RunConfig, folder: Path) -> None:
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": dtype})})
     sizes = on_rank_zero(lambda: data_sizes(config, planned_stages(config)))
     lines = describe(config, machine, sizes)
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         print("\n".join(lines), flush=True)
 
 

@@ -78,7 +78,7 @@ def announce(
         config = config.model_copy(update={"ppo": section, "rollout": rollout})
     if size is not None and "stage_seconds" not in record:
         record |= _expected_seconds(config, planned, size, policy, reward)
-    if record and world.is_rank_zero:
+    if record and distributed.is_rank_zero():
         write_json(folder / PLAN, record | {"ranks": world.size, "bytes": planned.demand.phases})
     distributed.barrier()
     phases = planned.demand.phases.items()
@@ -188,10 +188,10 @@ def _configured(config: RunConfig, stage: str, record: Mapping[str, Any]) -> Run
 
 def _earlier_record(folder: Path) -> dict[str, Any]:
     """Return the record of an earlier start with as many ranks, on every rank; empty without one."""
-    record: dict[str, Any] = distributed.broadcast_object(read_plan(folder) if distributed.world().is_rank_zero else {})
+    record: dict[str, Any] = distributed.broadcast_object(read_plan(folder) if distributed.is_rank_zero() else {})
     return record if record.get("ranks") == distributed.world().size else {}
 
 
 def _print(lines: Sequence[str]) -> None:
-    for line in lines if distributed.world().is_rank_zero else ():
+    for line in lines if distributed.is_rank_zero() else ():
         print(line, flush=True)

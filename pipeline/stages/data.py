@@ -35,7 +35,7 @@ def on_rank_zero(make: Callable[[], Result]) -> Result:
     The other ranks wait up to a day. If `make` raises UserError on rank 0, every rank raises it.
     """
     outcome: tuple[Result | None, str | None] = None, None
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         try:
             with progress.own().alone():
                 outcome = make(), None
@@ -63,9 +63,9 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     skipped = on_rank_zero(load)
     records = loaded[0] if loaded else StageRecords([], [], skipped)
     unusable = {reason: count for reason, count in records.skipped.items() if reason != RESERVED}
-    if distributed.world().is_rank_zero and unusable:
+    if distributed.is_rank_zero() and unusable:
         print(f"{stage}: skipped rows: {_counted(unusable)}", flush=True)
-    if distributed.world().is_rank_zero and not made_here(config.data, stage):
+    if distributed.is_rank_zero() and not made_here(config.data, stage):
         repeats = len(records.train) - len(set(records.train))
         if repeats:
             print(f"{stage}: {repeats} of {len(records.train)} rows are repeated, and each copy counts", flush=True)
@@ -99,7 +99,7 @@ def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
     scored = {pair.source for pair in pairs if pair.margin}
     ties = sum(not pair.margin for pair in pairs if pair.source in scored)
     flipped = sum(pair.margin < 0 for pair in pairs)
-    if distributed.world().is_rank_zero and (ties or flipped):
+    if distributed.is_rank_zero() and (ties or flipped):
         print(
             f"{stage}: by the scores in the data, {ties} of {len(pairs)} pairs are ties, and in {flipped} the rejected "
             "answer is better; training uses all pairs as labelled",
@@ -182,7 +182,7 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
 
 def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
     """Print how many of `count` examples were cut or dropped because of their length. `limit` is the limit's key."""
-    if distributed.world().is_rank_zero and notes:
+    if distributed.is_rank_zero() and notes:
         print(f"{stage}: too long: {_counted(notes)} of {count}; {limit} sets the limit", flush=True)
 
 

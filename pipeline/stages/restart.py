@@ -63,7 +63,7 @@ class Checkpoints:
             except checkpoint.Damaged as problem:
                 damaged[path] = problem.reason
                 continue
-            if distributed.world().is_rank_zero:
+            if distributed.is_rank_zero():
                 for folder, reason in damaged.items():
                     self._set_aside(folder, reason)
             return loaded
@@ -117,7 +117,7 @@ class Checkpoints:
             with explained_disk(self._stage):
                 yield
         except UserError:
-            if distributed.world().is_rank_zero:
+            if distributed.is_rank_zero():
                 self.remove_incomplete()
             raise
 
@@ -203,7 +203,7 @@ def roll_back(folder: Path, checkpoints: Checkpoints, rollback: Rollback) -> Res
     Every rank calls. A stage that is killed before the record is written resumes with the learning rates before, comes
     to the same step, and rolls back again.
     """
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         checkpoints.remove_after(rollback.to)
         with explained_disk(folder):
             write_json(folder / ROLLBACKS_FILE, [asdict(each) for each in [*read_rollbacks(folder), rollback]])

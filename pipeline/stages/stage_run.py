@@ -105,7 +105,7 @@ class StageRun:
             self._take(shared["extra"])
         self.clock.begin_lap()
         self._begun, self._sent = step, distributed.bytes_sent()
-        if distributed.world().is_rank_zero:
+        if distributed.is_rank_zero():
             if step:
                 print(f"{self.folder.name}: resumes after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
@@ -164,7 +164,7 @@ class StageRun:
         line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
         line.update({name: value for name, value in values.items() if name not in NORMS or math.isfinite(value)})
         self.last.update(line)
-        if not distributed.world().is_rank_zero:
+        if not distributed.is_rank_zero():
             return
         if step % self._section.log_every == 0 or step in (1, self.last_step) or note:
             metrics.append(self.folder / METRICS, {**line, "guard": note} if note else line)
@@ -209,7 +209,7 @@ class StageRun:
             self._write(step)
         if stops:
             self.settle()
-            if distributed.world().is_rank_zero:
+            if distributed.is_rank_zero():
                 print(f"{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
             raise Stopped
 
@@ -270,7 +270,7 @@ class StageRun:
                     "delete it and run the same command again, which then exports the last step"
                 ) from problem
             self._exported_step = self.best_step
-        if distributed.world().is_rank_zero:
+        if distributed.is_rank_zero():
             print(f"{self.folder.name}: exports {exported}", flush=True)
 
     def roll_back(self, step: int, reason: str) -> RestartStage:
@@ -302,7 +302,7 @@ class StageRun:
     def finish(self, metrics_of_stage: Mapping[str, Any]) -> None:
         """Write summary.json: `metrics_of_stage`, final and best metrics, peak memory by rank, seconds by phase."""
         memory = distributed.gather_objects(peak_memory())
-        if distributed.world().is_rank_zero:
+        if distributed.is_rank_zero():
             for engine in self._engines.values():
                 if engine.step_count and engine.scaler.skipped == engine.step_count:
                     print(f"warning: {self.folder.name}: {_no_step_taken(engine)}", file=sys.stderr, flush=True)
@@ -349,7 +349,7 @@ def _no_step_taken(engine: Engine) -> str:
 
 def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
     """Return the recorder of this rank's steps; None unless `profile.steps` is set."""
-    if section is None or section.steps is None or (section.ranks == "first" and not distributed.world().is_rank_zero):
+    if section is None or section.steps is None or (section.ranks == "first" and not distributed.is_rank_zero()):
         return None
     first, last = section.steps
     return Profile(folder, first, last)

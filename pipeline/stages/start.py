@@ -72,7 +72,7 @@ def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
 
 def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:
     """Print the numbers of steps and examples of a stage, and a warning if there are too few steps."""
-    if not distributed.world().is_rank_zero:
+    if not distributed.is_rank_zero():
         return
     unit, kind = STAGES[stage].step, STAGES[stage].examples
     counted_steps = f"{steps} {unit}{'s' if steps > 1 else ''}"
@@ -167,7 +167,7 @@ def plan_stage(
         size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))
     config, predicted = announce(config, stage, folder, policy=policy, reward=reward, size=size)
     seed_torch(config)
-    if distributed.world().is_rank_zero:
+    if distributed.is_rank_zero():
         print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)
         if stage == "ppo":  # a step of the other stages is one optimizer step
             print(f"{stage}: {steps_line(config, stage, steps)}", flush=True)

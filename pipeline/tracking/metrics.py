@@ -174,7 +174,7 @@ class Profile:
 
     def expect(self, first: int, last: int) -> None:
         """Print a message on rank 0 if none of the steps [first, last] that the stage will run is to be recorded."""
-        if (first > self._last or last < self._first) and distributed.world().is_rank_zero:
+        if (first > self._last or last < self._first) and distributed.is_rank_zero():
             steps = f"{self._first} to {self._last} (profile.steps)"
             print(f"{self._folder.parent.name}: none of the steps {steps} is left to record", flush=True)
 
@@ -201,7 +201,7 @@ class Profile:
             self._folder.mkdir(exist_ok=True)
             recorder.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
             (self._folder / f"{name}.txt").write_text(_tables(recorder.key_averages()), encoding="utf-8")
-        if distributed.world().is_rank_zero:
+        if distributed.is_rank_zero():
             recorded = f"steps {self._began} to {step} recorded, {self._folder / name}.txt"
             print(f"{self._folder.parent.name}: {recorded}", flush=True)
 

@@ -155,7 +155,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 
     The trackers receive the table of held-out answers (samples.jsonl) whenever it has changed.
     """
-    if not distributed.world().is_rank_zero:
+    if not distributed.is_rank_zero():
         yield []
         return
     trackers: list[TableWatcher] = []

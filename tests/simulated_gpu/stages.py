@@ -27,7 +27,7 @@ def watch_waits() -> None:
     def watched(self: StageRun, step: int, figures: Mapping[str, float], note: str = "") -> None:
         waits = cuda.waits()
         log(self, step, figures, note)
-        if dist.world().is_rank_zero:
+        if dist.is_rank_zero():
             with (self.folder / "waits.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "waits": waits}) + "\n")
 

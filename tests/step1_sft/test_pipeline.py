@@ -20,7 +20,7 @@ SFT = {"steps": 4, "save_every": 2, "micro_batch_tokens": 400, "eval_examples": 
 def stage(folder: str, layout: dict[str, Any], again: bool) -> None:
     """Run the stage. With `again`, resume it a second time from its second step."""
     run_dir = Path(folder)
-    if dist.world().is_rank_zero:
+    if dist.is_rank_zero():
         write_stage_configs(
             run_dir, tiny_config(engine={"dtype": "fp32", **layout}, sft=SFT, evaluation={"prompts": 4})
         )
@@ -28,7 +28,7 @@ def stage(folder: str, layout: dict[str, Any], again: bool) -> None:
     run(read_config(run_dir / "sft"), run_dir / "sft")
     if again:
         dist.barrier()
-        if dist.world().is_rank_zero:
+        if dist.is_rank_zero():
             shutil.copytree(run_dir / "sft" / "model", run_dir / "left alone")
             shutil.rmtree(run_dir / "sft" / "checkpoints" / "step-4")
         dist.barrier()

@@ -143,7 +143,7 @@ def overflowed() -> bool:
     def infinite(module: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * torch.inf)
 
-    if not dist.world().is_rank_zero:
+    if not dist.is_rank_zero():
         engine.module.get_submodule("model.embed_tokens").register_forward_hook(infinite)
     return engine.update([batch(0)], loss_of, ROWS).skipped
 
