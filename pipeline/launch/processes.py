@@ -45,7 +45,7 @@ from pipeline.launch.failure import (
     StageEnd,
     merge_ends,
 )
-from pipeline.launch.ranks import Ranks, may_have_gpus
+from pipeline.launch.ranks import Ranks, allocator_settings, may_have_gpus
 from pipeline.launch.watchdog import RankState, RankWatch
 from pipeline.progress import DESCRIPTOR
 
@@ -166,7 +166,8 @@ def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: b
     row, stack = watch.descriptors
     env = _environment(ranks, number, shared_store) | {FAILURE_PIPE: str(write_end), DESCRIPTOR: str(row)}
     if may_have_gpus():
-        env = watch.flight_recorder(run_dir / stage) | env  # settings of the user have priority
+        # Settings of the user have priority.
+        env = watch.flight_recorder(run_dir / stage) | allocator_settings(env) | env
     process = subprocess.Popen(
         [sys.executable, "-m", MODULES[stage], "--worker", str(run_dir.resolve())],
         env=env | {STACK: str(stack)},

@@ -55,6 +55,20 @@ def test_ranks_get_their_environment(fake, monkeypatch):
     assert len({env[0]["GROUP"], env[1]["GROUP"], os.getpgrp()}) == 3
     assert env[0]["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert env[0]["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # a lost store prints no C++ stacks
+    assert "PYTORCH_ALLOC_CONF" not in env[0]
+
+
+@pytest.mark.parametrize("of_user", [{}, {"NCCL_GRAPH_REGISTER": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
+def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator(fake, monkeypatch, of_user):
+    monkeypatch.setattr(processes, "may_have_gpus", lambda: True)
+    for name, value in of_user.items():
+        monkeypatch.setenv(name, value)
+    assert ends(fake, world=1).status == 0
+    env = json.loads((fake / "sft" / "rank-0.json").read_text())
+    ours = {} if "PYTORCH_CUDA_ALLOC_CONF" in of_user else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    graphs = {"NCCL_GRAPH_REGISTER": "0"} if ours else {}
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER")
+    assert {name: env[name] for name in names if name in env} == graphs | ours | of_user
 
 
 def test_a_user_error_is_printed_once(fake, monkeypatch):
