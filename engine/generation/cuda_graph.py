@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.generation.decode_step import DecodeStep
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
-from engine.parallel import collectives
+from engine.parallel import collectives, dist
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -55,6 +55,10 @@ class GraphedStep:
             replay()
         collectives.count_bytes("other", times * self._sent.get(size, 0))
 
+    def release(self) -> None:
+        """Free the graphs. The next run captures them again."""
+        self._graphs.clear()
+
     def _padding(self, size: int) -> Tensor:
         """Return the argument of a step (2, size) of which every row is padding."""
         return upload([[self.scratch] * size, [*range(size)]], self._place.device)
@@ -70,6 +74,8 @@ class GraphedStep:
                     before = collectives.bytes_sent()
                     self._graphs[size] = self._capture(chosen)
                     self._sent[size] = (collectives.bytes_sent() - before).total
+                    if self._sent[size]:
+                        dist.release_before_stop(self)
             torch.cuda.current_stream().wait_stream(self._stream)
         return self._graphs[size].replay if size in self._graphs else lambda: self.step(chosen)
 

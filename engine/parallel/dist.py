@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -163,9 +164,20 @@ def _choose_interface(store: dist.Store, rank: int, size: int) -> None:
             return
 
 
+def release_before_stop(graphs: Any) -> None:
+    """Call `graphs.release()` in `stop`, unless `graphs` was freed before.
+
+    NCCL destroys a communicator only after the CUDA graphs that use it (`commDestroySync` in NCCL's init.cc), and would
+    wait without end for a graph that Python still holds.
+    """
+    cached("graphs", WeakSet).add(graphs)
+
+
 def stop() -> None:
     """Leave the process group. A second call does nothing."""
     global _world, _stop_requested_here, _stop_requested
+    for graphs in _cache.get("graphs", ()):
+        graphs.release()
     if _world is not None and dist.is_initialized():
         dist.destroy_process_group()
     _world = None
