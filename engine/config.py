@@ -15,6 +15,7 @@ TORCH_DTYPE: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": tor
 Compress = Literal["none", "gather8", "reduce8", "both"]
 Schedule = Literal["constant", "linear", "cosine"]
 Tier = Literal["none", "cpu", "nvme"]
+SMALLEST_SUB_GROUP = 1024  # parameters, a page of fp32
 MAX_INITIAL_POWER = 32  # the largest fp16 number is below 2**16
 
 
@@ -143,8 +144,10 @@ class EngineConfig:
                 raise ValueError(f"{key} must be at least 1, not {value}")
         if not 0.0 <= self.offload_ratio <= 1.0:
             raise ValueError(f"offload_ratio must be between 0 and 1, not {self.offload_ratio}")
-        if self.sub_group_size < 1024:
-            raise ValueError(f"sub_group_size must be at least 1024 parameters, not {self.sub_group_size}")
+        if self.sub_group_size < SMALLEST_SUB_GROUP:
+            raise ValueError(
+                f"sub_group_size must be at least {SMALLEST_SUB_GROUP} parameters, not {self.sub_group_size}"
+            )
         self._check_combinations()
 
     def _check_combinations(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import optim
-from engine.config import Compress, EngineConfig, LossScale, OptimizerConfig
+from engine.config import SMALLEST_SUB_GROUP, Compress, EngineConfig, LossScale, OptimizerConfig
 from engine.deepspeed_keys import KEYS, OPTIMIZERS, PARAMETERS, SCHEDULERS, Key
 from engine.schedules import SCHEDULES
 from engine.sharding import check_optimizer
@@ -27,6 +27,7 @@ TYPED = ("optimizer", "scheduler")  # sections with `type` and `params`
 FIELDS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # of OptimizerConfig
 OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
+SWITCHES = {"enabled": False, "deepcompile": False, "disable": True}  # these values switch a section off
 COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 COMPRESS: dict[tuple[bool, bool], Compress] = {  # of (weights, gradients)
     (False, False): "none", (True, False): "gather8", (False, True): "reduce8", (True, True): "both",
@@ -103,6 +104,8 @@ def config_fields(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     values = _values(config)
     if values.get("zero_optimization.mics_shard_size", 1) < 1:
         del values["zero_optimization.mics_shard_size"]
+    if (size := values.get("zero_optimization.sub_group_size")) is not None:  # 0: a sub-group for each parameter
+        values["zero_optimization.sub_group_size"] = max(size, SMALLEST_SUB_GROUP)
     if len({values[name] for section in OFFLOADS if (name := f"{section}.nvme_path") in values}) > 1:
         raise ValueError(
             "zero_optimization: offload_optimizer.nvme_path and offload_param.nvme_path differ; write one folder"
@@ -170,6 +173,8 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     """Yield all dotted keys with their values, without the sections `optimizer` and `scheduler` and without remarks."""
     for name, value in section.items():
         key = f"{prefix}{name if prefix else RENAMED.get(name, name)}"
+        if f"{prefix}stage3_{name}" in KEYS:  # DeepSpeed accepts both names
+            key = f"{prefix}stage3_{name}"
         if key in TYPED or name.startswith(("_", "#", "//")):
             continue
         if key in OFFLOADS and (value is None or value is False):
@@ -231,7 +236,7 @@ def _number(name: str, value: Any, key: Key) -> float:
 def _is_off(name: str, value: Any) -> bool:
     """Return whether a value switches a feature off. A size (of a group of ranks) does so at 1."""
     if isinstance(value, Mapping):
-        return not value or value.get("enabled") is False
+        return not value or any(value.get(key) is off for key, off in SWITCHES.items())
     return value is None or value is False or (name.endswith("_size") and value == 1)
 
 

@@ -309,6 +309,20 @@ def test_every_key_of_deepspeeds_tables_is_known_and_its_default_is_accepted() -
         parse(file, ranks=None)
 
 
+def test_names_and_values_of_public_files() -> None:
+    """Keys of ZeRO-3 without `stage3_`, a sub-group for each parameter, and a section that switches itself off."""
+    zero = {"stage": 3, "sub_group_size": 0, "max_live_parameters": 0, "gather_16bit_weights_on_model_save": True}
+    for off in ({"disable": True, "backend": "inductor"}, {"deepcompile": False}):
+        actual = parse({"zero_optimization": zero, "compile": off})
+        assert actual.engine == EngineConfig(zero_stage=3, dtype="fp32", sub_group_size=1024)
+        assert actual.ignored == tuple(
+            f"zero_optimization.stage3_{name} has no effect (see docs/reference/deepspeed.md)"
+            for name in ("max_live_parameters", "gather_16bit_weights_on_model_save")
+        )
+    with pytest.raises(ValueError, match=r"compile=.*is not supported: write EngineConfig"):
+        parse({"compile": {"deepcompile": True}})
+
+
 def test_offload_sections() -> None:
     section = {
         "stage": 3, "sub_group_size": 4e6,
