@@ -24,6 +24,7 @@ MAX_COMPILED_VARIANTS = 64
 """The limit of compilations of a block. The blocks of a model share their code, and gradients, dropout, padding and row
 lengths each need another variant. PyTorch's limit of 8 is too low for that.
 """
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> "NvmeParameters | None":
@@ -172,6 +173,11 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype, *, has_masters: bool
         return t.float() if t.itemsize < 4 and (t.requires_grad or dtype == torch.float32) else t
 
     module._apply(cast)
+    for norm in module.modules():
+        if isinstance(norm, BATCH_NORMS):  # their kernels need statistics in the precision of the weight
+            norm._buffers.update(
+                {name: b.to(dtype) for name, b in norm.named_buffers(recurse=False) if b.is_floating_point()}
+            )
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:

@@ -243,13 +243,19 @@ class HalfUsed(nn.Module):
         return self.used(self.norm(x))
 
 
-def test_running_statistics_and_unused_parameters_are_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "offload_optimizer": "cpu"}]
+)
+def test_running_statistics_and_unused_parameters_are_restored(layout: dict[str, Any], tmp_path: Path) -> None:
+    """In bf16, the statistics have the precision of the weights: the kernels of batch norms need this."""
+
     def made() -> Engine:
         torch.manual_seed(1)
         sgd = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9})
-        return initialize(HalfUsed(), EngineConfig(dtype="fp32"), optimizer=sgd)
+        return initialize(HalfUsed(), EngineConfig(**layout), optimizer=sgd)
 
     engine, other = made(), made()
+    assert dict(engine.module.named_buffers())["norm.running_var"].dtype == engine.dtype
     engine.backward(engine(torch.randn(5, 3) * 3 + 7).square().mean())
     engine.step()
     engine.save(tmp_path / "saved")
