@@ -160,8 +160,14 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
         available = f"it has {', '.join(names)}" if names else "it has no function"
         raise UserError(f"{key}={where}: there is no function {name} in {file}; {available}")
     answers, signature = ("an answer", SIGNATURE) if key not in SIGNATURES else ("two answers", SIGNATURES[key])
-    if inspect.iscoroutinefunction(call) or not _accepts(call, 3 if key in SIGNATURES else 2):
-        signature = signature.replace("NAME", name)
+    signature = signature.replace("NAME", name)
+    if inspect.iscoroutinefunction(call):
+        keys = "ppo.reward_threads" if key == REWARD else "evaluation.judge_threads"
+        raise UserError(
+            f"{key}={where}: {name} is asynchronous (async def), and nothing awaits its result; write {signature}, and "
+            f"set {keys}=32 for calls that wait at the same time"
+        )
+    if not _accepts(call, 3 if key in SIGNATURES else 2):
         raise UserError(f"{key}={where}: {name} can't be called with {answers} and a row; write {signature}")
     return UserFunction(where, file, call, threads, key)
 

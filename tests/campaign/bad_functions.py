@@ -31,7 +31,7 @@ FUNCTIONS: list[tuple[str, str, str, int]] = [
     ("no function", "def g(answer, row): return 1", "there is no function f in f.py; it has g", 2),
     ("a number as function", "f = 3", "there is no function f", 2),
     ("one parameter", "def f(answer): return 1", "can't be called with an answer and a row", 2),
-    ("a coroutine", "async def f(answer, row): return 1", "can't be called", 2),
+    ("a coroutine", "async def f(answer, row): return 1", "is asynchronous", 2),
     ("zero bytes", "\x00", "can't be run", 2),
     ("raises", "def f(answer, row): return row['nope']", "raised KeyError: 'nope' .line 1.", 2),
     (
