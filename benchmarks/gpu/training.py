@@ -16,7 +16,7 @@ from benchmarks.gpu.ceilings import matmul_rate
 from benchmarks.gpu.setting import OPT_1_3B, Setting, failure
 from engine import EngineConfig, OptimizerConfig, token_logprobs
 from engine.engine import Engine
-from engine.memory import ModelStates, model_states
+from engine.memory import ModelShape, ModelStates, Workload, trained_states
 from engine.parallel import dtensors, zero
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -109,8 +109,8 @@ def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> ModelStates
     model = setting.blueprint(_shape(setting, size))
     units = [sum(p.numel() for p in unit.parameters()) for unit in zero.units(model)]
     total = sum(p.numel() for p in model.parameters())
-    root = total - sum(units)
-    return model_states(total, root=root, block=max(units), config=EngineConfig(**tier), ranks=1, accumulates=False)
+    shape = ModelShape(total, root=total - sum(units), block=max(units))
+    return trained_states(shape, Workload(EngineConfig(**tier), step_tokens=1))
 
 
 def _step_seconds(

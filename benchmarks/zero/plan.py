@@ -159,12 +159,12 @@ def predict(run_dir: Path, stage: str) -> dict[str, float]:
         prompts, _, _ = load_prompts(config, sources)
         length = sum(map(len, prompts.ids)) // len(prompts.ids) + config.rollout.max_new_tokens
     world = dist.world()
-    is_gpu = world.device.type == "cuda"
-    task = stage_task(config, stage, policy=policy, reward=reward, ranks=world.size, is_cpu=not is_gpu)
+    is_cpu = world.device.type == "cpu"
+    task = stage_task(config, stage, policy=policy, reward=reward, ranks=world.size, is_cpu=is_cpu)
     rates = measure_machine(config, task)
     if length is not None:
-        task = replace(task, work=replace(task.work, max_length=length))
-    return predict_seconds(task, rates, is_gpu=is_gpu)
+        task = replace(task, tokens=length)
+    return predict_seconds(task, rates)
 
 
 if __name__ == "__main__":

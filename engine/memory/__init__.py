@@ -1,28 +1,24 @@
 """Memory and speed of a model under the engine: predicted from its shape, and measured while it runs.
 
-`measure_shape` counts a model on the meta device. `Workload` describes its layout and micro-batches; the functions of
-`workload` predict bytes by owner. `CostModel` predicts seconds from the rates of
-a machine, which `measure_rates` measures and `tabulated_rates` reads from a table. `MemoryTracker` measures bytes by
-owner.
+`measure_shape` counts a model on the meta device. `Workload` describes its layout and micro-batches; `trained_states`
+and `training_bytes` predict bytes by owner. `CostModel` predicts seconds from the rates of a machine, which
+`measure_rates` measures and `tabulated_rates` reads from a table. `MemoryTracker` measures bytes by owner.
 """
 
 from engine.memory.activations import activations
 from engine.memory.cost_model import CostModel
 from engine.memory.model_shape import ModelShape, measure_shape
-from engine.memory.rates import GPUS, Gpu, Rates, measure_rates, tabulated_rates
-from engine.memory.states import ModelStates, Owners, frozen_states, model_states
-from engine.memory.workload import (
+from engine.memory.phases import (
     RETAINED,
     GenerationLoad,
-    Workload,
     generation_bytes,
     pipeline_training_bytes,
     resting_bytes,
     scoring_bytes,
-    scoring_states,
-    trained_states,
     training_bytes,
 )
+from engine.memory.rates import GPUS, Gpu, Rates, measure_rates, tabulated_rates
+from engine.memory.states import ModelStates, Owners, Workload, frozen_states, trained_states
 
 __all__ = [
     "GPUS",
@@ -40,11 +36,9 @@ __all__ = [
     "generation_bytes",
     "measure_rates",
     "measure_shape",
-    "model_states",
     "pipeline_training_bytes",
     "resting_bytes",
     "scoring_bytes",
-    "scoring_states",
     "tabulated_rates",
     "trained_states",
     "training_bytes",

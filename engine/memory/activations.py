@@ -38,46 +38,32 @@ class Activations:
 
 
 def activations(
-    shape: ModelShape,
-    *,
-    tokens: int,
-    length: int,
-    dtype: Precision,
-    copies_output: bool = False,
-    has_adapters: bool = False,
+    shape: ModelShape, *, tokens: int, length: int, dtype: Precision, has_adapters: bool = False
 ) -> Activations:
     """Return the activations of `tokens` tokens in sequences of `length`, padded or packed.
 
-    `copies_output`: each output of attention exists twice, because attention runs once per sequence of a packed row and
-    the outputs are concatenated, or because a sequence group exchanges them. `has_adapters`: only adapters of linear
-    layers train, and save the inputs of these layers. Not counted: the small outputs inside adapters, and keys and
-    values that some kernels store once more for each answer to a shared prompt.
+    `has_adapters`: only adapters of linear layers train, and save the inputs of these layers. Not counted: the small
+    outputs inside adapters, keys and values that some kernels store once more for each answer to a shared prompt, and a
+    second copy of attention's outputs (without a kernel for packed rows, and in sequence groups).
     """
-    one, two = (
-        tokens * _saved_bytes(shape, count, length, dtype, copies_output, has_adapters) // length for count in (1, 2)
-    )
+    one, two = (tokens * _saved_bytes(shape, count, length, dtype, has_adapters) // length for count in (1, 2))
     block_input = tokens * shape.width * BYTES[dtype]
     return Activations(outside=max(0, 2 * one - two), block=two - one, block_input=block_input, blocks=shape.blocks)
 
 
 def with_blocks(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
-    """Return a copy of the configuration with `blocks` blocks and without dropout."""
+    """Return a copy of the configuration with `blocks` blocks."""
     shorter = copy.deepcopy(config)
     text = shorter.get_text_config()
     before, text.num_hidden_layers = text.num_hidden_layers, blocks
     for key, value in list(vars(text).items()):
         if isinstance(value, list) and "layer" in key and len(value) == before:  # one entry for each block
             setattr(text, key, (value * blocks)[:blocks])
-    for key, value in text.to_dict().items():
-        if isinstance(value, float) and ("dropout" in key or key.endswith(("pdrop", "layerdrop"))):
-            setattr(text, key, 0.0)
     return shorter
 
 
 @lru_cache(maxsize=64)
-def _saved_bytes(
-    shape: ModelShape, blocks: int, length: int, dtype: Precision, copies_output: bool, has_adapters: bool
-) -> int:
+def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision, has_adapters: bool) -> int:
     """Return the bytes that autograd saves on one rank for one sequence in a body of `blocks` blocks.
 
     With tensor parallelism a rank holds all numbers of tensors that are as wide as hidden states, and its share of the
@@ -85,7 +71,7 @@ def _saved_bytes(
     """
     with torch.device("meta"):
         body = AutoModel.from_config(with_blocks(shape.config, blocks), attn_implementation=shape.attention)
-        body = body.to(TORCH_DTYPE[dtype]).train()
+        body = body.to(TORCH_DTYPE[dtype]).eval()  # without dropout
     for layer in body.modules() if has_adapters else ():
         if not isinstance(layer, nn.Linear | Conv1D):
             for parameter in layer.parameters(recurse=False):
@@ -101,7 +87,7 @@ def _saved_bytes(
             references.append(tensor)
         return tensor
 
-    with _fused_kernels_on_meta(copies_output), saved_tensors_hooks(save, lambda tensor: tensor):
+    with _fused_kernels_on_meta(), saved_tensors_hooks(save, lambda tensor: tensor):
         _forward(body, length)
     return sum(saved.values())
 
@@ -148,14 +134,12 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 @contextmanager
-def _fused_kernels_on_meta(copies_output: bool) -> Iterator[None]:
-    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        output: Tensor = _FusedAttention.apply(query, key, value)
-        return torch.cat([output.transpose(1, 2)]).transpose(1, 2) if copies_output else output
-
+def _fused_kernels_on_meta() -> Iterator[None]:
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention, functional.grouped_mm
-    functional.scaled_dot_product_attention = attend
+    functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: _FusedAttention.apply(
+        query, key, value
+    )
     functional.grouped_mm = lambda rows, matrices, **_: _GroupedProduct.apply(rows, matrices)
     try:
         yield

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from engine.memory.model_shape import ModelShape
 from engine.memory.rates import Rates
-from engine.memory.states import BYTES
-from engine.memory.workload import Workload
+from engine.memory.states import BYTES, Workload
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,6 @@ class CostModel:
     shape: ModelShape
     work: Workload
     rates: Rates
-    is_gpu: bool
     tokens: int
 
     def training_seconds(self, updates: int = 1, *, head_share: float = 1.0) -> float:
@@ -37,7 +35,7 @@ class CostModel:
         stages, count = self.work.config.pipeline_parallel, self._micro_batches
         compute *= (count + stages - 1) / (count * stages)
         communication = self._communication_seconds(updates) / stages
-        return max(compute, communication) if self.is_gpu else compute + communication
+        return compute + communication if self.work.is_cpu else max(compute, communication)
 
     def scoring_seconds(self, *, head_share: float = 0.0) -> float:
         """Return the seconds of a forward over all tokens."""

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -30,51 +30,47 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """Parameter counts and widths of one transformer.
+    """Parameter counts and widths of one model. The defaults describe a module without embedding, head and attention.
 
     parameters: all of them, tied ones once. root: those outside of the blocks. block: those of the largest block.
-    embedding: those of embedding layers outside of the blocks. tied: those that the embedding shares with the head.
-    own_embedding, own_head: those of the embedding and the head if they are FSDP units (`zero.outer_layers`), else 0.
-    cache_per_token: numbers of one token's keys and values in all blocks. vocabulary: rows of the head, 0 for a model
-    that scores. With tensor parallelism over `tensor` ranks, all counts but `linears` are those of one rank.
+    embedding: those of embedding layers outside of the blocks. head: those of the head, which `is_tied` shares with the
+    embedding. vocabulary: rows of the head, 0 for a model that scores. cache_per_token: numbers of one token's keys and
+    values in all blocks. With tensor parallelism over `tensor` ranks, all counts but `linears` are those of one rank.
     """
 
-    name: str
-    config: PretrainedConfig
-    attention: str
     parameters: int
     root: int
     block: int
-    blocks: int
-    width: int
-    vocabulary: int
-    cache_per_token: int
-    embedding: int
-    tied: int
-    own_embedding: int
-    own_head: int
-    linears: tuple[Linear, ...]
-    tensor: int
+    blocks: int = 1
+    width: int = 0
+    embedding: int = 0
+    head: int = 0
+    is_tied: bool = False
+    vocabulary: int = 0
+    cache_per_token: int = 0
+    linears: tuple[Linear, ...] = ()
+    tensor: int = 1
+    name: str = ""
+    config: PretrainedConfig = field(default_factory=PretrainedConfig)
+    attention: str = "sdpa"
 
     @property
     def root_unit(self) -> int:
-        """Parameters of the root unit, which ZeRO stage 3 holds gathered during a pass."""
-        return self.root - self.own_embedding - self.own_head
+        """Parameters of the root unit, which ZeRO stage 3 holds gathered during a pass.
+
+        Embedding and head are units of their own (`zero.outer_layers`), unless they are tied.
+        """
+        return self.root if self.is_tied else self.root - self.embedding - self.head
+
+    @property
+    def largest_released(self) -> int:
+        """Parameters of the largest unit next to the root unit: embedding, blocks and head take turns."""
+        return self.block if self.is_tied else max(self.embedding, self.head, self.block)
 
     @property
     def largest_unit(self) -> int:
         """Parameters of the largest FSDP unit."""
         return max(self.root_unit, self.largest_released)
-
-    @property
-    def largest_released(self) -> int:
-        """Parameters of the largest unit next to the root unit: embedding, blocks and head take turns."""
-        return max(self.own_embedding, self.own_head, self.block)
-
-    @property
-    def held_root(self) -> int:
-        """Parameters outside of the blocks that ZeRO stage 3 holds gathered from forward to backward."""
-        return self.root - self.own_embedding
 
 
 def measure_shape(
@@ -118,30 +114,27 @@ def measure_shape(
     head = model.get_output_embeddings()
     head_size = 0 if head is None else head.weight.numel()
     head_ranks = tensor if head is not None and len(head.weight) % tensor == 0 else 1
-    embedding = model.get_input_embeddings()
-    own = zero.outer_layers(model, [embedding, head])
     root = _parameters(model) - sum(map(_parameters, units)) - head_size + head_size // head_ranks
     return ModelShape(
-        name=name,
-        config=config,
-        attention=attention_name(model),
         parameters=root + sum(blocks),
         root=root,
         block=max(blocks, default=0),
         blocks=len(blocks),
         width=text.hidden_size,
+        embedding=sum(p.numel() for p in outer),
+        head=head_size // head_ranks,
+        is_tied=head is not None and head.weight in outer,
         vocabulary=0 if scores else text.vocab_size if head is None else len(head.weight) // head_ranks,
         cache_per_token=2 * text.num_hidden_layers * groups * head_width // tensor,
-        embedding=sum(p.numel() for p in outer),
-        tied=head_size if head is not None and head.weight in outer else 0,
-        own_embedding=_parameters(embedding) if embedding in own else 0,
-        own_head=head_size // head_ranks if head is not None and head in own else 0,
         linears=tuple(
             Linear(path, layer.weight.shape, layer is head or path == "score")
             for path, layer in model.named_modules()
             if isinstance(layer, nn.Linear | Conv1D)
         ),
         tensor=tensor,
+        name=name,
+        config=config,
+        attention=attention_name(model),
     )
 
 
@@ -156,11 +149,11 @@ def pipeline_stages(shape: ModelShape, ranks: int) -> tuple[ModelShape, ...]:
     for rank in range(ranks):
         blocks = shape.blocks // ranks + (rank < shape.blocks % ranks)
         first, last = rank == 0, rank == ranks - 1
-        root = first * shape.embedding + last * (shape.root - shape.embedding + shape.tied)
-        vocabulary = shape.vocabulary if last else 0
-        total = root + blocks * shape.block
+        embedding, head = first * shape.embedding, last * shape.head
+        root = embedding + last * (shape.root - shape.embedding) + shape.is_tied * head
+        total, vocabulary = root + blocks * shape.block, last * shape.vocabulary
         stage = replace(shape, parameters=total, root=root, blocks=blocks, vocabulary=vocabulary)
-        stages.append(replace(stage, own_embedding=first * shape.own_embedding, own_head=last * shape.own_head))
+        stages.append(replace(stage, embedding=embedding, head=head))
     return tuple(stages)
 
 

@@ -14,9 +14,12 @@ where a step reduces once, otherwise 4P/N). On NVMe masters and moments are in f
 `SUB_GROUPS_IN_FLIGHT` sub-groups of them.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
-from engine.config import EngineConfig, Precision
+from engine.config import EngineConfig, OptimizerConfig, Precision
+from engine.memory.model_shape import ModelShape
+from engine.optim import averages_itself, moment_names
 
 Owners = dict[str, int]
 BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -24,20 +27,78 @@ SUB_GROUPS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
+class Workload:
+    """The layout of a model, and the micro-batches that it trains on. Lengths count tokens.
+
+    ranks: ranks that share the states; a tensor group or a pipeline counts once. step_tokens: one rank's tokens of an
+    optimizer step (0: unknown, several micro-batches). item_sequences: sequences of one training item, which share a
+    micro-batch (2 for a pair). adapters: trained parameters next to a frozen model (0: all parameters train). packed:
+    the frozen weights in packed layers, which need packed_bytes. has_average: a moving average of the parameters
+    exists. has_other_loss: each step has micro-batches of a second data source. is_cpu: the device is the host.
+    """
+
+    config: EngineConfig = field(default_factory=EngineConfig)
+    ranks: int = 1
+    micro_batch_tokens: int = 8192
+    max_length: int = 1024
+    step_tokens: int = 0
+    item_sequences: int = 1
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
+    has_average: bool = False
+    has_other_loss: bool = False
+    adapters: int = 0
+    packed: int = 0
+    packed_bytes: int = 0
+    is_cpu: bool = False
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of a micro-batch of one item, which is never split."""
+        return self.item_sequences * self.max_length
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of the largest micro-batch on one rank."""
+        return math.ceil(max(self.micro_batch_tokens, self.min_tokens) / self.config.sequence_parallel)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step. A pipeline has at least one for each stage."""
+        return max(self.config.pipeline_parallel, math.ceil(self.step_tokens / self.micro_batch_tokens))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.step_tokens == 0 or self.micro_batches > 1 or self.has_other_loss
+
+    @property
+    def shards(self) -> int:
+        """Shards of a model's states."""
+        return 1 if self.config.zero_stage == 0 else self.config.shard_ranks or self.ranks
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one rank has all states."""
+        return self.ranks == 1 and self.config.tensor_parallel == 1
+
+    def trained(self, shape: ModelShape) -> int:
+        """Return the trained parameters of a model."""
+        return self.adapters or shape.parameters
+
+
+@dataclass(frozen=True)
 class ModelStates:
     """Bytes of one model on one rank, at the peak of a step.
 
     Between steps the device holds `parameters` (masters, or shards in compute precision), `optimizer` (moments) and
-    `average`. While the model trains, `gathered` (of it `prefetched` belongs to the next block), `gradients` and
-    `reduction` come on top; `overlap` bytes of gathered copies are freed before the last gradients exist. `host`
-    includes `host_gradients`; `nvme` is in files.
+    `average`. While the model trains, `gathered`, `gradients` and `reduction` come on top; `overlap` bytes of gathered
+    copies are freed before the last gradients exist. `host` includes `host_gradients`; `nvme` is in files.
     """
 
     parameters: int = 0
     optimizer: int = 0
     average: int = 0
     gathered: int = 0
-    prefetched: int = 0
     gradients: int = 0
     reduction: int = 0
     overlap: int = 0
@@ -56,80 +117,55 @@ class ModelStates:
         return self.resting + self.gathered + self.gradients + self.reduction - self.overlap
 
 
-def shard_count(config: EngineConfig, ranks: int) -> int:
-    """Return the number of shards of a model's states."""
-    return 1 if config.zero_stage == 0 else config.shard_ranks or ranks
+def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
+    """Return the states of a model that trains.
 
-
-def model_states(
-    parameters: int,
-    *,
-    root: int,
-    block: int,
-    config: EngineConfig,
-    ranks: int,
-    unit: int | None = None,
-    trained: int | None = None,
-    accumulates: bool = True,
-    moments: int = 2,
-    has_average: bool = False,
-    has_error_feedback: bool = False,
-) -> ModelStates:
-    """Return the bytes of a model that trains.
-
-    `root` are the parameters that stage 3 gathers next to a block, `block` those of the largest block, `unit` those of
-    the largest FSDP unit (default: of root and block). `trained` parameters learn (default: all), with `moments`
-    numbers each. `accumulates` means several micro-batches a step. `has_average` adds a moving average,
-    `has_error_feedback` the residuals of 1-bit Adam.
+    Over packed layers, only the adapters have fp32 masters. The other frozen parameters are in compute precision.
     """
-    size, shards, stage = BYTES[config.dtype], shard_count(config, ranks), config.zero_stage
-    trained = parameters if trained is None else trained
-    gathered, prefetched = _gathered_bytes(parameters, root, block, config)
-    unit = max(root, block) if unit is None else unit
-    reduction = unit * (size + 4) if trained else 0
-    accumulates_full = accumulates and stage < 2
-    if config.offload_optimizer != "none":
-        states = _offloaded_states(parameters, trained, shards, moments, has_average, config, accumulates)
-        gradients = 4 * trained if accumulates_full else states.gradients
-        return replace(states, gathered=gathered, prefetched=prefetched, gradients=gradients, reduction=reduction)
+    config, size = work.config, BYTES[work.config.dtype]
+    masters, unit, frozen = shape.parameters + work.adapters, shape.largest_unit, 0
+    if work.packed:
+        masters, unit, frozen = work.adapters, work.adapters // shape.blocks, size * (shape.parameters - work.packed)
+    is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}
+    states = (_device_states if config.offload_optimizer == "none" else _offloaded_states)(shape, work, masters)
+    if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
+        gathered, reduction = size * masters if size < 4 else 0, size * unit  # without FSDP2
+    else:
+        gathered, reduction = _gathered_bytes(shape, masters, config) + frozen, (size + 4) * unit
+        if not (is_offloaded or work.accumulates or config.zero_stage == 3):
+            # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
+            states = replace(states, overlap=min(gathered, states.gradients))
+    parameters = states.parameters + work.packed_bytes + frozen // work.shards
+    return replace(states, parameters=parameters, gathered=gathered, reduction=reduction)
+
+
+def _device_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
+    """Return the states between steps, and the gradients, where masters and moments are next to the shards."""
+    config, shards, trained = work.config, work.shards, work.trained(shape)
     each = 2 if config.states == "bf16" else 4
-    error_feedback = 4 * trained + 4 * trained // ranks if has_error_feedback else 0
+    error_feedback = 4 * trained + 4 * trained // work.ranks if averages_itself(work.optimizer) else 0
+    is_full = config.zero_stage == 0 or (config.zero_stage == 1 and work.accumulates)
     states = ModelStates(
-        parameters=each * parameters // shards,
-        optimizer=each * moments * trained // shards + error_feedback,
-        average=each * has_average * trained // shards,
-        gathered=gathered,
-        prefetched=prefetched,
-        gradients=4 * trained if stage == 0 or accumulates_full else each * trained // shards,
-        reduction=reduction,
+        parameters=each * masters // shards,
+        optimizer=each * len(moment_names(work.optimizer)) * trained // shards + error_feedback,
+        average=each * work.has_average * trained // shards,
+        gradients=4 * trained if is_full else each * trained // shards,
     )
-    if config.offload_parameters != "none":  # masters, moments and reduced gradients stay with the shards on the host
-        reduced = 4 * trained // shards
-        return ModelStates(
-            gathered=gathered,
-            prefetched=prefetched,
-            gradients=states.gradients if stage == 1 else 0,
-            reduction=reduction,
-            host=states.resting + reduced,
-            host_gradients=reduced,
-        )
-    if _is_plain(config, ranks) and each == 4 and not has_error_feedback:
-        copies = size * parameters if size < 4 else 0
-        return replace(states, gathered=copies, prefetched=0, reduction=size * unit if trained else 0)
-    # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
-    is_freed = not accumulates and stage < 3
-    return replace(states, overlap=min(gathered, states.gradients) if is_freed else 0)
+    if config.offload_parameters == "none":
+        return states
+    reduced = 4 * trained // shards  # masters, moments and reduced gradients stay with the shards on the host
+    gradients = states.gradients if config.zero_stage == 1 else 0
+    return ModelStates(gradients=gradients, host=states.resting + reduced, host_gradients=reduced)
 
 
-def _offloaded_states(
-    parameters: int, trained: int, shards: int, moments: int, has_average: bool, config: EngineConfig, accumulates: bool
-) -> ModelStates:
-    """Return the bytes where a share `offload_ratio` of the optimizer states is on the host or in files."""
-    size = BYTES[config.dtype]
+def _offloaded_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
+    """Return the same where a share `offload_ratio` of the optimizer states is on the host or in files."""
+    config, shards, trained = work.config, work.shards, work.trained(shape)
+    size, moments = BYTES[config.dtype], len(moment_names(work.optimizer))
     offloaded = round(config.offload_ratio * trained / shards)
     remaining = trained // shards - offloaded
-    gradient = 4 if accumulates and config.zero_stage >= 2 else size
-    states = 4 * (1 + moments + has_average)
+    gradient = 4 if work.accumulates and config.zero_stage >= 2 else size
+    states = 4 * (1 + moments + work.has_average)
     host, nvme = gradient * offloaded, 0
     if gradient < 4:  # the step casts the gradients of a sub-group to fp32
         host += 4 * min(offloaded, config.sub_group_size)
@@ -138,40 +174,33 @@ def _offloaded_states(
     else:
         nvme += states * offloaded
         host += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
-    shard = {config.offload_parameters: size * parameters // shards}
+    shard = {config.offload_parameters: size * masters // shards}
     return ModelStates(
         parameters=shard.get("none", 0) + 4 * remaining,
         optimizer=4 * moments * remaining,
-        average=4 * has_average * remaining,
-        gradients=gradient * remaining,
+        average=4 * work.has_average * remaining,
+        gradients=4 * trained if work.accumulates and config.zero_stage < 2 else gradient * remaining,
         host=host + shard.get("cpu", 0),
         host_gradients=gradient * offloaded,
         nvme=nvme + shard.get("nvme", 0),
     )
 
 
-def frozen_states(parameters: int, *, root: int, block: int, config: EngineConfig, ranks: int) -> ModelStates:
-    """Return the bytes of a model that only scores: parameters in compute precision, gathered while they are used."""
-    shard = {config.offload_parameters: BYTES[config.dtype] * parameters // shard_count(config, ranks)}
-    gathered, prefetched = _gathered_bytes(parameters, root, block, config)
-    is_copied = not _is_plain(config, ranks) or config.offload_parameters != "none"
+def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
+    """Return the states of a model that only scores: parameters in compute precision, gathered while they are used."""
+    config, size = work.config, BYTES[work.config.dtype]
+    loose = size * (shape.parameters - work.packed)  # parameters outside of packed layers
+    shard = {config.offload_parameters: work.packed_bytes + loose // work.shards}
+    is_copied = not work.is_single or config.offload_parameters != "none"
     return ModelStates(
         parameters=shard.get("none", 0),
-        gathered=gathered if is_copied else 0,
-        prefetched=prefetched if is_copied else 0,
+        gathered=_gathered_bytes(shape, shape.parameters - work.packed, config) if is_copied else 0,
         host=shard.get("cpu", 0),
         nvme=shard.get("nvme", 0),
     )
 
 
-def _gathered_bytes(parameters: int, root: int, block: int, config: EngineConfig) -> tuple[int, int]:
-    """Return the bytes of gathered copies, and those of the prefetched block, which only stage 3 has."""
-    size = BYTES[config.dtype]
-    if config.zero_stage < 3:
-        return size * parameters, 0
-    return size * min(parameters, root + 2 * block), size * max(0, min(block, parameters - root - block))
-
-
-def _is_plain(config: EngineConfig, ranks: int) -> bool:
-    """Return whether the module stays as it is, without FSDP2."""
-    return ranks == 1 and config.tensor_parallel == 1
+def _gathered_bytes(shape: ModelShape, parameters: int, config: EngineConfig) -> int:
+    if config.zero_stage == 3:
+        parameters = min(parameters, shape.root_unit + shape.largest_released + shape.block)
+    return BYTES[config.dtype] * parameters

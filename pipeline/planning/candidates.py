@@ -5,6 +5,7 @@ On a CPU host memory is the device's memory, so that only the NVMe tiers save me
 
 import shutil
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,21 +63,18 @@ def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
 class Prediction:
     """The prediction of a stage with one setting.
 
-    `changes` are the command-line overrides that lead from the stage's configuration to this setting. `seconds` are
-    those of a step by phase, and `stage_seconds` those of the stage; empty and 0 without rates.
+    `engine` has the keys of `engine` that the planner has chosen. `changes` are the command-line overrides that lead
+    from the stage's configuration to this setting. `seconds` are those of a step by phase, and `stage_seconds` those of
+    the stage; empty and 0 without rates.
     """
 
     task: StageTask
     capacity: Capacity
     demand: Demand
+    engine: Mapping[str, Any]
     changes: tuple[str, ...]
     seconds: dict[str, float]
     stage_seconds: float
-
-    @property
-    def engine(self) -> dict[str, Any]:
-        """The values of the four keys of `engine` that the planner chooses."""
-        return {key: getattr(self.task.work.config, key) for key in LAYOUT_KEYS}
 
     @property
     def step_seconds(self) -> float:
@@ -113,18 +111,17 @@ def predict(
     PPO shares its forwards as configured, or where that fits. Raises ValueError for keys that exclude each other, such
     as bf16 states and an offloaded optimizer.
     """
-    changes = {key: value for key, value in (engine or {}).items() if value != getattr(task.work.config, key)}
+    engine, tokens = engine or {}, tokens or task.work.micro_batch_tokens
+    changes = {key: value for key, value in engine.items() if value != getattr(task.work.config, key)}
     overrides = [f"engine.{key}={str(value).lower()}" for key, value in changes.items()]
-    if tokens not in (0, task.work.micro_batch_tokens):
+    if tokens != task.work.micro_batch_tokens:
         overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
-    config = replace(task.work.config, **changes)
-    work = replace(task.work, config=config, micro_batch_tokens=tokens or task.work.micro_batch_tokens)
-    task = _with_decode_batch(replace(task, work=work), capacity)
+    task = _with_decode_batch(task.with_setting(engine, tokens), capacity)
     demand, seconds, total = _demand(task, capacity), dict[str, float](), 0.0
     if rates is not None:
-        seconds = predict_seconds(task, rates, is_gpu=capacity.is_gpu, shares_forward=demand.shares_forward)
-        total = stage_seconds(task, rates, seconds, is_gpu=capacity.is_gpu)
-    return Prediction(task, capacity, demand, tuple(overrides), seconds, total)
+        seconds = predict_seconds(task, rates, shares_forward=demand.shares_forward)
+        total = stage_seconds(task, rates, seconds)
+    return Prediction(task, capacity, demand, engine, tuple(overrides), seconds, total)
 
 
 def _demand(task: StageTask, capacity: Capacity) -> Demand:
@@ -148,14 +145,12 @@ def _with_decode_batch(task: StageTask, capacity: Capacity) -> StageTask:
 
     fewest, most = min(DECODE_BATCH, task.load.sequences), task.load.sequences
     shares = _demand(with_slots(fewest), capacity).shares_forward
-    while fewest < most:
-        middle = (fewest + most + 1) // 2
+
+    def exceeds(slots: int) -> bool:
         # Without a bound by free bytes, the cache has a slot for each of the sequences.
-        if capacity.fits(predict_bytes(with_slots(middle), shares_forward=shares)):
-            fewest = middle
-        else:
-            most = middle - 1
-    return with_slots(fewest)
+        return not capacity.fits(predict_bytes(with_slots(slots), shares_forward=shares))
+
+    return with_slots(fewest + bisect_left(range(fewest + 1, most + 1), True, key=exceeds))
 
 
 def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Prediction]:

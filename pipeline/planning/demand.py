@@ -5,12 +5,11 @@ All models of a stage hold their states, and one of them works on one micro-batc
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.memory import (
     RETAINED,
     CostModel,
-    GenerationLoad,
     ModelStates,
     Owners,
     Rates,
@@ -18,8 +17,6 @@ from engine.memory import (
     pipeline_training_bytes,
     resting_bytes,
     scoring_bytes,
-    scoring_states,
-    trained_states,
     training_bytes,
 )
 from pipeline.config.messages import format_bytes
@@ -32,8 +29,8 @@ TIERS = ("host", "nvme")  # owners of offloaded bytes: in host memory, and in fi
 class Demand:
     """Predicted bytes of one rank at the peak of each phase, by owner.
 
-    The owners in `TIERS` are offloaded, all others on the device. The owner "overlap" is negative: bytes of the others
-    that do not exist at the same time. `shares_forward`: PPO keeps scoring forwards to train on.
+    The owners in `TIERS` are offloaded, all others on the device. `shares_forward`: PPO keeps scoring forwards to train
+    on.
     """
 
     phases: dict[str, Owners]
@@ -70,91 +67,50 @@ class Demand:
 
 
 def predict_bytes(task: StageTask, *, free_bytes: int | None = None, shares_forward: bool = False) -> Demand:
-    """Predict a stage. `free_bytes` is the device's memory, which bounds the key-value cache."""
-    load = replace(task.load, free_bytes=free_bytes)
-    if task.stage == "ppo":
-        return Demand(_ppo_phases(task, load, shares_forward), shares_forward)
-    return Demand(_supervised_phases(task, load))
+    """Predict a stage. `free_bytes` is the device's memory, which bounds the key-value cache.
 
-
-def _supervised_phases(task: StageTask, load: GenerationLoad) -> dict[str, Owners]:
-    """SFT and DPO train, score and answer held-out prompts; the reward model trains and scores.
-
-    With pipeline parallelism each stage trains its blocks, and the full model answers held-out prompts.
+    With `shares_forward` the forwards of all of a step's micro-batches wait for their backward, the critic's while the
+    actor trains. With pipeline parallelism each pipeline stage trains its blocks, and the full model generates.
     """
-    states = trained_states(task.policy, task.work)
-    resting = resting_bytes(states)
-    has_logits = task.stage != "reward"
-    if task.work.config.pipeline_parallel > 1:
-        stages = pipeline_training_bytes(task.policy, task.work)
-        phases = {f"train, stage {number}" if number > 1 else "train": each for number, each in enumerate(stages, 1)}
-        resting = {owner: max(each[owner] for each in stages) for owner in resting}
-    else:
-        train = training_bytes(task.policy, task.work, states, has_logits=has_logits)
-        phases = {
-            "train": resting | train | _offloaded([states], trains=states),
-            "score": resting | scoring_bytes(task.policy, task.work, states) | _offloaded([states]),
-        }
-    if has_logits:
-        generation = _generation_bytes(task, load, sum(resting.values()))
-        phases["generate"] = resting | generation | _offloaded([states])
-    return phases
-
-
-def _generation_bytes(task: StageTask, load: GenerationLoad, resident: int) -> Owners:
-    shape, work = task.generates or task.policy, task.roles.get("actor", task.work)
-    is_split = max(shape.tensor, task.policy.tensor, work.config.pipeline_parallel) > 1
-    return generation_bytes(shape, work, load, is_split=is_split, resident=resident)
-
-
-def _ppo_phases(task: StageTask, load: GenerationLoad, shares_forward: bool) -> dict[str, Owners]:
-    """Actor and critic have optimizer states; reference and reward model are in compute precision.
-
-    Under adapters the reference is the actor. With `shares_forward` the forwards of all of a step's micro-batches wait
-    for their backward, the critic's while the actor trains.
-    """
-    policy, scorer = task.policy, task.scorer or task.policy
-    work = {role: task.roles.get(role, task.work) for role in ("actor", "critic", "reference", "reward")}
-    work["critic"] = replace(work["critic"], **task.scorer_layout, has_average=False, has_other_loss=False)
-    work["reward"] = replace(work["reward"], **task.scorer_layout)
-    actor = trained_states(policy, work["actor"])
-    models = {"actor": actor}
-    if task.has_critic:
-        models["critic"] = trained_states(scorer, work["critic"])
-    if task.has_reference and not task.work.adapters:
-        models["reference"] = scoring_states(policy, work["reference"])
-    for number in range(1, task.reward_models + 1):
-        models["reward" if number == 1 else f"reward_{number}"] = scoring_states(scorer, work["reward"])
-    resting = {role: states.resting for role, states in models.items()}
-    parked = actor.optimizer if load.park_optimizer and work["actor"].config.offload_optimizer == "none" else 0
-    generation = _generation_bytes(task, load, sum(resting.values()) - parked)
-    busy = resting | ({owner: generation[owner] for owner in RETAINED} if load.keep else {})
-    scoring = max(models.values(), key=lambda states: states.gathered)
-    waiting = {role: work[role].micro_batches if shares_forward else 1 for role in ("actor", "critic")}
-    if task.work.has_other_loss:
-        waiting["actor"] = 1
-    offloaded = _offloaded(models.values())
-    phases = {
-        "generate": resting | {"actor": actor.resting - parked} | generation | offloaded,
-        "score": busy | scoring_bytes(policy, task.work, scoring) | offloaded,
-        "train actor": busy
-        | training_bytes(policy, work["actor"], actor, forwards=waiting["actor"])
-        | _offloaded(models.values(), trains=actor),
-    }
-    if parked:
-        phases["generate"]["host"] = offloaded.get("host", 0) + parked
-    if task.has_critic:
-        critic = models["critic"]
-        owners = training_bytes(scorer, work["critic"], critic, has_logits=False, forwards=waiting["critic"])
-        phases["train critic"] = busy | owners | _offloaded(models.values(), trains=critic)
-        if shares_forward:
-            config = work["critic"].config
-            gathered = critic.gathered
-            if config.zero_stage == 3:  # only the root unit stays gathered between forward and backward
-                gathered = min(gathered, scorer.held_root * (4 if config.dtype == "fp32" else 2))
-            phases["train actor"]["gathered"] += gathered
-            phases["train actor"]["activations"] += owners["activations"]
-    return phases
+    policy, work, load, is_ppo = task.policy.shape, task.policy.work, task.load, task.stage == "ppo"
+    states = {name: model.states for name, model in task.models.items()}
+    first = next(iter(states.values()))
+    resting, stages = resting_bytes(first), list[Owners]()
+    if is_ppo:
+        resting = {name: states[name].resting for name, model in task.models.items() if model.kind != "shared"}
+    elif work.config.pipeline_parallel > 1:
+        stages = pipeline_training_bytes(policy, work)
+        resting = {owner: max(stage[owner] for stage in stages) for owner in resting}
+    phases, offloaded, busy = dict[str, Owners](), _offloaded(states.values()), resting
+    if task.stage != "reward":
+        parked = first.optimizer if load.park_optimizer and work.config.offload_optimizer == "none" else 0
+        others = sum(resting.values()) - parked
+        shape = task.generates or policy
+        generation = generation_bytes(shape, work, load, resident=others, free_bytes=free_bytes)
+        phases["generate"] = resting | generation | offloaded
+        if parked:
+            owner = next(iter(task.models)) if is_ppo else "optimizer"
+            host = offloaded.get("host", 0) + parked
+            phases["generate"] |= {owner: resting[owner] - parked, "host": host}
+        if is_ppo and load.keep:
+            busy = resting | {owner: generation[owner] for owner in RETAINED}
+    for number, stage in enumerate(stages, 1):
+        phases[f"train, stage {number}"] = stage
+    if stages:
+        return Demand(phases)
+    widest = max(states.values(), key=lambda each: each.gathered)
+    phases["score"] = busy | scoring_bytes(policy, work, widest) | offloaded
+    for name, model in task.models.items():
+        if model.kind == "trained":
+            forwards = model.work.micro_batches if shares_forward and not model.work.has_other_loss else 1
+            owners = training_bytes(model.shape, model.work, states[name], forwards=forwards)
+            label = f"train {name}" if is_ppo else "train"
+            phases[label] = busy | owners | _offloaded(states.values(), trains=states[name])
+    if shares_forward and "critic" in task.models:
+        if task.models["critic"].work.config.zero_stage < 3:  # stage 3 releases all units but the root unit, a norm
+            phases["train actor"]["gathered"] += states["critic"].gathered
+        phases["train actor"]["activations"] += phases["train critic"]["activations"]
+    return Demand(phases, shares_forward)
 
 
 def _offloaded(models: Collection[ModelStates], trains: ModelStates | None = None) -> Owners:
@@ -164,36 +120,37 @@ def _offloaded(models: Collection[ModelStates], trains: ModelStates | None = Non
     return {tier: size for tier, size in sizes.items() if size}
 
 
-def predict_seconds(task: StageTask, rates: Rates, *, is_gpu: bool, shares_forward: bool = False) -> dict[str, float]:
+def predict_seconds(task: StageTask, rates: Rates, *, shares_forward: bool = False) -> dict[str, float]:
     """Predict the seconds by phase of one step with sequences of mean length (PPO: one rollout and its updates)."""
-    work, scorer = task.work, task.scorer or task.policy
+    work = task.work
     tokens = math.ceil(math.ceil(task.sequences * work.config.sequence_parallel / work.ranks) * task.length)
-    policy = CostModel(task.policy, work, rates, is_gpu, tokens)
-    trained, response_share, phases = [policy], 1.0, dict[str, float]()
+    models = task.models.values()
+    costs = [CostModel(model.shape, model.work, rates, tokens) for model in models]
+    trained = [cost for cost, model in zip(costs, models, strict=True) if model.kind == "trained"]
+    response_share, phases = 1.0, dict[str, float]()
     if task.stage == "ppo":
         response_share = task.response_length / task.length  # of tokens: those with a log-probability
-        judge = CostModel(scorer, replace(work, **task.scorer_layout), rates, is_gpu, tokens)
         rounds = math.ceil(task.sequences / work.ranks / task.load.slots)
-        phases["generate"] = policy.generation_seconds(
+        phases["generate"] = costs[0].generation_seconds(
             steps=rounds * task.response_length,
             slots=task.load.slots,
             prompt_share=1 - response_share,
             context=task.length - task.response_length / 2,
         )
-        policies = 1 + task.has_reference - shares_forward
-        judges = task.has_critic + task.reward_models - (shares_forward and task.has_critic)
-        phases["score"] = policies * policy.scoring_seconds(head_share=response_share)
-        phases["score"] += judges * judge.scoring_seconds()
-        trained += [judge] if task.has_critic else []
+        phases["score"] = sum(
+            cost.scoring_seconds(head_share=response_share)
+            for cost, model in zip(costs, models, strict=True)
+            if not (shares_forward and model.kind == "trained")
+        )
     phases["train"] = task.passes * sum(m.training_seconds(task.updates, head_share=response_share) for m in trained)
     phases["step"] = task.passes * task.updates * sum(model.optimizer_seconds() for model in trained)
     return phases
 
 
-def stage_seconds(task: StageTask, rates: Rates, seconds: Mapping[str, float], *, is_gpu: bool) -> float:
+def stage_seconds(task: StageTask, rates: Rates, seconds: Mapping[str, float]) -> float:
     """Predict the seconds of a stage, given those of a step by phase: all steps, and all evaluations."""
-    work, load = task.work, task.load
-    policy = CostModel(task.policy, work, rates, is_gpu, math.ceil(task.scored * task.length / work.ranks))
+    work, load = task.policy.work, task.load
+    policy = CostModel(task.policy.shape, work, rates, math.ceil(task.scored * task.length / work.ranks))
     rounds = task.answered / work.ranks / load.slots
     answers = policy.generation_seconds(steps=rounds * load.response, slots=load.slots, prompt_share=0.0)
     return task.steps * sum(seconds.values()) + answers + policy.scoring_seconds(head_share=float(task.scored > 0))

@@ -147,7 +147,7 @@ def more_memory(stage: str) -> str:
 def measure(config: RunConfig, task: StageTask, *, has_files: bool = True) -> Rates:
     """Measure the speed of this machine for a stage's model; every rank calls. `has_files` includes the disk."""
     return measure_rates(
-        task.policy,
+        task.policy.shape,
         dtype=task.work.config.dtype,
         length=task.work.max_length,
         rows=min(task.load.slots, 32),

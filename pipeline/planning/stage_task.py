@@ -3,13 +3,21 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from engine import EngineConfig, OptimizerConfig
-from engine.memory import GenerationLoad, ModelShape, Workload, measure_shape
+from engine import OptimizerConfig
+from engine.memory import (
+    GenerationLoad,
+    ModelShape,
+    ModelStates,
+    Workload,
+    frozen_states,
+    measure_shape,
+    trained_states,
+)
 from pipeline.config.schema import EngineSettings, RunConfig
-from pipeline.config.stage_sections import ROLE_ENGINES, LoraConfig, StageSection
+from pipeline.config.stage_sections import LoraConfig, StageSection
 from pipeline.models.build import EngineChoice
 from pipeline.models.quantized import BYTES_PER_WEIGHT
 from pipeline.models.source import ModelSource
@@ -19,29 +27,42 @@ DECODE_BATCH = 64  # sequences that a rank decodes at a time, unless memory perm
 
 
 @dataclass(frozen=True)
+class StageModel:
+    """One model of a stage: its shape, its layout and its micro-batches.
+
+    A model of kind "shared" scores with the parameters of another one: the reference is the actor without its adapters.
+    `own` are keys of `engine` that only this model has.
+    """
+
+    shape: ModelShape
+    work: Workload = field(default_factory=Workload)
+    kind: Literal["trained", "frozen", "shared"] = "trained"
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def states(self) -> ModelStates:
+        """The bytes that the model holds."""
+        if self.kind == "shared":
+            return ModelStates()
+        return (trained_states if self.kind == "trained" else frozen_states)(self.shape, self.work)
+
+
+@dataclass(frozen=True)
 class StageTask:
     """A stage ("sft", "reward", "dpo" or "ppo") as the planner sees it.
 
-    `scorer` is the shape of critic and reward model. `roles` are the workloads of PPO's models with an engine of their
-    own; `scorer_layout` has the fields in which a scorer's workload differs. `generates` is the policy as it is split
-    for generation (default: `policy`). A step has `sequences` over all ranks, `passes` over them, and `updates`
-    optimizer steps a pass. `shares_forward`: PPO keeps its forwards from scoring to the first update; None decides by
-    memory. `fills_memory`: memory decides how many sequences decode at a time. The stage has `steps` steps. A sequence
-    has `tokens` tokens on average and an answer of a rollout `response` (0: the largest length). The evaluations of the
-    stage answer `answered` prompts and score `scored` sequences.
+    The first of `models` is the policy; `generates` is its shape as it is split for generation (default: the same).
+    A step has `sequences` over all ranks, `passes` over them, and `updates` optimizer steps a pass. `shares_forward`:
+    PPO keeps its forwards from scoring to the first update; None decides by memory. `fills_memory`: memory decides how
+    many sequences decode at a time. The stage has `steps` steps. A sequence has `tokens` tokens on average and an
+    answer of a rollout `response` (0: the largest length). The evaluations of the stage answer `answered` prompts and
+    score `scored` sequences.
     """
 
     stage: str
-    policy: ModelShape
-    work: Workload = field(default_factory=Workload)
+    models: Mapping[str, StageModel]
     load: GenerationLoad = field(default_factory=GenerationLoad)
-    scorer: ModelShape | None = None
     generates: ModelShape | None = None
-    roles: Mapping[str, Workload] = field(default_factory=dict)
-    scorer_layout: Mapping[str, Any] = field(default_factory=lambda: {"adapters": 0})
-    has_critic: bool = True
-    has_reference: bool = True
-    reward_models: int = 1
     shares_forward: bool | None = False
     fills_memory: bool = False
     sequences: int = 1
@@ -54,6 +75,15 @@ class StageTask:
     scored: int = 0
 
     @property
+    def policy(self) -> StageModel:
+        return next(iter(self.models.values()))
+
+    @property
+    def work(self) -> Workload:
+        """The layout and micro-batches of a model that has no settings of its own."""
+        return next((model.work for model in self.models.values() if not model.own), self.policy.work)
+
+    @property
     def length(self) -> float:
         """Mean tokens of a sequence."""
         return self.tokens or self.work.max_length
@@ -62,6 +92,16 @@ class StageTask:
     def response_length(self) -> float:
         """Mean tokens of a rollout's answer."""
         return self.response or self.load.response
+
+    def with_setting(self, engine: Mapping[str, Any], tokens: int) -> "StageTask":
+        """Return the task with other values of keys of `engine`, and `tokens` in a micro-batch."""
+
+        def changed(model: StageModel) -> StageModel:
+            keys = {key: value for key, value in engine.items() if key not in model.own}
+            work = replace(model.work, config=replace(model.work.config, **keys), micro_batch_tokens=tokens)
+            return replace(model, work=work)
+
+        return replace(self, models={name: changed(model) for name, model in self.models.items()})
 
 
 def stage_task(
@@ -81,47 +121,58 @@ def stage_task(
     """
     if stage == "reward":
         policy = reward or policy
-    tensor_parallel, ppo = config.engine.tensor_parallel, config.ppo
-    shape = _shape(policy, tensor_parallel, scores=stage == "reward")
-    generates = shape
-    if config.rollout.tensor_parallel != tensor_parallel and stage != "reward":
+    ppo, is_ppo = config.ppo, stage == "ppo"
+    shape = _shape(policy, config.engine.tensor_parallel, scores=stage == "reward")
+    generates = None
+    if config.rollout.tensor_parallel != config.engine.tensor_parallel and stage != "reward":
         generates = _shape(policy, config.rollout.tensor_parallel)
-    has_critic = ppo.advantage == "gae"
-    scorer: ModelShape | None = None
-    scorer_layout: dict[str, Any] = {"adapters": 0}
-    if stage == "ppo" and (has_critic or ppo.reward_model):
-        base = reward or policy
-        scorer = _shape(base, tensor_parallel, scores=True)
-        critic_lora = ppo.lora if base.quantize != "none" else LoraConfig()
-        scorer_layout = frozen_parameters(scorer, critic_lora, base.quantize)
     layout = frozen_parameters(shape, getattr(config, stage).lora, policy.quantize)
-    roles = {}
-    for key in ROLE_ENGINES if stage == "ppo" else ():
-        own = getattr(ppo, key)
-        if own:
-            settings = config.engine.changed_by(own)
-            roles[key.removesuffix("_engine")] = workload(config, stage, ranks, settings, layout, is_cpu=is_cpu)
-    may_share = stage == "ppo" and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
+    if is_ppo:
+        models = _ppo_models(config, ranks, shape, layout, reward or policy, is_cpu=is_cpu)
+    else:
+        models = {"policy": StageModel(shape, workload(config, stage, ranks, config.engine, layout, is_cpu=is_cpu))}
+    may_share = is_ppo and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
     may_share = may_share and ppo.unfinished == "penalize"  # otherwise an update leaves out sequences
     return StageTask(
         stage,
-        shape,
-        workload(config, stage, ranks, config.engine, layout, is_cpu=is_cpu),
+        models,
         _generation_load(config, stage, ranks),
-        scorer,
         generates,
-        roles,
-        scorer_layout,
-        has_critic=has_critic,
-        has_reference=config.dpo.has_reference if stage == "dpo" else ppo.asks_reference,
-        reward_models=1 + len(ppo.reward_ensemble) if ppo.reward_model else 0,
         shares_forward=ppo.shared_forward if may_share else False,
-        fills_memory=config.rollout.batch_size is None and stage == "ppo" and not is_cpu,
+        fills_memory=config.rollout.batch_size is None and is_ppo and not is_cpu,
         sequences=_rows(config, stage),
-        passes=ppo.update_epochs if stage == "ppo" else 1,
-        updates=ppo.minibatches if stage == "ppo" else 1,
+        passes=ppo.update_epochs if is_ppo else 1,
+        updates=ppo.minibatches if is_ppo else 1,
         **({} if size is None else _length_of_stage(config, stage, size)),
     )
+
+
+def _ppo_models(
+    config: RunConfig, ranks: int, shape: ModelShape, layout: Mapping[str, Any], base: ModelSource, *, is_cpu: bool
+) -> dict[str, StageModel]:
+    """Return the models of PPO. Actor and reference have `shape`; critic and reward models are built from `base`."""
+    ppo = config.ppo
+
+    def model(role: str, shape: ModelShape, kind: Literal["trained", "frozen", "shared"], fields: Any) -> StageModel:
+        own = getattr(ppo, f"{role}_engine")
+        settings = config.engine.changed_by(own) if own else config.engine
+        return StageModel(shape, workload(config, "ppo", ranks, settings, fields, is_cpu=is_cpu), kind, own)
+
+    extra = {"has_average": ppo.ema is not None, "has_other_loss": ppo.ptx_coef > 0}
+    models = {"actor": model("actor", shape, "trained", {**layout, **extra})}
+    if ppo.asks_reference:
+        is_shared = layout["adapters"] > 0
+        models["reference"] = model("reference", shape, "shared" if is_shared else "frozen", layout)
+    if ppo.advantage == "gae" or ppo.reward_model:
+        scorer = _shape(base, config.engine.tensor_parallel, scores=True)
+        lora = ppo.lora if base.quantize != "none" else LoraConfig()
+        scorer_layout = frozen_parameters(scorer, lora, base.quantize)
+        if ppo.advantage == "gae":
+            models["critic"] = model("critic", scorer, "trained", scorer_layout)
+        for number in range(1, 1 + (1 + len(ppo.reward_ensemble) if ppo.reward_model else 0)):
+            name = "reward" if number == 1 else f"reward_{number}"
+            models[name] = model("reward", scorer, "frozen", scorer_layout)
+    return models
 
 
 def stage_steps(section: StageSection, examples: int) -> int:
@@ -161,56 +212,41 @@ def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str,
 
 
 def workload(
-    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, frozen: Mapping[str, Any], *, is_cpu: bool
+    config: RunConfig, stage: str, ranks: int, settings: EngineSettings, fields: Mapping[str, Any], *, is_cpu: bool
 ) -> Workload:
-    """Return the layout and the micro-batches of a stage; `frozen` is the result of `frozen_parameters`."""
+    """Return the layout and the micro-batches of a model; `fields` are those of `Workload` that are its own."""
     section: StageSection = getattr(config, stage)
     # The number of steps changes no bytes; schedules of a DeepSpeed file need one.
     layout = EngineChoice(settings, OptimizerConfig(lr=section.lr, total_steps=section.steps or 1)).layout()
-    engine: EngineConfig = layout["config"]
     length = section.max_length
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     rows = math.ceil(_rows(config, stage) / (config.ppo.minibatches if stage == "ppo" else 1))
     step_tokens = math.ceil(rows / _data_ranks(settings, ranks)) * length
+    # A step has a micro-batch for each pipeline stage; a sequence is never split.
+    most = max(length, math.ceil(step_tokens / settings.pipeline_parallel))
     return Workload(
-        engine,
+        layout["config"],
         ranks // (settings.tensor_parallel * settings.pipeline_parallel),
-        micro_batch_tokens=micro_batch_tokens(
-            min(section.micro_batch_tokens, step_tokens), step_tokens, length, settings.pipeline_parallel
-        ),
+        micro_batch_tokens=min(section.micro_batch_tokens, most),
         max_length=length,
         step_tokens=step_tokens,
         item_sequences=_item_sequences(config, stage),
         optimizer=layout["optimizer"],
-        has_average=stage == "ppo" and config.ppo.ema is not None,
-        has_other_loss=stage == "ppo" and config.ppo.ptx_coef > 0,
         is_cpu=is_cpu,
-        **frozen,
+        **fields,
     )
-
-
-def micro_batch_tokens(tokens: int, step_tokens: int, length: int, pipeline_stages: int) -> int:
-    """Halve the micro-batch until a step has one for each pipeline stage; a sequence is never split."""
-    while math.ceil(step_tokens / tokens) < pipeline_stages and tokens > length:
-        tokens = max(length, math.ceil(tokens / 2))
-    return tokens
 
 
 def frozen_parameters(shape: ModelShape, lora: LoraConfig, quantize: str) -> dict[str, Any]:
     """Return the fields of a `Workload` that describe adapters and a model in 4 bits."""
-    adapters, adapted = adapter_parameters(shape, lora) if lora.rank else (0, 0)
+    adapters = adapter_parameters(shape, lora) if lora.rank else 0
     packed = sum(layer.parameters for layer in shape.linears if not layer.is_head) if quantize != "none" else 0
-    return {
-        "adapters": adapters,
-        "adapted": adapted,
-        "packed": packed,
-        "packed_bytes": round(BYTES_PER_WEIGHT * packed),
-    }
+    return {"adapters": adapters, "packed": packed, "packed_bytes": round(BYTES_PER_WEIGHT * packed)}
 
 
-def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> tuple[int, int]:
-    """Return the parameters of the adapters (pipeline/models/adapters.py), and of the weights that they modify."""
+def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
+    """Return the parameters of the adapters (pipeline/models/adapters.py)."""
 
     def is_target(name: str, is_head: bool) -> bool:
         if lora.targets == "all-linear":
@@ -219,8 +255,7 @@ def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> tuple[int, int]:
             return re.fullmatch(lora.targets, f"model.{name}") is not None
         return any(name == target or name.endswith(f".{target}") for target in lora.targets)
 
-    layers = [layer for layer in shape.linears if is_target(layer.name, layer.is_head)]
-    return lora.rank * sum(sum(layer.shape) for layer in layers), sum(layer.parameters for layer in layers)
+    return lora.rank * sum(sum(layer.shape) for layer in shape.linears if is_target(layer.name, layer.is_head))
 
 
 def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoad:

@@ -20,7 +20,7 @@ from pipeline.data.encode import PairItem
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from pipeline.planning.demand import predict_bytes
-from pipeline.planning.stage_task import StageTask
+from pipeline.planning.stage_task import StageModel, StageTask
 from step2_dpo import evaluate
 from step2_dpo.batches import Pairs, collate_answers
 from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
@@ -195,7 +195,9 @@ def test_activations_of_pairs_equal_the_prediction(folder: Path, prompt: int, bu
     tokens = (2 * length - prompt + 1) * (1 if budget == 1 else many)
     fp32, micro_batch = EngineConfig(dtype="fp32"), min(budget, tokens)
     work = Workload(fp32, item_sequences=2, is_cpu=True, max_length=length, micro_batch_tokens=micro_batch)
-    expected = predict_bytes(StageTask("dpo", measure_shape("llama", config), work)).phases["train"]
+    expected = predict_bytes(StageTask("dpo", {"policy": StageModel(measure_shape("llama", config), work)})).phases[
+        "train"
+    ]
     actual = engine.memory_tracker.peaks["train"]
     assert actual["activations"] == pytest.approx(expected["activations"], rel=0.06)
     assert actual["parameters"] == expected["parameters"] and actual["gradients"] == expected["gradients"]

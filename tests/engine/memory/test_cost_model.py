@@ -37,8 +37,9 @@ def llama() -> ModelShape:
 
 
 def model(shape: ModelShape, *, ranks: int = 1, tokens: int = 400, is_gpu: bool = False, **layout: Any) -> CostModel:
-    work = Workload(EngineConfig(**{"dtype": "fp32", **layout}), ranks, micro_batch_tokens=100, step_tokens=400)
-    return CostModel(shape, work, RATES, is_gpu, tokens)
+    config = EngineConfig(**{"dtype": "fp32", **layout})
+    work = Workload(config, ranks, micro_batch_tokens=100, step_tokens=400, is_cpu=not is_gpu)
+    return CostModel(shape, work, RATES, tokens)
 
 
 def test_communication_by_stage() -> None:

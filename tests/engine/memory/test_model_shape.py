@@ -16,7 +16,7 @@ def test_opt_1_3b() -> None:
     shape = measure_shape("opt", OPTConfig(word_embed_proj_dim=2048, vocab_size=50272, **sizes))
     assert (shape.parameters, shape.blocks, shape.cache_per_token) == (1_315_758_080, 24, 2 * 24 * 2048)
     assert shape.root + 24 * shape.block == shape.parameters  # tied embeddings are counted once
-    assert (shape.embedding, shape.tied) == ((50272 + 2050) * 2048, 50272 * 2048)
+    assert (shape.embedding, shape.head, shape.is_tied) == ((50272 + 2050) * 2048, 50272 * 2048, True)
 
 
 def test_a_model_without_heads_has_no_cache() -> None:

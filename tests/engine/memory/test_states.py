@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
-from engine.memory import ModelStates, frozen_states, model_states
+from engine.memory import ModelShape, ModelStates, Workload, frozen_states, trained_states
 from engine.parallel import dist, zero
 from tests.ranks import run_ranks
 
@@ -128,16 +128,15 @@ def check(ranks: int, measured: list[dict[str, int]]) -> None:
     net = Net()
     total = sum(p.numel() for p in net.parameters())
     block = sum(p.numel() for p in zero.units(net)[0].parameters())
-    sizes: dict[str, Any] = {"root": total - 6 * block, "block": block, "ranks": ranks}
+    shape = ModelShape(total, root=total - 6 * block, block=block)
     for (stage, dtype, special), actual in zip(CASES, measured, strict=True):
-        lean, errors = special == "lean", special == "errors"
-        config, _ = config_of(stage, dtype, special)
-        states = model_states(total, config=config, has_error_feedback=errors, **sizes)
-        frozen = frozen_states(total, config=EngineConfig(zero_stage=stage, dtype=dtype), **sizes)  # type: ignore[arg-type]
+        config, optimizer = config_of(stage, dtype, special)
+        states = trained_states(shape, Workload(config, ranks, optimizer=optimizer))
+        frozen = frozen_states(shape, Workload(EngineConfig(zero_stage=stage, dtype=dtype), ranks))  # type: ignore[arg-type]
         shards = 1 if stage == 0 else ranks
         where = f"stage {stage} {dtype} {special} {ranks} ranks: {actual}"
         assert actual["resting"] == pytest.approx(states.resting, rel=0.05), where
-        gradients = (2 if lean else 4) * total / shards
+        gradients = (2 if special == "lean" else 4) * total / shards
         assert actual["backward"] == pytest.approx(states.resting + gradients, rel=0.05), where
         assert actual["forward"] == pytest.approx(states.resting + states.gathered + states.gradients, rel=0.05), where
         # The gather of the next block may be in flight. Without a backward, the buffer of the last block remains.
@@ -157,15 +156,15 @@ def test_two_ranks_hold_what_is_predicted() -> None:
 
 def states_of(engine: dict[str, Any], **keys: Any) -> ModelStates:
     """Predict the states of a million parameters on four ranks."""
-    sizes = {"root": 100_000, "block": 300_000, "ranks": 4}
-    return model_states(1_000_000, config=EngineConfig(**engine), **sizes, **keys)
+    shape = ModelShape(1_000_000 - keys.get("adapters", 0), root=100_000, block=300_000)
+    return trained_states(shape, Workload(EngineConfig(**engine), 4, **keys))
 
 
 def test_optimizer_adapters_and_offload() -> None:
     adam = states_of({"zero_stage": 2})
     assert (adam.parameters, adam.optimizer, adam.gathered, adam.gradients) == (10**6, 2 * 10**6, 2 * 10**6, 10**6)
-    assert states_of({"zero_stage": 2}, moments=1).optimizer == 10**6
-    lora = states_of({"zero_stage": 2}, trained=10_000)
+    assert states_of({"zero_stage": 2}, optimizer=OptimizerConfig(lr=1.0, name="lion")).optimizer == 10**6
+    lora = states_of({"zero_stage": 2}, adapters=10_000)
     assert (lora.parameters, lora.optimizer, lora.gradients) == (10**6, 20_000, 10_000)
     host = states_of({"zero_stage": 3, "offload_parameters": "cpu"})
     assert (host.resting, host.host, host.gathered) == (0, 4 * 10**6, 1_400_000)
@@ -179,5 +178,5 @@ def test_optimizer_adapters_and_offload() -> None:
     assert (half.resting, half.gradients, half.host) == (500_000 + 100_000 * 12, 400_000, 150_000 * 16)
     short = states_of({"zero_stage": 1, "offload_optimizer": "cpu", "sub_group_size": 100_000})
     assert short.host == 250_000 * (2 + 4 + 8) + 4 * 100_000  # a step casts the gradients of a sub-group to fp32
-    last = states_of({"zero_stage": 1}, accumulates=False)
+    last = states_of({"zero_stage": 1}, step_tokens=1)
     assert last.gathered + last.gradients - last.overlap == 2 * 10**6  # copies are freed as gradients come

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.memory import model_states
+from engine.memory import ModelShape, Workload, trained_states
 from engine.parallel import dist
 from tests.ranks import run_ranks
 
@@ -49,7 +49,7 @@ def on_two_ranks() -> list[dict[str, Any]]:
 def check(actual: dict[str, int], stage: int, dtype: str, ranks: int) -> None:
     block = WIDTH * WIDTH + WIDTH
     config = EngineConfig(zero_stage=stage, dtype=dtype)  # type: ignore[arg-type]
-    states = model_states(TOTAL, root=block, block=block, config=config, ranks=ranks)
+    states = trained_states(ModelShape(TOTAL, root=block, block=block), Workload(config, ranks))
     assert actual["parameters"] == pytest.approx(states.parameters, rel=0.05)
     assert actual["optimizer"] == pytest.approx(states.optimizer, rel=0.05)
     size = 4 if dtype == "fp32" else 2
@@ -90,7 +90,7 @@ def test_offloaded_states_are_counted_on_the_host_and_in_files(positions: dict[s
     engine.update([x, x], loss, 4.0)
     engine.update([x, x], loss, 4.0)
     actual = engine.memory_tracker.peaks["train"]
-    states = model_states(total, root=total, block=block, ranks=1, config=config)
+    states = trained_states(ModelShape(total, root=total, block=block), Workload(config))
     assert actual.get("parameters", 0) == pytest.approx(states.parameters, rel=0.05)
     assert actual.get("optimizer", 0) == states.optimizer
     assert actual.get("host", 0) == pytest.approx(states.host, rel=0.05)

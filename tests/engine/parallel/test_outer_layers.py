@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, initialize, token_logprobs
-from engine.memory import Workload, measure_shape, scoring_states
+from engine.memory import Workload, frozen_states, measure_shape
 from engine.memory.tracker import storage_bytes
 from engine.parallel import collectives, dist, zero
 from tests.engine.parallel.test_tensor import SGD, VOCABULARY, batch, made, same, weights
@@ -95,11 +95,11 @@ def test_two_ranks_learn_what_one_learns(ranks: list[list[Found]]) -> None:
 def test_blocks_run_without_embedding_and_head(ranks: list[list[Found]]) -> None:
     shape = measure_shape("llama", made("llama", **WIDE).config)
     layer = 4 * VOCABULARY * 32
-    assert (shape.own_embedding, shape.own_head) == (layer, layer)
+    assert (shape.embedding, shape.head, shape.root_unit) == (layer, layer, 32)
     tied = measure_shape("llama", made("llama", **WIDE, tie_word_embeddings=True).config)
-    assert (tied.own_embedding, tied.own_head, tied.root_unit) == (0, 0, tied.root)
+    assert (tied.largest_released, tied.root_unit) == (tied.block, tied.root)
     work = Workload(config=EngineConfig(zero_stage=3, dtype="fp32"), ranks=2)
-    predicted = scoring_states(shape, work).gathered
+    predicted = frozen_states(shape, work).gathered
     assert predicted == 4 * (32 + layer + shape.block)  # the norm, embedding or head, and a block that is prefetched
     for rank in ranks:
         one, _, both, _ = rank

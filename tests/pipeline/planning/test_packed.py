@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine import EngineConfig, kernels
+from engine import EngineConfig
 from engine.kernels_cpu.library import library
-from engine.memory import ModelStates, Workload, measure_shape, training_bytes, workload
+from engine.memory import ModelStates, Workload, measure_shape, training_bytes
 from engine.parallel.sequence import sequence_shard
 from pipeline.data.batch import Documents
 from pipeline.models.attention import use_documents
@@ -43,14 +43,9 @@ def saved_bytes() -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_packed_rows(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernel, attention runs once per document, and the outputs are copied into one row."""
-    if kernel and library("ragged_attention") is None:
+def test_packed_rows() -> None:
+    if library("ragged_attention") is None:
         pytest.skip("the kernel needs a C compiler")
-    if not kernel:
-        monkeypatch.setattr(kernels, "ragged_attention", lambda *_, **__: None)
-        monkeypatch.setattr(workload, "library", lambda _: None)
     work = Workload(EngineConfig(dtype="fp32"), micro_batch_tokens=DOCUMENTS * LENGTH, max_length=LENGTH, is_cpu=True)
     predicted = training_bytes(measure_shape("llama", CONFIG), work, ModelStates())["activations"]
     assert predicted == pytest.approx(saved_bytes(), rel=0.02)

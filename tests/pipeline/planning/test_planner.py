@@ -12,7 +12,7 @@ from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.demand import Demand
 from pipeline.planning.planner import check_fit, plan
-from pipeline.planning.stage_task import adapter_parameters, micro_batch_tokens, stage_task
+from pipeline.planning.stage_task import adapter_parameters, stage_task
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -114,9 +114,9 @@ def test_measured_capacity_and_adapters() -> None:
 
 
 def test_adapters_of_selected_layers() -> None:
-    shape = plan(tiny_config(), "sft", policy=source(), ranks=1).task.policy
+    shape = plan(tiny_config(), "sft", policy=source(), ranks=1).task.policy.shape
     expected = adapter_parameters(shape, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
-    assert expected == (8 * 4 * (512 + 2048), 8 * 512 * 2048)
+    assert expected == 8 * 4 * (512 + 2048)
     assert adapter_parameters(shape, LoraConfig(rank=4, targets=r".*\.fc1")) == expected
 
 
@@ -140,9 +140,13 @@ def test_a_model_with_engine_settings_of_its_own() -> None:
 
 
 def test_a_pipeline_step_has_a_micro_batch_for_each_rank() -> None:
-    assert micro_batch_tokens(1024, 2048, 100, 2) == 1024
-    assert micro_batch_tokens(1024, 2048, 100, 4) == 512
-    assert micro_batch_tokens(1024, 2048, 700, 4) == 700  # a sequence is never split
+    def tokens(stages: int, length: int) -> int:
+        sft = {"batch_size": 2048 // length, "max_length": length, "micro_batch_tokens": 1024}
+        config = tiny_config(sft=sft, engine={"pipeline_parallel": stages})
+        return stage_task(config, "sft", policy=source(), ranks=stages, is_cpu=False).work.micro_batch_tokens
+
+    assert (tokens(2, 128), tokens(4, 128)) == (1024, 512)
+    assert tokens(4, 1024) == 1024  # a sequence is never split
 
 
 def test_a_deepspeed_schedule_over_all_steps() -> None:

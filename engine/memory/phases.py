@@ -1,0 +1,146 @@
+"""Predict the bytes of one model on one rank, by owner, while it trains, scores or generates."""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+
+from engine.config import TORCH_DTYPE
+from engine.generation.decode_loop import PREFILL_TOKENS
+from engine.generation.kv_cache import CacheDemand
+from engine.generation.prepacked_linears import copies_weights
+from engine.kernels.token_logprobs import BLOCK_ELEMENTS
+from engine.memory.activations import Activations, activations
+from engine.memory.model_shape import ModelShape, pipeline_stages
+from engine.memory.states import BYTES, ModelStates, Owners, Workload, trained_states
+
+# Owners that `GenerationLoad.keep` holds between calls.
+RETAINED = ("inference_model", "prepacked_linears", "cache")
+
+
+@dataclass(frozen=True)
+class GenerationLoad:
+    """One call of generation: `sequences` responses (0: as many as slots), `samples` a prompt, on `slots` slots.
+
+    keep, stream, park_optimizer, cache_bytes: as in the engine's `generating` and `Generator`.
+    """
+
+    prompt: int = 512
+    response: int = 256
+    slots: int = 64
+    sequences: int = 0
+    samples: int = 1
+    keep: bool = True
+    stream: bool = False
+    park_optimizer: bool = False
+    cache_bytes: int | None = None
+
+
+def resting_bytes(states: ModelStates) -> Owners:
+    """Return the bytes on the device between steps."""
+    owners = {"parameters": states.parameters, "optimizer": states.optimizer}
+    return owners | ({"average": states.average} if states.average else {})
+
+
+def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, forwards: int = 1) -> Owners:
+    """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
+    saved, checkpointing = _activations(shape, work, work.rank_tokens), work.config.activation_checkpointing
+    # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
+    logits = 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if shape.vocabulary else 0
+    return {
+        "gathered": states.gathered - states.overlap,
+        "gradients": states.gradients,
+        "reduction": states.reduction,
+        "activations": forwards * saved.total(checkpointing=checkpointing),
+        "recomputed": saved.block if checkpointing else 0,
+        "logits": logits,
+    }
+
+
+def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
+    """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
+    return {"gathered": states.gathered, "logits": 8 * _logits(shape, work)}
+
+
+def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
+    """Return the bytes of each pipeline stage at the peak of training, without the messages between stages.
+
+    Of P stages, stage p holds the activations of P - p micro-batches.
+    """
+    ranks, peaks = work.config.pipeline_parallel, list[Owners]()
+    for rank, stage in enumerate(pipeline_stages(shape, ranks)):
+        states = trained_states(stage, replace(work, adapters=work.adapters * stage.blocks // shape.blocks))
+        forwards = min(work.micro_batches, ranks - rank)
+        peaks.append(resting_bytes(states) | training_bytes(stage, work, states, forwards=forwards))
+    return peaks
+
+
+def generation_bytes(
+    shape: ModelShape, work: Workload, load: GenerationLoad, *, resident: int = 0, free_bytes: int | None = None
+) -> Owners:
+    """Return the bytes that generation adds: weights, cache, and the tensors of prefills and of decode steps.
+
+    One block runs at a time, without gradients, and the tensors that it would save for backward bound its tensors. The
+    cache takes half of what `resident` bytes of other owners leave of the device's `free_bytes` (None: unlimited). Not
+    counted: CUDA graphs, which hold the tensors of a decode step.
+    """
+    tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
+    block = _activations(shape, work, tokens, length=16).block  # attention over the cache has no (T, T) tensors
+    owners = {
+        "inference_model": _weight_bytes(shape, work, load),
+        "prepacked_linears": _prepacked_bytes(shape, work),
+        "prefill": block,
+        "logits": 4 * 2 * load.slots * shape.vocabulary,
+    }
+    free = None if free_bytes is None else free_bytes - resident - sum(owners.values())
+    return owners | {"cache": _cache_bytes(shape, work, load, free)}
+
+
+def _activations(shape: ModelShape, work: Workload, tokens: int, length: int = 0) -> Activations:
+    """Return the activations of `tokens` tokens on one rank, in sequences of `length` (default: the largest)."""
+    dtype, length = work.config.dtype, length or work.max_length
+    return activations(shape, tokens=tokens, length=length, dtype=dtype, has_adapters=work.adapters > 0)
+
+
+def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad) -> int:
+    """Return the bytes of weights that the inference model cannot share with the trained model."""
+    config = work.config
+    is_split = max(shape.tensor, config.tensor_parallel, config.pipeline_parallel, work.shards) > 1
+    is_cast = config.dtype != "fp32" and config.offload_optimizer == "none" and config.states == "fp32"
+    if work.packed:  # the packed layers are shared; on several ranks the other parameters are gathered
+        frozen = shape.parameters - work.packed if is_split else 0
+        return BYTES[config.dtype] * (frozen + work.adapters if is_split or is_cast else 0)
+    is_offloaded = not work.is_cpu and config.offload_parameters != "none"
+    if not (is_split or is_offloaded or is_cast or work.adapters):  # weights with merged adapters are copies
+        return 0
+    return BYTES[config.dtype] * (shape.root + 2 * shape.block if load.stream else shape.parameters)
+
+
+def _prepacked_bytes(shape: ModelShape, work: Workload) -> int:
+    """Return the bytes of linear layers that are copied into the layout of the CPU's matrix products."""
+    if not work.is_cpu or not copies_weights(TORCH_DTYPE[work.config.dtype]):
+        return 0
+    sizes = (layer.parameters // shape.tensor for layer in shape.linears if layer.is_head or not work.packed)
+    return BYTES[work.config.dtype] * sum(sizes)
+
+
+def _cache_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, free: int | None) -> int:
+    """Return the bytes of the cache: a slot for each sequence and for each prompt, or fewer where memory is short.
+
+    At least eight sequences have to fit. The samples of a prompt share its slot.
+    """
+    token = shape.cache_per_token * BYTES[work.config.dtype]
+    if not token:
+        return 0
+    sequences = load.sequences or load.slots
+    slots, prompts = min(load.slots, sequences), math.ceil(sequences / load.samples)
+    demand = CacheDemand(load.prompt, load.response, prompts=prompts, sequences=sequences, batch_size=slots)
+    limit = load.cache_bytes
+    if limit is None and free is not None:
+        few = CacheDemand(load.prompt, load.response, prompts=8, sequences=8, batch_size=min(8, slots))
+        limit = max(token * few.size_within(sys.maxsize).tokens, free // 2)
+    return token * demand.size_within(sys.maxsize if limit is None else limit // token).tokens
+
+
+def _logits(shape: ModelShape, work: Workload) -> int:
+    """Return the number of logits that exist at a time."""
+    return min(work.rank_tokens * shape.vocabulary, BLOCK_ELEMENTS["cpu" if work.is_cpu else "cuda"])
