@@ -13,10 +13,11 @@ from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
 from step3_ppo.advantages import Advantages
+from step3_ppo.batches import local_microbatches
 from step3_ppo.guard import Guard, evaluation_metrics
 from step3_ppo.guard_rules import Finding
 from step3_ppo.log import ROLLOUTS, UpdateMetrics, log_generator_gap, rollout_metrics
-from step3_ppo.models import Models, ModelSources, local_microbatches
+from step3_ppo.models import Models, ModelSources
 from step3_ppo.rollout import Rollout, score_answers
 from step3_ppo.setup import Ppo
 

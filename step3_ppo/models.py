@@ -1,25 +1,13 @@
-"""The models of PPO, the micro-batches that they read, and what they compute for them.
-
-The actor and the critic learn, the reference and the reward model are frozen.
-
-Letters: b sequences of a micro-batch, T tokens of the longest, N response tokens of all.
-"""
+"""The models of PPO: the actor and the critic learn, the reference and the reward model are frozen."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
 from engine import Engine
 from pipeline.config.schema import RunConfig
-from pipeline.data import microbatches
-from pipeline.data.batch import Documents, Movable, padded
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
@@ -222,85 +210,3 @@ def reference_level(reward: ModelSource | None) -> tuple[float, float]:
     if reward is None:
         return 0.0, 1.0
     return float(getattr(reward.config, "reward_mean", 0.0)), float(getattr(reward.config, "reward_std", 0.0)) or 1.0
-
-
-@dataclass(frozen=True, eq=False)
-class Microbatch(Movable):
-    """Some sequences, each a prompt with its response.
-
-    indices: which sequences of the rollout
-    input_ids: (b, T) long, padded on the right; with `documents` (1, T), all sequences in one row without padding
-    scored: (N,) long, positions of the response tokens in the flattened ids
-    ends: (b,) long, position of the last token of each sequence
-    response_lengths: number of response tokens of each sequence
-    """
-
-    indices: list[int]
-    input_ids: Tensor
-    scored: Tensor
-    ends: Tensor
-    response_lengths: list[int]
-    documents: Documents | None = None
-
-
-def collate(
-    prompts: list[list[int]],
-    responses: list[list[int]],
-    indices: Sequence[int],
-    pad_id: int,
-    *,
-    packing: bool = False,
-) -> Microbatch:
-    """Return the sequences at `indices` on the host.
-
-    Without sequences the micro-batch is one padding token, so that a rank without work takes part in collectives.
-    """
-    response_lengths = [len(responses[i]) for i in indices]
-    sequences = [prompts[i] + responses[i] for i in indices] or [[pad_id]]
-    lengths = [len(sequence) for sequence in sequences]
-    if packing:
-        documents = Documents(tuple(lengths))
-        input_ids, ends = torch.tensor([[*chain.from_iterable(sequences)]]), documents.ends()
-    else:
-        documents, input_ids = None, padded(sequences, pad_id)[0]
-        ends = [row * input_ids.shape[1] + length - 1 for row, length in enumerate(lengths)]
-    spans = [torch.arange(end + 1 - length, end + 1) for end, length in zip(ends, response_lengths, strict=False)]
-    scored = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
-    return Microbatch(list(indices), input_ids, scored, torch.tensor(ends), response_lengths, documents)
-
-
-def local_microbatches(
-    prompts: list[list[int]],
-    responses: list[list[int]],
-    indices: Sequence[int],
-    pad_id: int,
-    budget: int,
-    *,
-    packing: bool = False,
-) -> list[Microbatch]:
-    """Return this rank's micro-batches of the sequences at `indices`, on its device. All ranks get equally many."""
-    make = partial(collate, prompts, responses, pad_id=pad_id, packing=packing)
-    lengths = [len(prompts[i]) + len(responses[i]) for i in indices]
-    return microbatches.local_microbatches(indices, lengths, make, budget=budget, packing=packing)[0]
-
-
-def largest_microbatch(
-    prompts: list[list[int]], new_tokens: int, count: int, pad_id: int, budget: int, *, packing: bool = False
-) -> Microbatch:
-    """Return the largest micro-batch of a step: the `count` longest prompts with responses of `new_tokens` tokens."""
-    responses = [[pad_id] * new_tokens] * len(prompts)
-    longest = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))[:count]
-    make = partial(collate, prompts, responses, pad_id=pad_id, packing=packing)
-    lengths = [len(prompts[index]) + new_tokens for index in longest]
-    return microbatches.largest_microbatch(longest, lengths, make, budget=budget, packing=packing)
-
-
-def policy_logprobs(module: nn.Module, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies (N,) of the response tokens."""
-    logprobs, entropies = module(batch.input_ids, batch.scored, temperature=temperature, documents=batch.documents)
-    return logprobs, entropies
-
-
-def critic_values(module: nn.Module, batch: Microbatch) -> Tensor:
-    """Return the critic's value (N,) before each response token."""
-    return module(batch.input_ids, documents=batch.documents).flatten().index_select(0, batch.scored - 1)

@@ -17,15 +17,8 @@ from pipeline.data.microbatches import gather_by_index, gather_rows
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import SharedError
 from pipeline.evaluation.judge import Call, function_rewards
-from step3_ppo.models import (
-    REWARD_MODEL,
-    Microbatch,
-    Models,
-    collate,
-    critic_values,
-    local_microbatches,
-    policy_logprobs,
-)
+from step3_ppo.batches import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
+from step3_ppo.models import REWARD_MODEL, Models
 
 Results = list[tuple[int, Tensor]]  # (index of the sequence, its numbers)
 

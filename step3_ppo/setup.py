@@ -27,9 +27,10 @@ from step3_ppo.advantages import (
     RewardShaping,
     compute_advantages,
 )
+from step3_ppo.batches import largest_microbatch, local_microbatches
 from step3_ppo.dynamic_sampling import Answered, replace_uniform
 from step3_ppo.log import UpdateMetrics, write_rollout_log
-from step3_ppo.models import ModelSources, build_models, largest_microbatch, local_microbatches
+from step3_ppo.models import ModelSources, build_models
 from step3_ppo.rollout import Rollout, Scores, collect, ended_answers, generate, score_answers
 from step3_ppo.update import (
     Minibatch,

@@ -14,6 +14,7 @@ from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_
 from pipeline.data.encode import TokenItem
 from pipeline.errors import UserError
 from step3_ppo.advantages import Advantages, loss_kl
+from step3_ppo.batches import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.loss import (
     LogRatio,
     Sums,
@@ -26,7 +27,7 @@ from step3_ppo.loss import (
     summed_log_ratio,
     value_loss,
 )
-from step3_ppo.models import Microbatch, Models, collate, critic_values, local_microbatches, policy_logprobs
+from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout
 
 # Mean |ratio - 1| of the first minibatch that rounding explains, by compute precision.

@@ -21,7 +21,7 @@ from benchmarks.record import Result
 from engine import Sampling
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step3_ppo.models import collate, policy_logprobs
+from step3_ppo.batches import collate, policy_logprobs
 
 ANSWERS, NEW_TOKENS, MINIBATCHES = 16, 128, 4
 

@@ -16,7 +16,7 @@ from pipeline.data.microbatches import gather_rows
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
 from step3_ppo import rollout
-from step3_ppo.models import collate, local_microbatches
+from step3_ppo.batches import collate, local_microbatches
 from step3_ppo.rollout import Rollout, collect, ended_answers, ensemble_scores, generate
 from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import minibatches, update_critic, update_policy
