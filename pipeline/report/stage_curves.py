@@ -271,6 +271,8 @@ def stage_section(
     exported, steps = stage.number("exported_step"), stage.number("steps")
     if exported is not None and exported != steps:
         notes.append(f"The exported model is that of step {exported:.0f}, the best of the evaluations.")
+        if exported:
+            notes.append("Its held-out figures look better than they are, because they selected the model.")
     text = " ".join([lead, *notes])
     figures = grid([*plots(stage, wanted), *(chart for chart in more if chart)])
     return section(stage.name, title, text, figures, reward_card(stage.card))

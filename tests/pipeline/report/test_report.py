@@ -95,6 +95,17 @@ def test_a_gamed_run_is_reported(tmp_path: Path) -> None:
     assert "Gold was best at rollout 25" in actual.text
 
 
+@pytest.mark.parametrize(("step", "biased"), [(60, True), (0, False), (90, False)])
+def test_figures_that_selected_the_exported_model_are_called_so(step: int, biased: bool, tmp_path: Path) -> None:
+    """The reward model has 90 steps. A selected step has figures with a bias; the start and the last step have not."""
+    write_demo_run(tmp_path)
+    file = tmp_path / "reward" / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"exported_step": step}))
+    text = check(render_report(read_run(tmp_path))).text
+    assert ("Its held-out figures look better than they are" in text) == biased
+    assert (f"The exported model is that of step {step}" in text) == (step != 90)
+
+
 def by_function(run_dir: Path, *, reward_model: bool) -> str:
     """Return the text of the page of a run with a reward function."""
     write_demo_run(run_dir, gamed=True)
