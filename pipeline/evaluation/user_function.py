@@ -184,14 +184,15 @@ def function_file(where: str, key: str = REWARD) -> Path:
 
 
 def _accepts(call: Callable[..., Any], count: int) -> bool:
-    """Return whether the function can be called with `count` positional arguments."""
+    """Return whether the function can be called with `count` positional arguments, and takes no batches as TRL's do."""
     try:
-        inspect.signature(call).bind(*[""] * count)
+        signature = inspect.signature(call)
+        signature.bind(*[""] * count)
     except TypeError:
         return False
     except ValueError:  # a C function without a signature
         return True
-    return True
+    return [*signature.parameters][:2] != ["prompts", "completions"]
 
 
 def _describe(problem: BaseException, file: Path) -> str:
