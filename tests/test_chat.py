@@ -316,13 +316,13 @@ def test_turns_system_message_and_reset_form_the_prompts() -> None:
 def test_options_change_in_the_chat() -> None:
     session, (participant,) = scripted_session(b"ok")
     session.run(["/set temperature 0.25", "/set max-new-tokens 5", "/set top_k 3", "/set top-p 2", "/set nose 1",
-                 "/set seed x", "/what", "/set min-p", "hello"])  # fmt: skip
+                 "/set seed x", "/what", "/top-k 3", "/set min-p", "hello"])  # fmt: skip
     _, sampling, _ = participant.calls[0]
     assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k, sampling.top_p) == (0.25, 5, 3, 1.0)
     assert sampling.end_ids == (0,)
     notes = session.notes.getvalue()  # type: ignore[attr-defined]
     for note in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such",
-                 "/set min-p: to what?"):  # fmt: skip
+                 "/top-k 3: there is no such command; type /set top-k 3", "/set min-p: to what?"):  # fmt: skip
         assert note in notes
     session.run(["/set max_new_tokens=7", "/set stop = a=b", "/set", "again"])
     changed = participant.calls[1][1]

@@ -144,7 +144,8 @@ class Session:
         elif command == "/help":
             self._note(HELP)
         else:
-            raise UserError(f"{line}: there is no such command; /help lists them")
+            instead = f"type /set {line[1:]}" if command[1:] in OPTIONS else "/help lists them"
+            raise UserError(f"{line}: there is no such command; {instead}")
 
     def _say(self, text: str) -> None:
         """Write text to `out` at once."""

@@ -311,7 +311,8 @@ def _start(stage: str, run_dir: Path, config: RunConfig, ranks: Ranks, control: 
     end = control.settle(_launch(message, ranks, control))
     if end.status in ENDED_EARLY:
         detail = f" ({end.message})" if end.message else ""
-        print(f"{stage}: stopped{detail}; run the same command again to resume", file=sys.stderr)
+        advice = "" if stage == "plan" else "; run the same command again to resume"
+        print(f"{stage}: stopped{detail}{advice}", file=sys.stderr)
     elif end.status == RESTART:
         print(f"{stage}: {end.message}", file=sys.stderr)
     elif end.status:

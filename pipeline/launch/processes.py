@@ -155,6 +155,8 @@ def launch_stage(
 
 
 def _stop_notice(stage: str, received: signal.Signals) -> str:
+    if stage == "plan":
+        return f"\n{stage}: {received.name} received"
     hint = "; press Ctrl-C again to end at once" if received == signal.SIGINT else ""
     return f"\n{stage}: {received.name} received: the ranks finish and save the current step, then stop{hint}"
 

@@ -29,7 +29,10 @@ ONE_RUN = (
 )
 FEWEST_PROMPTS = 8
 SELECTED = "The same prompts selected the model, so a gain is not proven."
-TOO_FEW = f"There are too few prompts for a verdict (at least {FEWEST_PROMPTS}, see evaluation.prompts)."
+TOO_FEW = (
+    f"There are too few prompts for a verdict: at least {FEWEST_PROMPTS} are needed. Raise evaluation.prompts, or "
+    "data.eval_fraction if the data have fewer held-out prompts."
+)
 SCORE = {
     "reward model": "The reward score",
     "reward function": "The reward function's score",

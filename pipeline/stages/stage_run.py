@@ -210,7 +210,8 @@ class StageRun:
         if stops:
             self.settle()
             if distributed.is_rank_zero():
-                print(f"{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
+                after_bar = "\n" if sys.stderr.isatty() else ""
+                print(f"{after_bar}{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
             raise Stopped
 
     def _write(self, step: int) -> None:

@@ -83,13 +83,15 @@ class Progress:
             self._held_out, self._evaluated_at = held_out, step
         if self._first_step is None:
             self._first_step, self._began = step, self._clock()
+        speed, left, end = self._outlook(step, metrics)
         if self._stream.isatty():
-            self._move_bar(step)
+            self._move_bar(step, [end, speed, self._figures(step)])
         elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = self._clock()
             done = f"{step}/{self._steps}" if step else "before its first step"
-            line = f"{self._stage}{self._place} {done}  {self._figures(step)}{self._left(step, metrics)}"
-            print(line, file=self._stream, flush=True)
+            times = ", ".join(filter(None, (left, end)))
+            words = "  ".join((self._figures(step), *filter(None, (speed, times))))
+            print(f"{self._stage}{self._place} {done}  {words}", file=self._stream, flush=True)
             self._held_out = {}
 
     def note(self, step: int, text: str) -> None:
@@ -105,15 +107,17 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _move_bar(self, step: int) -> None:
+    def _move_bar(self, step: int, words: Sequence[str]) -> None:
+        """Show a step. A narrow terminal cuts the last words off. The bar itself shows the time that is left."""
         if self._bar is None:
             from tqdm import tqdm
 
             start = max(0, step - 1)
+            name = f"{self._stage}{self._place}"
             self._bar = tqdm(
-                total=self._steps, initial=start, desc=self._stage, file=self._stream, dynamic_ncols=True, unit="step"
+                total=self._steps, initial=start, desc=name, file=self._stream, dynamic_ncols=True, unit="step"
             )
-        self._bar.set_postfix_str(self._figures(step), refresh=False)
+        self._bar.set_postfix_str("  ".join(filter(None, words)), refresh=False)
         self._bar.update(step - self._bar.n)
 
     def _figures(self, step: int) -> str:
@@ -125,22 +129,21 @@ class Progress:
             held_out += f" (step {self._evaluated_at})"
         return "  ".join(filter(None, (trained, held_out)))
 
-    def _left(self, step: int, metrics: Mapping[str, float]) -> str:
+    def _outlook(self, step: int, metrics: Mapping[str, float]) -> tuple[str, str, str]:
         """Return the tokens per second, the time that the stage still needs, and the expected end of the run."""
         done = step - (self._first_step or 0)
         first = self._first_tokens if self._first_tokens is not None else metrics.get("tokens", 0)
         self._first_tokens = first
         if done <= 0 or step >= self._steps:
-            return ""
+            return "", "", ""
         took = self._clock() - self._began
         seconds = took / done * (self._steps - step)
         tokens = metrics.get("tokens", 0) - first
-        rate = f"  {tokens / took:,.0f} tokens/s" if tokens and took > 0 else ""
-        left = f"{rate}  {_duration(seconds)} left"
+        speed = f"{tokens / took:,.0f} tokens/s" if tokens and took > 0 else ""
         if self._later is None:
-            return left
+            return speed, f"{_duration(seconds)} left", ""
         end = self._now() + timedelta(seconds=seconds + self._later * took / done * self._steps)
-        return f"{left}, run ends about {end:%a %H:%M}"
+        return speed, f"{_duration(seconds)} left", f"run ends about {end:%a %H:%M}"
 
 
 def _duration(seconds: float) -> str:

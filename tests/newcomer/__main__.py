@@ -119,6 +119,7 @@ def install(venv: Path) -> None:
             "--constraint",
             str(ROOT / "constraints.txt"),
         ]
+        print(f"installs {wheel.name} into {venv}{' with its dependencies' if new else ''}", flush=True)
         if new:
             subprocess.run([*pip, f"{wheel}[serve]"], check=True)
         else:

@@ -67,6 +67,7 @@ def run_block(block: Block, folder: Path, environment: Mapping[str, str]) -> str
     if block.language == "python":
         (folder / block.file_name).write_text(block.text, encoding="utf-8")
         return ""
+    print("$", block.text, end="", flush=True)
     command = ["bash", "-e", "-c", block.text]
     done = subprocess.run(
         command,

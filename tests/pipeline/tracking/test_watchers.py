@@ -139,20 +139,26 @@ def test_lines_are_printed_first_periodically_and_last():
     assert "grad_norm" not in lines[0]
 
 
-def test_progress_shows_stage_speed_and_remaining_time(offline_run):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_shows_stage_speed_and_remaining_time(offline_run, terminal):
     """50 of 100 steps took 50 s, and later stages take half the time of this stage. So 50 s and 50 s remain."""
     (offline_run / "plan.json").write_text(json.dumps({"stage_seconds": 10.0, "later_seconds": 5.0}))
     outlook = _outlook(config_of("tracking=none"), "sft", offline_run)
     assert outlook == {"place": "stage 1 of 3", "later": 0.5}
     assert _outlook(config_of("tracking=none", "stage=sft"), "sft", offline_run) == {}
     stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
+    stream.isatty = lambda: terminal
     progress = Progress("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
     progress.log(0, {"tokens": 10})
     seconds[0] = 50.0
-    progress.log(50, {"tokens": 5010})
-    assert stream.getvalue().splitlines()[-1] == (
-        "sft (stage 1 of 3) 50/100    100 tokens/s  50 s left, run ends about Fri 12:01"
-    )
+    progress.log(50, {"tokens": 5010, "loss": 1.0})
+    progress.finish()
+    shown = stream.getvalue().splitlines()[-1].rpartition("\r")[2].strip()
+    if terminal:
+        assert shown.startswith("sft (stage 1 of 3):  50%") and "50/100 [" in shown
+        assert shown.endswith("run ends about Fri 12:01  100 tokens/s  loss 1]")
+    else:
+        assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
 
 
 def test_figures_before_the_first_step_are_labelled():
