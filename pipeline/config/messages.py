@@ -24,6 +24,7 @@ OTHER_NAMES = {
 }
 """Keys of other tools and renamed keys -> what to write instead."""
 GENERATION_KEYS = {
+    r"(?<![\w.])generator=engine": "rollout.generator=engine",
     r"(?<![\w.])tensor_parallel(?==\d+ for generation)": "rollout.tensor_parallel",
     r"(?<![\w.])stream=[Tt]rue": "rollout.stream=true",
 }

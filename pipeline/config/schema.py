@@ -218,6 +218,10 @@ class EngineSettings(Section):
 
 
 class RolloutSection(Section):
+    generator: Literal["engine", "vllm"] = Field(
+        "engine",
+        description="what generates the answers, in the process of each rank. engine: the built-in generator; vllm: vLLM, with a paged cache for long answers (docs/reference/generation.md#vllm); needs `pip install '.[vllm]'`",
+    )
     temperature: float = Field(1.0, gt=0, description="sampling temperature; training divides logits by the same value")
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0: all tokens, as PPO assumes")
     top_p: float = Field(

@@ -71,6 +71,7 @@ def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
     """Set how an engine generates. Call before its first generation."""
     engine.flip.tensor_parallel, engine.flip.stream = rollout.tensor_parallel, rollout.stream
     engine.flip.parity_check_every, engine.flip.cache_bytes = rollout.parity_check_every, rollout.cache_bytes
+    engine.flip.uses_vllm = rollout.generator == "vllm"
 
 
 def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> None:

@@ -1,0 +1,223 @@
+"""Generation by vLLM in the process of each rank, behind the interface of `Generator`.
+
+vLLM caches keys and values in pages (Kwon et al., 2023, arXiv:2309.06180). A sequence holds pages for the tokens that
+it has, not for the longest answer. Each rank has its own vLLM engine. The weight sync of the flip gathers the live
+weights and merges adapters; `VllmGenerator.refresh` then copies them into vLLM.
+
+An answer depends on its prompt, the sampling settings and its sample seed, as with `Generator`. vLLM draws other random
+numbers, so the two generators sample different answers. vLLM filters by `min_p` before `top_k` and `top_p`.
+"""
+
+import copy
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from engine.generation.generator import Generator
+from engine.generation.kv_cache import free_bytes
+from engine.generation.sampling import Sampled, Sampling, under_seed
+from engine.internals import omit_shutdown_at_exit
+from engine.parallel import dist
+
+CPU_CACHE_BYTES = 4 * 2**30  # the largest default on a CPU, where vLLM allocates its cache once
+MIN_TEMPERATURE = 0.01  # vLLM replaces lower temperatures by this one
+
+
+class VllmGenerator(Generator):
+    """Generates with vLLM. `module` provides the architecture, and in `refresh` the weights.
+
+    `cache_bytes` is the size of the paged cache (default: half of the free memory, on a CPU at most 4 GiB; there the
+    environment variable VLLM_CPU_KVCACHE_SPACE takes precedence). The first use is a collective.
+    """
+
+    _vllm: "VllmEngine | None" = None
+
+    def refresh(self) -> None:
+        """Copy the weights of `module` into vLLM, and discard the keys and values that earlier weights computed."""
+        self._runner().load(self.module)
+
+    def release(self) -> None:
+        """Free the weights and the cache on a GPU until the next `refresh`. On a CPU, vLLM cannot free them."""
+        if self._vllm is not None and self.device.type == "cuda":
+            self._vllm.sleep()
+
+    def held(self) -> tuple[list[Tensor], int]:
+        """Return nothing: vLLM does not report its memory by owner."""
+        return [], 0
+
+    mode = "vllm"
+
+    def _runner(self) -> "VllmEngine":  # type: ignore[override]
+        self._reason = "vLLM answers complete batches"
+        if self._vllm is None:
+            self._vllm = create_engine(self.module, self.device, self.cache_bytes)
+        return self._vllm
+
+
+class VllmEngine:
+    """Decodes with vLLM's `LLMEngine`. `parameters` makes the settings of a request, with vLLM's `SamplingParams`."""
+
+    def __init__(self, engine: Any, parameters: Callable[..., Any]) -> None:
+        self._engine, self._parameters, self._is_asleep = engine, parameters, False
+
+    def load(self, module: nn.Module) -> None:
+        """Copy the weights of `module` into vLLM, and empty the prefix cache."""
+        if self._is_asleep:
+            self._engine.wake_up(tags=["weights"])
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_tensors(module)})
+        self._engine.apply_model(pack_tied_heads)
+        if self._is_asleep:
+            self._engine.wake_up(tags=["kv_cache"])
+        self._is_asleep = False
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM has not reset its prefix cache, so answers would use keys of earlier weights")
+
+    def sleep(self) -> None:
+        """Free the GPU memory of weights and cache until `load`."""
+        if not self._is_asleep:
+            self._engine.sleep(level=2)
+        self._is_asleep = True
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        sample_seeds: Sequence[int],
+        batch_size: int,
+        ends: Callable[[int, int], bool],
+    ) -> Iterator[list[Sampled]]:
+        """Answer the prompts as `DecodeLoop.run` does. vLLM schedules the sequences; `batch_size` has no effect."""
+        needed = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
+        limit = self._engine.model_config.max_model_len
+        if needed > limit:
+            room = f"a prompt and its answer need {needed} tokens, and vLLM's cache has room for {limit} per sequence"
+            raise ValueError(f"{room}; use a larger cache_bytes or a smaller max_new_tokens")
+        unfinished = [str(number) for number in range(len(prompts))]
+        try:
+            for name, prompt, seed in zip(unfinished, prompts, sample_seeds, strict=True):
+                settings = sampling_settings(sampling, seed)
+                self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters(**settings))
+            while unfinished:
+                sampled, ended = take_step(self._engine.step(), ends)
+                self._engine.abort_request(sorted(ended))  # does nothing for requests that vLLM has ended
+                unfinished = [name for name in unfinished if name not in ended]
+                if sampled:
+                    yield sampled
+        finally:
+            self._engine.abort_request(unfinished)
+
+
+def take_step(outputs: Sequence[Any], ends: Callable[[int, int], bool]) -> tuple[list[Sampled], set[str]]:
+    """Return the tokens of one step of vLLM, and the names of the requests that have ended.
+
+    outputs: vLLM's `RequestOutput`s with the new tokens only. The name of a request is the number of its prompt.
+    """
+    sampled: list[Sampled] = []
+    ended = set()
+    for output in outputs:
+        new, number = output.outputs[0], int(output.request_id)
+        for token, logprobs in zip(new.token_ids, new.logprobs, strict=True):
+            sampled.append((number, token, logprobs[token].logprob))
+            if ends(number, token):
+                ended.add(output.request_id)
+                break  # tokens after a stop string do not belong to the answer
+        if output.finished:
+            ended.add(output.request_id)
+    return sampled, ended
+
+
+def sampling_settings(sampling: Sampling, sample_seed: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's `SamplingParams` for one answer. Stop strings are left to `ends` of `run`."""
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        lowest = f"vLLM samples at a temperature of at least {MIN_TEMPERATURE}, not {sampling.temperature}"
+        raise ValueError(f"{lowest}: use 0 (greedy) or {MIN_TEMPERATURE}")
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(sampling.end_ids),
+        "ignore_eos": True,  # `end_ids` lists every token that ends an answer
+        "seed": int(under_seed(sampling.seed, torch.tensor(sample_seed))) & (2**63 - 1),  # vLLM reads -1 as no seed
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": False,
+    }
+
+
+def checkpoint_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of each parameter as a checkpoint on disk contains it; tied parameters come once."""
+    yield from revert_weight_conversion(module, dict(module.named_parameters())).items()
+
+
+def pack_tied_heads(model: Any) -> None:
+    """Pack the matrix of the output layer again: on CPUs, `reload_weights` omits this for a tied matrix (vLLM 0.32)."""
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and hasattr(layer.quant_method, "tie_weights"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | None) -> VllmEngine:
+    """Return a vLLM engine with the architecture of `module`, not its weights. Raises ValueError if vLLM cannot."""
+    world = dist.world()
+    ranks = {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank)}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | ranks | os.environ
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    config: Any = copy.deepcopy(module.config)
+    config.architectures = [type(module).__name__]
+    with tempfile.TemporaryDirectory() as folder, undisturbed():
+        config.save_pretrained(folder)
+        try:
+            from vllm import EngineArgs, LLMEngine, SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+
+            arguments = EngineArgs(
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # no settings of the model
+                dtype=str(next(module.parameters()).dtype).removeprefix("torch."),
+                max_model_len=-1,  # the positions of the model, or fewer if the cache is small
+                logprobs_mode="processed_logprobs",  # of the distribution that a token is sampled from
+                distributed_executor_backend="external_launcher",  # the ranks exist already
+                disable_log_stats=True,
+                **device_settings(device, cache_bytes),
+            )
+            engine = LLMEngine.from_engine_args(arguments)
+            omit_shutdown_at_exit(engine)
+            return VllmEngine(engine, partial(SamplingParams, output_kind=RequestOutputKind.DELTA))
+        except (ImportError, ValueError, NotImplementedError) as problem:
+            reason = str(problem).strip().partition("\n")[0]
+            raise ValueError(f"vLLM cannot run {type(module).__name__}: {reason}; use generator=engine") from problem
+
+
+def device_settings(device: torch.device, cache_bytes: int | None) -> dict[str, Any]:
+    """Return the arguments of vLLM that depend on the device."""
+    if device.type == "cpu":
+        own = min(CPU_CACHE_BYTES, free_bytes(device) // (2 * dist.world().size))
+        # In chunks, a prompt would draw numbers that vLLM cannot take back from a CPU's generator.
+        return {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": cache_bytes or own}
+    share = free_bytes(device) / torch.cuda.get_device_properties(device).total_memory / 2
+    return {"enable_sleep_mode": True, "gpu_memory_utilization": share, "kv_cache_memory_bytes": cache_bytes}
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore the random states of this process and `torch.set_num_threads`, which vLLM's start changes."""
+    python, arrays, set_num_threads = random.getstate(), numpy.random.get_state(), torch.set_num_threads  # noqa: NPY002
+    with torch.random.fork_rng():
+        yield
+    torch.set_num_threads = set_num_threads
+    random.setstate(python)
+    numpy.random.set_state(arrays)  # noqa: NPY002

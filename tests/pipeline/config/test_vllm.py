@@ -1,0 +1,54 @@
+"""`rollout.generator=vllm`: the package that it needs and the keys that it does not support, each in one line."""
+
+import pytest
+
+from pipeline.config import engines
+from pipeline.config.check import validate, warnings
+from pipeline.config.compose import compose
+from pipeline.errors import UserError
+
+VLLM = ["model=opt-1.3b", "rollout.generator=vllm"]
+
+
+def refusal(*words: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        validate(compose([*VLLM, *words]))
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: True)
+
+
+def test_the_default_is_the_built_in_generator() -> None:
+    assert validate(compose(["model=opt-1.3b"])).rollout.generator == "engine"
+    assert validate(compose([*VLLM, "ppo=lora", "engine=zero3"])).rollout.generator == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["rollout.stream=true"], "rollout.stream=true: remove rollout.stream"),
+        (["rollout.tensor_parallel=2"], "rollout.tensor_parallel=2: remove rollout.tensor_parallel"),
+        (["engine.pipeline_parallel=2", "stage=sft"], "engine.pipeline_parallel=2: remove engine.pipeline_parallel"),
+        (["model.trust_remote_code=true"], "model.trust_remote_code=true: remove model.trust_remote_code"),
+        (["model.quantize=nf4", "sft=lora", "reward=lora", "ppo=lora"], "model.quantize=nf4: remove model.quantize"),
+    ],
+)  # fmt: skip
+def test_what_vllm_does_not_support_is_refused(words: list[str], key: str) -> None:
+    assert refusal(*words) == [f"rollout.generator=vllm does not support {key}, or remove rollout.generator"]
+
+
+def test_a_key_without_effect_is_named() -> None:
+    (line,) = warnings(validate(compose([*VLLM, "rollout.batch_size=8"])))
+    assert line.startswith("rollout.batch_size=8 is not used, because vLLM chooses")
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    (line,) = refusal()
+    assert line.startswith(
+        "rollout.generator=vllm needs the package vllm, which is not installed: pip install '.[vllm]'"
+    )
+    assert validate(compose([*VLLM, "stage=plan"])).stage == "plan"
