@@ -1,8 +1,7 @@
 """Generation by vLLM in the process of each rank, behind the interface of `Generator`.
 
-vLLM caches keys and values in pages (Kwon et al., 2023, arXiv:2309.06180). A sequence holds pages for the tokens that
-it has, not for the longest answer. Each rank has its own vLLM engine. The weight sync of the flip gathers the live
-weights and merges adapters; `VllmGenerator.refresh` then copies them into vLLM.
+vLLM caches keys and values in pages (Kwon et al., 2023, arXiv:2309.06180). The weight sync of the flip gathers the live
+weights and merges adapters. `VllmGenerator.refresh` then copies them into this rank's vLLM engine.
 
 An answer depends on its prompt, the sampling settings and its sample seed, as with `Generator`. vLLM draws other random
 numbers, so the two generators sample different answers. vLLM filters by `min_p` before `top_k` and `top_p`.
@@ -35,8 +34,8 @@ MIN_TEMPERATURE = 0.01  # vLLM replaces lower temperatures by this one
 class VllmGenerator(Generator):
     """Generates with vLLM. `module` provides the architecture, and in `refresh` the weights.
 
-    `cache_bytes` is the size of the paged cache (default: half of the free memory, on a CPU at most 4 GiB; there the
-    environment variable VLLM_CPU_KVCACHE_SPACE takes precedence). The first use is a collective.
+    `cache_bytes` is the size of the paged cache (default: half of the free memory, on a CPU at most 4 GiB or
+    VLLM_CPU_KVCACHE_SPACE). The first use is a collective.
     """
 
     _vllm: "VllmEngine | None" = None
@@ -104,8 +103,8 @@ class VllmEngine:
         unfinished = [str(number) for number in range(len(prompts))]
         try:
             for name, prompt, seed in zip(unfinished, prompts, sample_seeds, strict=True):
-                settings = sampling_settings(sampling, seed)
-                self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters(**settings))
+                parameters = self._parameters(**sampling_settings(sampling, seed))
+                self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
             while unfinished:
                 sampled, ended = take_step(self._engine.step(), ends)
                 self._engine.abort_request(sorted(ended))  # does nothing for requests that vLLM has ended
@@ -117,12 +116,8 @@ class VllmEngine:
 
 
 def take_step(outputs: Sequence[Any], ends: Callable[[int, int], bool]) -> tuple[list[Sampled], set[str]]:
-    """Return the tokens of one step of vLLM, and the names of the requests that have ended.
-
-    outputs: vLLM's `RequestOutput`s with the new tokens only. The name of a request is the number of its prompt.
-    """
-    sampled: list[Sampled] = []
-    ended = set()
+    """Return the tokens of vLLM's `RequestOutput`s (new tokens only), and the names of the requests that ended."""
+    sampled, ended = list[Sampled](), set[str]()
     for output in outputs:
         new, number = output.outputs[0], int(output.request_id)
         for token, logprobs in zip(new.token_ids, new.logprobs, strict=True):
@@ -171,9 +166,10 @@ def pack_tied_heads(model: Any) -> None:
 def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | None) -> VllmEngine:
     """Return a vLLM engine with the architecture of `module`, not its weights. Raises ValueError if vLLM cannot."""
     world = dist.world()
-    ranks = {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank)}
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | ranks | os.environ
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    local_rank = world.local_rank if device.index is None else device.index  # Slurm may show a rank one GPU only
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
+    # The engine runs in this process, and finds its rank in the environment.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(world.rank), "LOCAL_RANK": str(local_rank)}
     config: Any = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     with tempfile.TemporaryDirectory() as folder, undisturbed():

@@ -1,6 +1,7 @@
 """Generation by vLLM: the settings and results that pass between the two, and, where vLLM is installed, its answers."""
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from engine.generation import parity_check, vllm_backend
 from engine.generation.generator import Generator
 from engine.generation.sampling import Ending, Sampling
 from engine.generation.vllm_backend import VllmEngine, VllmGenerator, sampling_settings, take_step
+from pipeline.config.messages import in_keys
 from tests.engine.generation.families import build
 
 
@@ -93,8 +95,8 @@ def test_the_settings_of_sampling_are_those_of_vllm() -> None:
 
 
 def test_each_answer_has_a_seed_of_its_own() -> None:
-    seeds = {sampling_settings(Sampling(1, seed=seed), each)["seed"] for seed in range(4) for each in range(100)}
-    assert len(seeds) == 400
+    seeds = {sampling_settings(Sampling(1, seed=seed), each)["seed"] for seed in range(8) for each in range(100)}
+    assert len(seeds) == 800 and min(seeds) >= 0, "vLLM reads -1 as no seed"
     assert sampling_settings(Sampling(1, seed=3), 7) == sampling_settings(Sampling(1, seed=3), 7)
 
 
@@ -105,7 +107,7 @@ def test_a_temperature_that_vllm_would_replace_is_refused() -> None:
 
 
 def test_a_step_gives_tokens_with_their_logprobs_and_the_requests_that_ended() -> None:
-    outputs = [output("0", 11), output("2", 50), output("1", 12, finished=True)]
+    outputs = [output("0", 11), output("2", 50, 51), output("1", 12, finished=True)]
     sampled, ended = take_step(outputs, lambda request, token: token == 50)
     assert sampled == [(0, 11, -0.11), (2, 50, -0.5), (1, 12, -0.12)] and ended == {"1", "2"}
 
@@ -151,6 +153,13 @@ def test_sessions_are_refused() -> None:
     generator, _ = scripted([[10]])
     with pytest.raises(ValueError, match="cannot decode requests that arrive one by one: vLLM answers complete"):
         generator.session(1, 1, 1)
+
+
+def test_without_vllm_the_first_flip_names_the_other_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ValueError, match=r"vLLM cannot run LlamaForCausalLM: .*vllm.*; use generator=engine") as caught:
+        VllmGenerator(build("llama"), "cpu").refresh()
+    assert in_keys(str(caught.value)).endswith("use rollout.generator=engine")
 
 
 # The tests below run vLLM. The normal environment of the tests does not have it.
