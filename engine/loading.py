@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,7 +23,6 @@ from engine.parallel.zero import persistent_buffers
 __all__ = [
     "Region",
     "SafetensorsFolder",
-    "TensorFolder",
     "initialize_parameters",
     "persistent_buffers",
     "read_parameters",
@@ -31,26 +30,8 @@ __all__ = [
 ]
 
 
-class TensorFolder(Protocol):
-    """Tensors by name, of which regions can be read."""
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the files."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the full shape of each tensor."""
-
-    def read(self, name: str, region: Region) -> Tensor:
-        """Return a region of a tensor."""
-
-    def copy(self, name: str, region: Region, target: Tensor) -> None:
-        """Copy a region of a tensor into `target`."""
-
-
 class SafetensorsFolder:
-    """The tensors of a folder of safetensors files, read slice by slice."""
+    """The tensors of a folder of safetensors files, read slice by slice. A subclass may make other tensors of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +53,7 @@ class SafetensorsFolder:
         return {name: found[name] for name in self.files}
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return a region of a tensor."""
+        """Return a region of a tensor, or the full tensor if it is a scalar."""
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             view = file.get_slice(name)
             return read_region(view, region) if view.get_shape() else file.get_tensor(name)
@@ -125,7 +106,9 @@ def copy_local(parameter: Tensor, full: Tensor) -> None:
 
 
 @torch.no_grad()
-def read_parameters(parameters: Mapping[str, Tensor], folder: TensorFolder, source_name: Mapping[str, str]) -> None:
+def read_parameters(
+    parameters: Mapping[str, Tensor], folder: SafetensorsFolder, source_name: Mapping[str, str]
+) -> None:
     """Fill parameters from a folder; `source_name` maps a parameter's name to the file's.
 
     Raises ValueError if a shape differs, or if a parameter has a value that is not finite.

@@ -61,35 +61,31 @@ class _Recipe:
         return parameters
 
 
-class ConvertedFolder:
-    """A safetensors folder with the tensor names and shapes of a model (a `loading.TensorFolder`)."""
+class ConvertedFolder(loading.SafetensorsFolder):
+    """A safetensors folder with the tensor names and shapes of a model."""
 
-    def __init__(self, files: loading.SafetensorsFolder, empty: PreTrainedModel) -> None:
+    def __init__(self, folder: Path, empty: PreTrainedModel) -> None:
         """Find the conversion of each tensor.
 
         `empty` is the model as transformers creates it, without values. `unused` lists the tensors that no conversion
         reads. Raises ValueError if a conversion fails.
         """
-        self._files, self._empty = files, empty
+        super().__init__(folder)
+        self._stored_shapes, self._empty = self.shapes, empty
         self._renamed: dict[str, str] = {}
         self.unused: list[str] = []
         self._recipes: dict[str, _Recipe] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes = {}
         for recipe in self._find():
             for name, parameter in self._shapes_of(recipe).items():
                 self._recipes[name], self.shapes[name] = recipe, tuple(parameter.shape)
-        self.shapes |= {name: files.shapes[stored] for name, stored in self._renamed.items()}
+        self.shapes |= {name: self._stored_shapes[stored] for name, stored in self._renamed.items()}
         self._share_tied()
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the files."""
-        return self._files.folder
 
     def read(self, name: str, region: loading.Region) -> Tensor:
         """Return a region of a tensor, or the full tensor if it is a scalar."""
         if name in self._renamed:
-            return self._files.read(self._renamed[name], region)
+            return super().read(self._renamed[name], region)
         recipe = self._recipes[name]
         if not recipe.stacks():
             return loading.read_region(
@@ -107,7 +103,7 @@ class ConvertedFolder:
         if name in self._recipes and self._recipes[name].stacks():
             self._stack(name, region, target)
         else:
-            target.copy_(self.read(name, region))
+            super().copy(name, region, target)
 
     def _stack(self, name: str, region: loading.Region, target: Tensor) -> None:
         """Copy a region of a stack into `target`, one row at a time."""
@@ -124,7 +120,7 @@ class ConvertedFolder:
         of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         expected, prefix = self._empty.state_dict(), self._empty.base_model_prefix
         recipes: dict[str, _Recipe] = {}
-        for stored in sorted(self._files.shapes, key=dot_natural_key):
+        for stored in sorted(self._stored_shapes, key=dot_natural_key):
             name, pattern = rename_source_key(stored, renamings, converters, prefix, expected)
             if name not in expected:
                 name, pattern = rename_source_key(stored, [], [], prefix, expected)
@@ -140,7 +136,7 @@ class ConvertedFolder:
     def _shapes_of(self, recipe: _Recipe) -> dict[str, Tensor]:
         """Return the parameters that a recipe makes, on the meta device."""
         try:
-            return recipe.make(lambda stored: torch.empty(self._files.shapes[stored], device="meta"), self._empty)
+            return recipe.make(lambda stored: torch.empty(self._stored_shapes[stored], device="meta"), self._empty)
         except (RuntimeError, ValueError) as error:
             example = next(iter(recipe.tensors.values()))[0]
             raise ValueError(
@@ -161,4 +157,4 @@ class ConvertedFolder:
 
     def _whole(self, there: str) -> Tensor:
         """Return the full tensor `there` of the files."""
-        return self._files.read(there, ((slice(None),),) * len(self._files.shapes[there]))
+        return super().read(there, ((slice(None),),) * len(self._stored_shapes[there]))

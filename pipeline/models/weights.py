@@ -66,7 +66,7 @@ def _initial_weight(
     return linear.weight.to(distributed.world().device)
 
 
-def _stored_weight(layer: QuantizedLinear, name: str, files: loading.TensorFolder, stored: str) -> Tensor:
+def _stored_weight(layer: QuantizedLinear, name: str, files: loading.SafetensorsFolder, stored: str) -> Tensor:
     """Return the weight of a quantized layer, the tensor `stored` of the files."""
     weight = layer.empty_weight(distributed.world().device)
     loading.read_parameters({name: weight}, files, {name: stored})
@@ -87,15 +87,16 @@ def _read(
     lacks.
     """
     assert source.folder is not None
-    files: loading.TensorFolder = loading.SafetensorsFolder(source.folder)
+    files = loading.SafetensorsFolder(source.folder)
     names = _matching(plain, files.shapes, model.base_model_prefix)
     unused = sorted(set(files.shapes) - set(names.values()))
     try:
         if _missing_from(tensors, names):
             from pipeline.models.converted import ConvertedFolder  # imported here because few checkpoints need it
 
-            files = ConvertedFolder(loading.SafetensorsFolder(source.folder), _without_values(model, source))
-            names, unused = _matching(plain, files.shapes, model.base_model_prefix), files.unused
+            converted = ConvertedFolder(source.folder, _without_values(model, source))
+            names, unused = _matching(plain, converted.shapes, model.base_model_prefix), converted.unused
+            files = converted
         if unused:
             _check_unused(unused, _without_values(model, source), source)
         heads = [name for name in tensors if _is_value_head(name) and name not in names and _is_reward_model(source)]
