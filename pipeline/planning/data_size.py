@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -107,10 +108,11 @@ def _local_tokenizer(config: RunConfig, records: Sequence[Any]) -> ChatTokenizer
     if model.tokenizer == "train" or (model.weights == "random" and model.tokenizer is None):
         size = int((model.architecture or {}).get("vocab_size", 1024))
         return train_tokenizer((text for record in records[:TRAINED_ON] for text in _texts(record)), size)
-    if model.tokenizer is None and model.path is None:
+    if model.tokenizer is not None:
+        return load_tokenizer(model.tokenizer, chat_template=model.chat_template)
+    if model.path is None:
         return None
-    folder = model.tokenizer or str(model_folder(model.path))  # type: ignore[arg-type]
-    return load_tokenizer(folder, chat_template=model.chat_template)
+    return load_tokenizer(str(model_folder(Path(model.path))), chat_template=model.chat_template)
 
 
 def _texts(record: Any) -> Iterator[str]:
