@@ -39,7 +39,7 @@ class Rates:
 
     Of a token and a block's parameter: `forward`, `backward`. Of a token: `head`, forward and backward. `decode`: one
     step of all sequences, of a block's parameter. Of a parameter: AdamW on the device (`adam`) and on the host
-    (`host_adam`). Of a byte: `read` of device memory, `all_reduce`, `copy` between host and device, `disk`.
+    (`host_adam`). Of a byte: `all_reduce`, `copy` between host and device, `disk`, and `read` of device memory.
     """
 
     forward: float
@@ -51,7 +51,11 @@ class Rates:
     all_reduce: float
     copy: float
     disk: float
-    read: float = 0.0
+
+    @property
+    def read(self) -> float:
+        """AdamW is as fast as the memory."""
+        return self.adam / ADAM_BYTES
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,6 @@ def tabulated_rates(gpu: Gpu, shape: ModelShape, *, dtype: Precision, ranks: int
         all_reduce=2e-9 / (gpu.link if ranks <= RANKS_OF_A_MACHINE else min(gpu.link, NETWORK)),
         copy=1e-9 / PCIE,
         disk=1e-9 / DISK,
-        read=read,
     )
 
 
@@ -127,7 +130,6 @@ def measure_rates(
         all_reduce=_all_reduce_seconds(device) if dist.world().size > 1 else 0.0,
         copy=_copy_seconds(device) if device.type == "cuda" else 0.0,
         disk=_disk_seconds(folder) if has_files else 0.0,
-        read=adam / ADAM_BYTES,
     )
 
 

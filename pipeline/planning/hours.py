@@ -6,6 +6,7 @@ The plan reads no weights and contacts no hub. It is for this machine, whose spe
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -145,10 +146,7 @@ def _settings(tasks: Mapping[str, StageTask], capacity: Capacity, rates: Rates) 
     """Return the layouts that fit in every stage, each with the fastest micro-batches that fit."""
     by_layout: dict[str, dict[str, Prediction]] = {}
     for stage, task in tasks.items():
-        groups: dict[str, list[Prediction]] = {}
-        for candidate in candidates(task, capacity, rates):
-            groups.setdefault(str(candidate.engine), []).append(candidate)
-        for layout, group in groups.items():
+        for layout, group in groupby(candidates(task, capacity, rates), key=lambda candidate: str(candidate.engine)):
             best = fastest(group)
             if best is not None:
                 by_layout.setdefault(layout, {})[stage] = best

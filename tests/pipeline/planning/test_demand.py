@@ -209,8 +209,9 @@ def test_seconds_by_hand(llama: ModelShape) -> None:
     head = 1e-4 * 40  # of the responses' tokens
     train = 4 * forward  # recomputing is a second forward
     sent = [4 * shape.parameters * 1e-9 for shape in (llama, scorer)]
+    cached = 2 * 4 * llama.cache_per_token * 1e-9 / 28  # both sequences' keys and values of a token in fp32
     wanted = {
-        "generate": 2 * 10 * (blocks * 1e-7 + 2 * 1e-4 / 3) + 0.9 * forward,
+        "generate": 2 * 10 * (blocks * 1e-7 + 2 * 1e-4 / 3 + 95 * cached) + 0.9 * forward,
         "score": 4 * forward + 2 * head / 3,
         "train": 2 * (2 * train + head + sum(sent)),
         "step": 2 * (llama.parameters + scorer.parameters) / 2 * 1e-9,
@@ -220,7 +221,9 @@ def test_seconds_by_hand(llama: ModelShape) -> None:
     assert shared["score"] == pytest.approx(2 * forward + head / 3)
     short = replace(task, tokens=50.0, response=5.0, steps=3, answered=6, scored=8)
     seconds = predict_seconds(short, rates)
-    assert seconds["generate"] == pytest.approx(2 * 5 * (blocks * 1e-7 + 2 * 1e-4 / 3) + 0.9 * forward / 2)
+    assert seconds["generate"] == pytest.approx(
+        2 * 5 * (blocks * 1e-7 + 2 * 1e-4 / 3 + 47.5 * cached) + 0.9 * forward / 2
+    )
     assert seconds["train"] == pytest.approx(2 * (2 * train / 2 + head / 2 + sum(sent)))
     answers = 6 / 2 / 2 * 10 * (blocks * 1e-7 + 2 * 1e-4 / 3)  # of the largest length
     scores = 8 / 2 * 50 * (blocks * 1e-9 + 1e-4 / 3)
