@@ -19,6 +19,11 @@ from pipeline.installation import EXPORT
 FORMATS = ("folder", "adapter", "hub", "gguf")
 SUFFIXES = {"adapter": "-adapter", "gguf": ".gguf"}  # of the default name
 CONVERTER = "convert_hf_to_gguf.py"
+TRAINED_TOKENIZER = (
+    "does not support the tokenizer of {model}: llama.cpp has a list of published tokenizers, and a tokenizer that "
+    "zerochat trained (model.tokenizer=train) is not in this list. Train from a base model with its own tokenizer, or "
+    "use --to folder"
+)
 USAGE = """\
 Export a finished stage of a run, by default the newest one.
 
@@ -123,6 +128,8 @@ def write_gguf(stage: FinishedStage, output: Path, converter: Path | None) -> Pa
     """Convert the model with llama.cpp's converter. Raises UserError, with the commands, if there is none."""
     script = converter or _find_converter()
     if script is None or not script.is_file():
+        if stage.config.model.tokenizer == "train":
+            raise UserError(f"llama.cpp's {CONVERTER} {TRAINED_TOKENIZER.format(model=stage.model)}")
         raise UserError(
             f"llama.cpp's {CONVERTER} was not found (--converter, LLAMA_CPP, PATH). Run these commands:\n"
             "  git clone --depth 1 https://github.com/ggml-org/llama.cpp\n"
@@ -137,11 +144,7 @@ def write_gguf(stage: FinishedStage, output: Path, converter: Path | None) -> Pa
         output.unlink(missing_ok=True)
         lines = done.stderr.strip().splitlines()
         if "pre-tokenizer was not recognized" in done.stderr:
-            raise UserError(
-                f"{script} does not support the tokenizer of {stage.model}: llama.cpp has a list of published "
-                "tokenizers, and a tokenizer that zerochat trained (model.tokenizer=train) is not in this list. "
-                "Train from a base model with its own tokenizer, or use --to folder"
-            )
+            raise UserError(f"{script} {TRAINED_TOKENIZER.format(model=stage.model)}")
         raise UserError(
             f"{script} failed: {lines[-1] if lines else 'without a message'}. Run it yourself: {' '.join(command)}"
         )

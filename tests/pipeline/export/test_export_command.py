@@ -1,6 +1,7 @@
 """`zerochat export`: folders with a model card, adapters, uploads to a hub on loopback, and GGUF files."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,19 @@ def test_gguf_runs_the_converter_or_prints_the_commands(
     script.write_text("raise NotImplementedError('BPE pre-tokenizer was not recognized - update it')\n")
     assert main([str(run), "--to", "gguf", "--output", str(output)]) == 2
     assert f"does not support the tokenizer of {model}" in capsys.readouterr().err
+
+
+def test_a_trained_tokenizer_needs_no_converter_to_be_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    trained = shutil.copytree(run, tmp_path / "trained")
+    file = trained / "dpo" / "config.yaml"
+    file.write_text(file.read_text().replace("tokenizer: null", "tokenizer: train"))
+    assert main([str(trained), "--to", "gguf"]) == 2
+    printed = capsys.readouterr().err
+    assert "a tokenizer that zerochat trained" in printed and "git clone" not in printed
 
 
 def test_unknown_stages_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
