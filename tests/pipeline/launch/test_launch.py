@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.launch import processes, ranks, worker
 from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd, save_traceback
 from pipeline.launch.processes import launch_stage
-from pipeline.launch.ranks import Ranks, check_given, first_host, given_ranks, own_ranks
+from pipeline.launch.ranks import Ranks, allocator_settings, check_given, first_host, given_ranks, own_ranks
 from tests.forked_launch import launch
 from tests.ranks import Worker
 
@@ -58,17 +58,14 @@ def test_ranks_get_their_environment(fake, monkeypatch):
     assert "PYTORCH_ALLOC_CONF" not in env[0]
 
 
-@pytest.mark.parametrize("of_user", [{}, {"NCCL_GRAPH_REGISTER": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
-def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator(fake, monkeypatch, of_user):
+def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator(fake, monkeypatch):
     monkeypatch.setattr(processes, "may_have_gpus", lambda: True)
-    for name, value in of_user.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     assert ends(fake, world=1).status == 0
     env = json.loads((fake / "sft" / "rank-0.json").read_text())
-    ours = {} if "PYTORCH_CUDA_ALLOC_CONF" in of_user else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    graphs = {"NCCL_GRAPH_REGISTER": "0"} if ours else {}
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER")
-    assert {name: env[name] for name in names if name in env} == graphs | ours | of_user
+    assert (env["PYTORCH_ALLOC_CONF"], env["NCCL_GRAPH_REGISTER"]) == ("expandable_segments:True", "1")
+    assert allocator_settings({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    assert allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}) == {}
 
 
 def test_a_user_error_is_printed_once(fake, monkeypatch):
