@@ -95,7 +95,7 @@ def predict_bytes(task: StageTask, *, free_bytes: int | None = None, shares_forw
         if is_ppo and load.keep:
             busy = resting | {owner: generation[owner] for owner in RETAINED}
     for number, stage in enumerate(stages, 1):
-        phases[f"train, stage {number}"] = stage
+        phases[f"train, stage {number}" if number > 1 else "train"] = stage
     if stages:
         return Demand(phases)
     widest = max(states.values(), key=lambda each: each.gathered)

@@ -182,8 +182,8 @@ def test_cache(llama: ModelShape) -> None:
 def test_pipelines_train_in_stages(llama: ModelShape) -> None:
     layout = work(1, pipeline_parallel=2, dtype="fp32", step_tokens=16384)
     demand, stages = sft(llama, layout), pipeline_training_bytes(llama, layout)
-    assert list(demand.phases) == ["generate", "train, stage 1", "train, stage 2"]
-    assert [demand.phases["train, stage 1"], demand.phases["train, stage 2"]] == stages
+    assert list(demand.phases) == ["generate", "train", "train, stage 2"]
+    assert [demand.phases["train"], demand.phases["train, stage 2"]] == stages
     assert demand.phases["generate"]["inference_model"] == 4 * llama.parameters
 
 
