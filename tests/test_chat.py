@@ -92,6 +92,12 @@ def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with pytest.raises(UserError, match="neither a run nor a model"):
         find(tmp_path / "b")
+    (tmp_path / "b" / "adapter_config.json").touch()
+    with pytest.raises(UserError, match=r"has only adapters; give the run, or a folder of `.* export RUN --to folder`"):
+        find(tmp_path / "b")
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(UserError, match=r"m\.gguf is a file; give a run .* or a model folder in Hugging Face format"):
+        find(tmp_path / "m.gguf")
     with pytest.raises(UserError, match="no finished ppo stage"):
         find_each(empty_run(tmp_path / "c", sft="finished"), "sft,ppo")
     with pytest.raises(UserError, match="--compare nose: neither a stage that answers"):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pipeline.config.stages import ANSWERING, STAGES
 from pipeline.errors import UserError
+from pipeline.installation import EXPORT
 from pipeline.launch.manifest import Manifest
 
 BASE = "base"
@@ -37,6 +38,8 @@ def find(path: Path) -> ChatModel:
     for stage in Manifest.read(path).answering():
         if _finished(path, stage):
             return ChatModel(stage, path / stage / "model")
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"{path} has only adapters; give the run, or a folder of `{EXPORT} RUN --to folder`")
     if _is_run(path):
         raise UserError(
             f"{path} has no finished stage to talk to (ppo, dpo or sft); run the command that started the run again to "
@@ -74,6 +77,8 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
 
 
 def _absent(path: Path) -> str:
+    if path.expanduser().is_file():
+        return f"{path} is a file; give a run (runs/NAME) or a model folder in Hugging Face format"
     return f"{path}: there is no such folder; give a run (runs/NAME) or a model folder"
 
 

@@ -120,9 +120,10 @@ class Listener:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.socket.bind((host, port))
-        except OSError as problem:
+        except (OSError, OverflowError) as problem:
             self.socket.close()
-            raise UserError(f"{host}:{port} cannot be used ({problem.strerror}); set another --port") from problem
+            reason = problem.strerror if isinstance(problem, OSError) else "a port is a number from 0 to 65535"
+            raise UserError(f"{host}:{port} cannot be used ({reason}); set another --port") from problem
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Listener":

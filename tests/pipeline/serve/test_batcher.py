@@ -178,7 +178,9 @@ def test_another_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     Listener("127.0.0.1", 0, None).socket.close()
 
 
-def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_cannot_be_used_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--port", "65536"]) == 2
+    assert "127.0.0.1:65536 cannot be used (a port is a number from 0 to 65535)" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         taken.listen()
         assert main([str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
