@@ -85,7 +85,7 @@ class Progress:
             self._first_step, self._began = step, self._clock()
         speed, left, end = self._outlook(step, metrics)
         if self._stream.isatty():
-            self._move_bar(step, [end, speed, self._figures(step)])
+            self._move_bar(step, [end, self._figures(step), speed])
         elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = self._clock()
             done = f"{step}/{self._steps}" if step else "before its first step"
@@ -115,7 +115,12 @@ class Progress:
             start = max(0, step - 1)
             name = f"{self._stage}{self._place}"
             self._bar = tqdm(
-                total=self._steps, initial=start, desc=name, file=self._stream, dynamic_ncols=True, unit="step"
+                total=self._steps,
+                initial=start,
+                desc=name,
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
             )
         self._bar.set_postfix_str("  ".join(filter(None, words)), refresh=False)
         self._bar.update(step - self._bar.n)
