@@ -14,7 +14,8 @@ from engine.memory.model_shape import ModelShape, pipeline_stages
 from engine.memory.states import BYTES, ModelStates, Owners, Workload, trained_states
 
 # Owners that `GenerationLoad.keep` holds between calls.
-RETAINED = ("inference_model", "prepacked_linears", "cache")
+RETAINED = ("inference_model", "prepacked_linears", "decode_graphs", "cache")
+GRAPHED_SETTINGS = 2  # sampling settings whose CUDA graphs exist at a time: those of rollouts and of evaluations
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,16 @@ def generation_bytes(
     """Return the bytes that generation adds: weights, cache, and the tensors of prefills and of decode steps.
 
     One block runs at a time, without gradients, and the tensors that it would save for backward bound its tensors. The
-    cache takes half of what `resident` bytes of other owners leave of the device's `free_bytes` (None: unlimited). Not
-    counted: CUDA graphs, which hold the tensors of a decode step.
+    cache takes half of what `resident` bytes of other owners leave of the device's `free_bytes` (None: unlimited). CUDA
+    graphs hold the tensors of the largest step for each of their sampling settings.
     """
     tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
     block = _activations(shape, work, tokens, length=16).block  # attention over the cache has no (T, T) tensors
+    step = load.slots * (block // tokens + BYTES[work.config.dtype] * shape.vocabulary)
     owners = {
         "inference_model": _weight_bytes(shape, work, load),
         "prepacked_linears": _prepacked_bytes(shape, work),
+        "decode_graphs": 0 if work.is_cpu or load.stream else GRAPHED_SETTINGS * step,
         "prefill": block,
         "logits": 4 * 2 * load.slots * shape.vocabulary,
     }

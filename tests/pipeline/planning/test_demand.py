@@ -86,7 +86,7 @@ def test_ppo_counts_only_the_models_that_it_needs(opt: ModelShape) -> None:
     four = ppo(opt, work())
     assert four.phases["generate"]["cache"] == ALL_SLOTS * 2 * 12 * 768
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
-    held = sum(four.phases["generate"][owner] for owner in ("inference_model", "cache"))
+    held = sum(four.phases["generate"][owner] for owner in ("inference_model", "decode_graphs", "cache"))
     freed = ppo(opt, work(), keep=False)
     assert freed.phases["generate"] == four.phases["generate"]
     for phase in ("score", "train actor", "train critic"):
