@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+_LONGEST_REASON = 400  # characters of an error of the tokenizers library
 _LONGEST_WORD = 1000  # characters, in the training of a tokenizer
 _CHUNK = 1024  # texts per call: fast tokenizers store the offsets of one call in memory
 _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
@@ -286,6 +287,8 @@ def _check_folder(folder: Path) -> None:
 def _unreadable(name: str, folder: Path | None, error: Exception) -> str:
     text = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip()
     reason = next(iter(text.splitlines()), type(error).__name__).removesuffix(".")
+    if len(reason) > _LONGEST_REASON:  # the library repeats a wrong value, and has the reason at the end
+        reason = f"{reason[: _LONGEST_REASON // 2]} ... {reason[-_LONGEST_REASON // 2 :]}"
     if folder is not None:
         return f"{folder}: the tokenizer cannot be read: {reason}. Set another tokenizer with model.tokenizer=FOLDER."
     return (

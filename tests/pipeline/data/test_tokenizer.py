@@ -235,6 +235,12 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path, trained: ChatTo
         UserError, match=r"the tokenizer cannot be read: '\w+' is missing\. Set another tokenizer with model"
     ):
         load_tokenizer(str(tmp_path))
+    trained.save(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved | {"truncation": "0" * 3000}))
+    with pytest.raises(UserError, match=r"cannot be read: [^.]*0 \.\.\. 0.*expected .*TruncationParams") as refused:
+        load_tokenizer(str(tmp_path))
+    assert len(str(refused.value)) < 700, "the library repeats the wrong value"
     with pytest.raises(UserError, match="there is no such folder"):
         load_tokenizer(str(tmp_path / "absent"))
 
