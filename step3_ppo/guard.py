@@ -7,12 +7,14 @@ findings:
     stop        end the stage, and export the best step
     rollback    start again from the best step with a smaller learning rate, at most `MOST_ROLLBACKS` times; then stop
 
-The best step is the step with the highest gold score. Without a judge it is the step with the highest held-out reward
-among the steps whose KL is within a budget. This choice is weaker, because PPO is trained on this reward.
+The best step is the step with the highest gold score, in the mean over the temperatures of evaluation. Without a judge
+it is the step with the highest held-out reward among the steps whose KL is within a budget. This choice is weaker,
+because PPO is trained on this reward.
 
 The history is part of the checkpoint, so that a resumed run has the same findings.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,7 +71,16 @@ class Guard:
     @property
     def best_metric(self) -> str:
         """The metric whose highest value selects the best step."""
+        return f"mean_{self._grade}"
+
+    @property
+    def _grade(self) -> str:
         return "gold_score" if self.has_judge else "eval_score"
+
+    def selection(self, evaluations: Evaluations) -> dict[str, float]:
+        """Return `best_metric`: the mean over the temperatures, so that no temperature pays for another."""
+        grades = [each.metrics[self._grade] for each in evaluations.values() if self._grade in each.metrics]
+        return {self.best_metric: statistics.fmean(grades)} if grades else {}
 
     def state(self) -> dict[str, Any]:
         """Return the history for a checkpoint, as JSON."""

@@ -131,9 +131,19 @@ def test_the_clip_fraction_is_watched_for_ratios_of_tokens(ratio: str, tmp_path:
     assert [each.sign for each in actual[-1]] == (["clip fraction"] if ratio == "token" else [])
 
 
+def test_the_best_step_has_the_highest_mean_over_the_temperatures() -> None:
+    """A step that gains 0.02 at temperature 1 and loses 0.10 greedily is not better: 0.61 is below 0.65."""
+    guard = Guard("stop", has_judge=True, kl_budget=10.0)
+    for sampled, greedy, mean in ((0.6, 0.7, 0.65), (0.62, 0.6, 0.61)):
+        by_temperature = evaluation(1.0, sampled) | {0.0: evaluation(1.0, greedy)[1.0]}
+        assert guard.selection(by_temperature) == {"mean_gold_score": pytest.approx(mean)}
+    assert guard.selection(evaluation(1.0, None)) == {}
+    assert Guard("stop", False, 10.0).selection(evaluation(0.3, None)) == {"mean_eval_score": pytest.approx(0.3)}
+
+
 def test_steps_that_can_be_the_best() -> None:
     judged, single = (Guard("stop", has_judge=has_judge, kl_budget=10.0) for has_judge in (True, False))
-    assert judged.best_metric == "gold_score" and single.best_metric == "eval_score"
+    assert judged.best_metric == "mean_gold_score" and single.best_metric == "mean_eval_score"
     assert judged.may_be_best({"kl": 99.0}, [LARGE])
     assert single.may_be_best({"kl": 10.0}, []) and single.may_be_best({}, [])
     assert not single.may_be_best({"kl": 10.1}, []) and not single.may_be_best({"kl": 1.0}, [LARGE])

@@ -167,7 +167,7 @@ def test_if_ppo_makes_answers_worse_the_sft_model_is_exported(tmp_path: Path) ->
     )
     finish(start_worker(run_dir, "sft"))
     assert json.loads((run_dir / "sft" / "summary.json").read_text())["exported_step"] == 4
-    assert "ppo: exports step 0 of 4, the best by gold_score" in finish(start_worker(run_dir, "ppo"))
+    assert "ppo: exports step 0 of 4, the best by mean_gold_score" in finish(start_worker(run_dir, "ppo"))
     ours, theirs = (load_file(run_dir / stage / "model" / "model.safetensors") for stage in ("ppo", "sft"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert metrics(run_dir, "ppo")[-1]["grad_norm"] > 0
