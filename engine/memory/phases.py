@@ -47,19 +47,20 @@ def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, fo
     saved, checkpointing = _activations(shape, work, work.rank_tokens), work.config.activation_checkpointing
     # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
     logits = 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if shape.vocabulary else 0
-    return {
-        "gathered": states.gathered - states.overlap,
+    owners = {
+        **_gathered_bytes(states),
         "gradients": states.gradients,
         "reduction": states.reduction,
         "activations": forwards * saved.total(checkpointing=checkpointing),
         "recomputed": saved.block if checkpointing else 0,
         "logits": logits,
     }
+    return owners | ({"overlap": -states.overlap} if states.overlap else {})
 
 
 def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
     """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
-    return {"gathered": states.gathered, "logits": 8 * _logits(shape, work)}
+    return _gathered_bytes(states) | {"logits": 8 * _logits(shape, work)}
 
 
 def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
@@ -96,6 +97,10 @@ def generation_bytes(
     }
     free = None if free_bytes is None else free_bytes - resident - sum(owners.values())
     return owners | {"cache": _cache_bytes(shape, work, load, free)}
+
+
+def _gathered_bytes(states: ModelStates) -> Owners:
+    return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
 
 
 def _activations(shape: ModelShape, work: Workload, tokens: int, length: int = 0) -> Activations:

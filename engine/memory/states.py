@@ -91,14 +91,16 @@ class ModelStates:
     """Bytes of one model on one rank, at the peak of a step.
 
     Between steps the device holds `parameters` (masters, or shards in compute precision), `optimizer` (moments) and
-    `average`. While the model trains, `gathered`, `gradients` and `reduction` come on top; `overlap` bytes of gathered
-    copies are freed before the last gradients exist. `host` includes `host_gradients`; `nvme` is in files.
+    `average`. While the model trains, `gathered`, `gradients` and `reduction` come on top. `gathered` includes the
+    `prefetched` block, and `overlap` bytes of it are freed before the last gradients exist. `host` includes
+    `host_gradients`; `nvme` is in files.
     """
 
     parameters: int = 0
     optimizer: int = 0
     average: int = 0
     gathered: int = 0
+    prefetched: int = 0
     gradients: int = 0
     reduction: int = 0
     overlap: int = 0
@@ -128,15 +130,17 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
         masters, unit, frozen = work.adapters, work.adapters // shape.blocks, size * (shape.parameters - work.packed)
     is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}
     states = (_device_states if config.offload_optimizer == "none" else _offloaded_states)(shape, work, masters)
+    prefetched = 0
     if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
         gathered, reduction = size * masters if size < 4 else 0, size * unit  # without FSDP2
     else:
-        gathered, reduction = _gathered_bytes(shape, masters, config) + frozen, (size + 4) * unit
+        gathered, prefetched = _gathered_bytes(shape, masters, config)
+        gathered, reduction = gathered + frozen, (size + 4) * unit
         if not (is_offloaded or work.accumulates or config.zero_stage == 3):
             # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
             states = replace(states, overlap=min(gathered, states.gradients))
     parameters = states.parameters + work.packed_bytes + frozen // work.shards
-    return replace(states, parameters=parameters, gathered=gathered, reduction=reduction)
+    return replace(states, parameters=parameters, gathered=gathered, prefetched=prefetched, reduction=reduction)
 
 
 def _device_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
@@ -192,15 +196,20 @@ def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
     loose = size * (shape.parameters - work.packed)  # parameters outside of packed layers
     shard = {config.offload_parameters: work.packed_bytes + loose // work.shards}
     is_copied = not work.is_single or config.offload_parameters != "none"
+    gathered, prefetched = _gathered_bytes(shape, shape.parameters - work.packed, config) if is_copied else (0, 0)
     return ModelStates(
         parameters=shard.get("none", 0),
-        gathered=_gathered_bytes(shape, shape.parameters - work.packed, config) if is_copied else 0,
+        gathered=gathered,
+        prefetched=prefetched,
         host=shard.get("cpu", 0),
         nvme=shard.get("nvme", 0),
     )
 
 
-def _gathered_bytes(shape: ModelShape, parameters: int, config: EngineConfig) -> int:
-    if config.zero_stage == 3:
-        parameters = min(parameters, shape.root_unit + shape.largest_released + shape.block)
-    return BYTES[config.dtype] * parameters
+def _gathered_bytes(shape: ModelShape, parameters: int, config: EngineConfig) -> tuple[int, int]:
+    """Return the bytes of gathered copies, and those of the prefetched block among them, which only stage 3 has."""
+    size = BYTES[config.dtype]
+    if config.zero_stage < 3:
+        return size * parameters, 0
+    used = shape.root_unit + shape.largest_released
+    return size * min(parameters, used + shape.block), size * max(0, min(shape.block, parameters - used))
