@@ -37,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def page_main(arguments: Sequence[str]) -> int:
     """Serve the page of `chat RUN --web` or `--arena` until the process is interrupted; return the exit status."""
-    options = _page_parser().parse_args(arguments)
+    parser = _page_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(
+            f"not an option of the page: {' '.join(unknown)}; the page itself has fields for sampling settings"
+        )
     command = _serve_arena if options.arena else partial(_serve, default=find_all)
     return exit_status(lambda: command(options), debug=options.debug)
 

@@ -172,3 +172,10 @@ def test_with_a_key_only_the_page_is_open(models: dict[str, ServedModel]) -> Non
             assert response.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'sha256-")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{url}/v1/models", timeout=LIMIT)
+
+
+def test_sampling_options_are_refused_because_the_page_has_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs/x", "--web", "--temperature", "0"])
+    output = capsys.readouterr().err
+    assert "not an option of the page: --temperature 0; the page itself has fields for sampling settings" in output
