@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | preferences | prompt + chosen + rejected; chosen + rejected that begin with the same turns | sft, reward, ppo |
 | preferences | messages (or conversations) + chosen + rejected, a message each | sft, reward, ppo |
+| preferences | input + preferred_output + non_preferred_output (OpenAI) | sft, reward, ppo |
 | messages | messages (or conversations, conversation) | sft, ppo |
 | completions | prompt + completion, question + answer, instruction (+ input or context) + output | sft, ppo |
 | labelled | completions or messages, and label: whether the answer is desirable | sft, ppo; dpo if dpo.loss=kto |
@@ -60,6 +61,7 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
 LABEL_COLUMN = "label"
 FP32_MAX = 3.4028234663852886e38
 TEXT_COLUMN = "text"
+OPENAI_COLUMNS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences
 TOOL_COLUMNS = ("tools", "functions")
 FORMS_TEXT = (
@@ -100,7 +102,7 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
 
 
 def _form(found: set[str], name: str) -> Form:
-    if {"chosen", "rejected"} <= found or found >= VOTE_COLUMNS:
+    if {"chosen", "rejected"} <= found or found >= VOTE_COLUMNS or found >= {"input", *OPENAI_COLUMNS}:
         return "preferences"
     if len(found & {"chosen", "rejected"}) == 1:
         (present,) = found & {"chosen", "rejected"}
@@ -255,6 +257,8 @@ def _text_row(row: Row, source: str) -> Record:
 def _preference_row(row: Row, source: str) -> Record:
     if set(row) >= VOTE_COLUMNS and row.get("chosen") is None and row.get("rejected") is None:
         raise UnusedRow("vote that prefers no answer")
+    if set(row) >= {"input", *OPENAI_COLUMNS}:
+        row = _openai_row(row)
     for side in ("chosen", "rejected"):
         if row.get(side) is None:
             raise BadRow(f"no {side}")
@@ -262,6 +266,14 @@ def _preference_row(row: Row, source: str) -> Record:
     if chosen == rejected:
         raise BadRow("chosen equals rejected")
     return Preference(prompt, chosen, rejected, source, _margin(row))
+
+
+def _openai_row(row: Row) -> Row:
+    """Return the columns of a row in the format of OpenAI's preference fine-tuning under our names."""
+    given = row["input"] if isinstance(row["input"], Mapping) else {}
+    if any(given.get(column) for column in TOOL_COLUMNS):
+        raise BadRow(TOOLS)
+    return {"prompt": given.get("messages")} | {ours: row[theirs] for theirs, ours in OPENAI_COLUMNS.items()}
 
 
 def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:

@@ -81,6 +81,10 @@ def advise(problem: BaseException) -> str | None:
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
+    if isinstance(problem, OSError) and problem.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"too many open files ({text}): raise the limit (ulimit -n 4096), then run the same command again to resume"
+        )
     if isinstance(problem, RuntimeError) and text.startswith(NO_THREAD):
         return (
             f"no thread can be started ({text}), because memory or the number of processes is limited: raise the limit "

@@ -49,6 +49,7 @@ def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
         (["prompt", "response", "chosen", "rejected"], "preferences"),
         (["prompt", "chosen", "rejected", "messages", "score_chosen", "score_rejected"], "preferences"),
         (["chosen", "rejected"], "preferences"),
+        (["input", "preferred_output", "non_preferred_output"], "preferences"),
         (["question"], "prompts"),
         (["prompt", "completion", "label"], "labelled"),
         (["messages", "label"], "labelled"),
@@ -90,6 +91,7 @@ def test_broken_lines_count_as_bad_rows() -> None:
         {"messages": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "{}"}]},
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "tools": [{"a": 1}]},
+        {"input": {"messages": [], "tools": [{"a": 1}]}, "preferred_output": [], "non_preferred_output": []},
     ],
 )
 def test_tool_calls_are_refused_by_name(row: dict[str, Any]) -> None:
@@ -179,6 +181,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "g"}, "rejected": BAD},
         {"chosen": "\n\nHuman: a\n\nAssistant: g", "rejected": "\n\nHuman: a\n\nAssistant: b"},
+        {"input": {"messages": [USER], "tools": []}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
     ],
 )
 def test_preferences(row: dict[str, Any]) -> None:
