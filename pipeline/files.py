@@ -26,8 +26,19 @@ def write_whole(file: Path, content: str | bytes) -> None:
             os.fsync(stream.fileno())
         os.replace(part, file)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a failed disk may be read-only by now; the first error is the cause
+            part.unlink()
         raise
+
+
+def sync_folder(folder: Path, *, with_files: bool = False) -> None:
+    """Wait until the disk has the names of a folder's files; with `with_files` also until it has their content."""
+    for path in [*(sorted(folder.iterdir()) if with_files else ()), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -81,6 +81,11 @@ def advise(problem: BaseException) -> str | None:
     text = str(problem)
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
+    if isinstance(problem, OSError) and problem.errno in (errno.EIO, errno.EROFS):
+        return (
+            f"the disk failed ({text}): repair it, or move the run folder to another disk and set run_dir= to it; then "
+            "run the same command again to resume"
+        )
     if isinstance(problem, OSError) and problem.errno in (errno.EMFILE, errno.ENFILE):
         return (
             f"too many open files ({text}): raise the limit (ulimit -n 4096), then run the same command again to resume"

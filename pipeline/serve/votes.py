@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evaluation.intervals import wilson_interval
+from pipeline.files import sync_folder
 
 FILE = "votes.jsonl"
 SIDES = ("left", "right")
@@ -66,7 +67,7 @@ class VoteFile:
             stream.flush()
             os.fsync(stream.fileno())
         if is_new:
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows. Other lines are left out."""
@@ -124,12 +125,3 @@ def _remove_incomplete_line(file: int) -> None:
         end -= 1
     if end < size:
         os.ftruncate(file, end)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the entry of a new file in its folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -140,6 +140,7 @@ def test_the_lost_rank_is_the_cause_of_several_ends():
             OSError(errno.EMFILE, "Too many open files", "/x"),
             "too many open files ([Errno 24] Too many open files: '/x'): raise the limit",
         ),
+        (OSError(errno.EIO, "Input/output error"), "the disk failed ([Errno 5] Input/output error): repair it"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory outside of forward and backward"),
         (
             RuntimeError("can't start new thread"),

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -401,6 +401,19 @@ def test_json_is_written_atomically(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "a.json", "\ud83d")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # no temporary file
+
+
+def test_a_failed_disk_is_reported_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(number: int) -> Callable[..., None]:
+        def call(*_: Any, **__: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
+    monkeypatch.setattr(Path, "unlink", fails(errno.EROFS))  # the kernel has made the file system read-only
+    with pytest.raises(OSError, match="Input/output error"):
+        write_whole(tmp_path / "a.json", "{}")
 
 
 def test_the_bytes_per_step_of_a_stage_that_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
