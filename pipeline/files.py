@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ def write_whole(file: Path, content: str | bytes) -> None:
         raise
 
 
-def sync_folder(folder: Path, *, with_files: bool = False) -> None:
-    """Wait until the disk has the names of a folder's files; with `with_files` also until it has their content."""
-    for path in [*(sorted(folder.iterdir()) if with_files else ()), folder]:
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until the disk has the content of files, and the names in folders."""
+    for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

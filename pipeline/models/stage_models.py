@@ -12,7 +12,7 @@ from pipeline.data.load import load_stage
 from pipeline.data.records import Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
-from pipeline.files import sync_folder
+from pipeline.files import sync
 from pipeline.models.build import check_adapters, check_scores
 from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
 
@@ -36,7 +36,7 @@ def run_tokenizer(
         staging = run_dir / "tokenizer.tmp"
         shutil.rmtree(staging, ignore_errors=True)  # a killed start may have left files of another tokenizer
         tokenizer.save(staging)
-        sync_folder(staging, with_files=True)  # a disk that fails later must not leave an empty tokenizer
+        sync([*staging.iterdir(), staging])  # a disk that fails later must not leave an empty tokenizer
         staging.rename(tokenizer_dir)
     distributed.barrier()  # on every call: each rank waits until rank 0 has written the tokenizer
     return load_tokenizer(str(tokenizer_dir), chat_template=None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evaluation.intervals import wilson_interval
-from pipeline.files import sync_folder
+from pipeline.files import sync
 
 FILE = "votes.jsonl"
 SIDES = ("left", "right")
@@ -67,7 +67,7 @@ class VoteFile:
             stream.flush()
             os.fsync(stream.fileno())
         if is_new:
-            sync_folder(self.path.parent)
+            sync([self.path.parent])
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows. Other lines are left out."""

@@ -21,7 +21,7 @@ from pipeline import progress
 from pipeline.config.schema import ProfileSection
 from pipeline.config.stage_sections import StageSection
 from pipeline.errors import RestartStage, SharedError, Stopped, UserError, delay_stop
-from pipeline.files import explained_disk, write_json
+from pipeline.files import explained_disk, sync, write_json
 from pipeline.stages.restart import Checkpoints, Rollback, read_limits, restart, roll_back, write_limits
 from pipeline.tracking import metrics
 from pipeline.tracking.metrics import Clock, Profile, measured_memory, peak_memory
@@ -227,6 +227,9 @@ class StageRun:
             "extra": self._extra(),
         }
         with self.clock.phase("save"):
+            if distributed.is_rank_zero():
+                with explained_disk(self.folder):  # a resumed run needs the log up to its checkpoint
+                    sync(self.folder.glob("*.jsonl"))
             self._checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self.best_step)
         self._saved, self._saved_at = step, time.monotonic()
 

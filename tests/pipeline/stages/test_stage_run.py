@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -401,6 +401,23 @@ def test_json_is_written_atomically(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "a.json", "\ud83d")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # no temporary file
+
+
+def test_a_checkpoint_waits_until_the_disk_has_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may fail after the checkpoint. Then a log without its last steps would make a resumed run incomplete."""
+    synced: list[dict[str, int]] = []
+
+    def record(paths: Iterable[Path]) -> None:
+        synced.append({path.name: len(path.read_text().splitlines()) for path in paths})
+
+    monkeypatch.setattr(stage_run, "sync", record)
+    stage, _ = stage_of(tmp_path, 2)
+    stage.restore()
+    for step in stage.steps_left():
+        stage.log(step, {"loss": 1.0})
+        stage.save(step)
+    stage.settle()
+    assert synced == [{"metrics.jsonl": 1}, {"metrics.jsonl": 2}]
 
 
 def test_a_failed_disk_is_reported_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
