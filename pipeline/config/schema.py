@@ -276,7 +276,11 @@ class RolloutSection(Section):
 
 
 class EvaluationSection(Section):
-    prompts: int = Field(128, ge=1, description="held-out prompts that the base, SFT and PPO (or DPO) models answer")
+    prompts: int = Field(
+        128,
+        ge=1,
+        description="number of held-out prompts that the base, SFT and PPO (or DPO) models answer; at most one of each conversation",
+    )
     temperatures: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
         None,
         min_length=1,

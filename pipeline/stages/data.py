@@ -1,8 +1,9 @@
 """The data of a stage: records, token ids and evaluation prompts, made by rank 0 for all ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Generic, TypeVar, cast
 
 from engine import distributed
@@ -10,7 +11,7 @@ from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
-from pipeline.data.load import RESERVED, StageRecords, load_held_out, load_stage, made_here
+from pipeline.data.load import RESERVED, StageRecords, first_turn, load_held_out, load_stage, made_here
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
@@ -165,7 +166,7 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
         held_out = load_held_out(config.data, config.seed, rows=rows)
     limit = config.rollout.max_prompt_tokens
     fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
-    chosen = [prompt for prompt, _ in zip(fitting, range(config.evaluation.prompts), strict=False)]
+    chosen = list(islice(one_of_each_conversation(fitting), config.evaluation.prompts))
     if not held_out and not set(POLICIES) & set(wanted_stages(config)):
         print("no held-out prompts: no prompt is answered", flush=True)
     elif not chosen:
@@ -178,6 +179,20 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
             )
         print(f"{problem}: no prompt is answered", flush=True)
     return chosen
+
+
+def one_of_each_conversation(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """Yield the first prompt of each conversation.
+
+    A prompt belongs to the conversation of an earlier prompt if both have the same first turn, and one of them has more
+    turns. The intervals over prompts require independent answers, and answers within a conversation are not.
+    """
+    has_more_turns: dict[bytes, bool] = {}
+    for prompt in prompts:
+        turn, more = first_turn(prompt), sum(message.role == "user" for message in prompt.messages) > 1
+        if turn not in has_more_turns or not (more or has_more_turns[turn]):
+            has_more_turns[turn] = more
+            yield prompt
 
 
 def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:

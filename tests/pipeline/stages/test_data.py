@@ -95,6 +95,24 @@ def test_without_held_out_prompts_there_are_no_evaluations(tmp_path: Path, capsy
     assert capsys.readouterr().out == "no held-out prompts: no prompt is answered\n"
 
 
+def test_each_conversation_has_one_evaluation_prompt(tmp_path: Path) -> None:
+    """The rows of a thread are turns of one conversation. "ALONE" is another prompt."""
+    file = tmp_path / "held_out.jsonl"
+    rows = [
+        {"prompt": [{"role": role, "content": f"{role} {thread}"} for role in ("user", "assistant") * turns][:-1]}
+        for thread in range(5)
+        for turns in (1, 2, 3)
+    ]
+    rows += [{"prompt": text} for text in ("Alone", "ALONE")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig.model_validate({"name": "a", "sources": [{"path": str(file), "eval_path": str(file)}]})
+    tokenizer = train_tokenizer(["user 1"], 300)
+    for most, count in ((128, 7), (3, 3)):
+        config = tiny_config(evaluation={"prompts": most}).model_copy(update={"data": data})
+        actual = stage_data.evaluation_prompts(config, tokenizer)
+        assert len(actual) == len({prompt.messages[0] for prompt in actual}) == count
+
+
 def on_every_rank(file: str) -> dict[str, Any]:
     """Return the data of a rank and the number of its reads."""
     read: list[str] = []
