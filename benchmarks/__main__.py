@@ -23,6 +23,7 @@ BENCHES = {
     "dschat": "benchmarks.dschat",
     "kernels": "benchmarks.kernels",
     "demo_seeds": "benchmarks.demo_seeds",
+    "demo_methods": "benchmarks.demo_methods",
     "guard_cases": "benchmarks.guard_cases",
 }
 
