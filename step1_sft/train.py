@@ -30,7 +30,6 @@ from pipeline.models.stage_models import (
 )
 from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, stage_records
 from pipeline.stages.start import (
-    evaluation_temperatures,
     open_stage,
     optimizer_config,
     plan_stage,
@@ -62,7 +61,7 @@ def run(config: RunConfig, folder: Path) -> None:
     packing = _choose_packing(engine, section.packing, section.max_length)
     batches = SftBatches(data.train, section.batch_size, config.seed, packing, tokenizer.pad_id)
     settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
-    evaluator = Evaluator(prompts, tokenizer, settings, evaluation_temperatures(config), judge)
+    evaluator = Evaluator(prompts, tokenizer, settings, config.temperatures, judge)
     task = SupervisedTask(
         engine,
         loss_of,

@@ -25,7 +25,6 @@ from pipeline.models.export import export_policy
 from pipeline.models.stage_models import actor_folder, policy_to_tune, require_context
 from pipeline.stages.data import evaluation_prompts, examples, log_undecided, stage_records
 from pipeline.stages.start import (
-    evaluation_temperatures,
     open_stage,
     optimizer_config,
     plan_stage,
@@ -87,7 +86,7 @@ def run(config: RunConfig, folder: Path) -> None:
     train, schedule = select_used(data.train, schedule)
     batches = form.batches(engine, section, train, data.held_out, schedule, packing, tokenizer.pad_id)
     settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
-    evaluator = Evaluator(prompts, tokenizer, settings, evaluation_temperatures(config), judge)
+    evaluator = Evaluator(prompts, tokenizer, settings, config.temperatures, judge)
     with open_stage(plan, "dpo", folder, {"policy": engine}, best_metric="eval_loss", longest=batches.longest) as stage:
         if section.has_reference:
             with stage.clock.phase("reference"):  # the policy is the reference until its first step

@@ -60,6 +60,7 @@ def write_card(
             "unfinished": changed_answers(chosen, unfinished, penalty=penalty * (reference["reward_std"] or 1.0)),
             "other_prompt": changed_answers(chosen, others),
         },
+        "temperatures": list(dict.fromkeys(sample.temperature for sample in samples)),
         **reference,
     }
     for model in ("sft", "base"):

@@ -9,7 +9,7 @@ from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator
 from pipeline.evaluation.judge import load_judge, load_pair_judge
 from pipeline.models.stage_models import require_context
 from pipeline.stages.stage_run import StageRun
-from pipeline.stages.start import evaluation_temperatures, open_stage, plan_stage, sampling
+from pipeline.stages.start import open_stage, plan_stage, sampling
 from step3_ppo.evaluate import build_evaluator, finish, log_step, resume
 from step3_ppo.guard import Guard, open_guard
 from step3_ppo.log import UpdateMetrics
@@ -44,7 +44,7 @@ def run(config: RunConfig, folder: Path) -> None:
         evaluation_prompts,
         sources.tokenizer,
         sampling(rollout, sources.tokenizer, seed=EVALUATION_SEED),
-        evaluation_temperatures(config),
+        config.temperatures,
         budget=config.ppo.micro_batch_tokens,
         keep=rollout.keep,
         judge=load_judge(config),

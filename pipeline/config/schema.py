@@ -382,3 +382,8 @@ class RunConfig(Section):
     tracking: TrackingSection = TrackingSection()
     profile: ProfileSection = ProfileSection()
     plan: PlanSection = PlanSection()
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures of evaluations; by default that of rollouts and 0 (greedy decoding)."""
+        return tuple(dict.fromkeys(self.evaluation.temperatures or (self.rollout.temperature, 0.0)))

@@ -16,10 +16,10 @@ UNKNOWN = "unknown"
 RESULTS = {
     "eval_loss": "loss on held-out data (SFT: nats per token)",
     "eval_accuracy": "accuracy on held-out pairs",
-    "eval_score": "reward model's score of sampled answers to held-out prompts",
-    "eval_score_at_0": "reward model's score of greedy answers",
-    "gold_score": "judge's score of sampled answers to held-out prompts",
-    "gold_score_at_0": "judge's score of greedy answers",
+    "eval_score": "reward model's score of answers to held-out prompts at temperature {:g}",
+    "eval_score_at_0": "reward model's score of greedy answers (temperature 0)",
+    "gold_score": "judge's score of answers to held-out prompts at temperature {:g}",
+    "gold_score_at_0": "judge's score of greedy answers (temperature 0)",
 }
 
 
@@ -78,7 +78,7 @@ def _results(stage: FinishedStage) -> str:
     columns = {name: figures for name, figures in models.items() if name in ("base", *STAGES) and name != stage.name}
     columns[stage.name] = own
     rows = [
-        (meaning, *(_figure(figures.get(name)) for figures in columns.values()))
+        (meaning.format(stage.config.temperatures[0]), *(_figure(figures.get(name)) for figures in columns.values()))
         for name, meaning in RESULTS.items()
         if _figure(own.get(name))
     ]

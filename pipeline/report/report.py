@@ -17,6 +17,7 @@ from pipeline.report.gaming import gaming_section
 from pipeline.report.html import Markup, document, element
 from pipeline.report.seeds import write_seed_report
 from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
+from pipeline.report.verdict import format_temperatures
 
 REPORT = "report.html"
 NAMES = {
@@ -57,6 +58,7 @@ def render_report(run: RunReading) -> Markup:
 def _parts(run: RunReading) -> Mapping[str, Markup | None]:
     reward, dpo = run.stage("reward"), run.stage("dpo")
     unused = " PPO did not use it." if run.rewarder == "reward function" else ""
+    dots = f" at {format_temperatures(run.temperatures[:1])}" if run.temperatures else ""
     return {
         "changes": comparison.changes_section(run),
         "gaming": gaming_section(run),
@@ -84,7 +86,8 @@ def _parts(run: RunReading) -> Mapping[str, Markup | None]:
         "ppo": stage_section(
             run.stage("ppo"),
             "Stage 3: PPO",
-            "Thin lines: single rollouts. Thick lines: centred running mean. Dots: evaluations on held-out prompts.",
+            "Thin lines: single rollouts. Thick lines: centred running mean. Dots: evaluations on held-out prompts"
+            f"{dots}.",
             PPO_PLOTS,
         ),
         "speed": costs.speed_section(run),

@@ -8,8 +8,9 @@ from typing import Any
 
 from pipeline.report.axes import format_interval, format_number
 from pipeline.report.charts import Interval, interval_chart
-from pipeline.report.data import finite, mapping
+from pipeline.report.data import finite, is_number, mapping
 from pipeline.report.html import Markup, element, grid, table
+from pipeline.report.verdict import format_temperatures
 
 SHARES = {
     "all": "all pairs",
@@ -24,6 +25,9 @@ KINDS = {
     "unfinished": "chosen answers, cut in half",
     "other_prompt": "chosen answers to another prompt",
 }
+
+SAMPLED = ("sft", "base")
+"""The kinds of answers that a model generated, at the temperatures of the evaluation."""
 
 
 def reward_card(card: Mapping[str, Any]) -> Markup | None:
@@ -87,21 +91,25 @@ def _agreement(card: Mapping[str, Any]) -> Markup | None:
     if not {"rank_correlation", "rank_correlation_low", "rank_correlation_high", "answers"} <= numbers.keys():
         return None
     interval = format_interval(numbers["rank_correlation_low"], numbers["rank_correlation_high"])
+    sampled = _temperatures(card)
+    at, all_at = (f" at {format_temperatures(some)}" if some else "" for some in (sampled[:1], sampled))
     text = (
-        f"Agreement with the judge: over {numbers['answers']:.0f} answers of the SFT model, score and gold score have "
-        f"the rank correlation {numbers['rank_correlation']:.2f}, 95% interval {interval}."
+        f"Agreement with the judge: over {numbers['answers']:.0f} answers of the SFT model{at}, score and gold score "
+        f"have the rank correlation {numbers['rank_correlation']:.2f}, 95% interval {interval}."
     )
     pairs = finite(found.get("same_prompt"))
     if {"share", "low", "high", "count"} <= pairs.keys():
         text += (
-            f" Of {pairs['count']:.0f} pairs of answers to the same prompt with different gold scores, the model ranks "
-            f"{pairs['share']:.0%} as the judge does ({pairs['low']:.0%} to {pairs['high']:.0%})."
+            f" Of {pairs['count']:.0f} pairs of answers to the same prompt{all_at} with different gold scores, the "
+            f"model ranks {pairs['share']:.0%} as the judge does ({pairs['low']:.0%} to {pairs['high']:.0%})."
         )
     return element("p", text)
 
 
 def _kinds(card: Mapping[str, Any]) -> Markup | None:
     rows = []
+    sampled = _temperatures(card)
+    at = f", {format_temperatures(sampled)}" if sampled else ""
     for kind, label in KINDS.items():
         found = mapping(mapping(card.get("scores")).get(kind))
         numbers, above = finite(found), finite(found.get("above_complete"))
@@ -113,11 +121,17 @@ def _kinds(card: Mapping[str, Any]) -> Markup | None:
             penalty = numbers.get("penalty", 0.0)
             compared += f", less {format_number(penalty)}" if penalty else ""
         means = format_number(numbers["mean"]), format_number(numbers["std"])
-        rows.append((label, f"{numbers['count']:.0f}", *means, compared))
+        named = f"{label}{at if kind in SAMPLED else ''}"
+        rows.append((named, f"{numbers['count']:.0f}", *means, compared))
     if not rows:
         return None
     head = ("Kind of answer", "Answers", "Mean score", "SD", "Scores above the complete answer")
     return table(head, rows, numbers=range(1, 5))
+
+
+def _temperatures(card: Mapping[str, Any]) -> list[float]:
+    """Return the temperatures of the answers of SFT model and base model. A card of an earlier version has none."""
+    return [value for value in _list(card.get("temperatures")) if is_number(value)]
 
 
 def _list(value: Any) -> list[Any]:

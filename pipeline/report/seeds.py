@@ -34,6 +34,7 @@ from pipeline.report.verdict import (
     Verdict,
     change,
     combine,
+    format_temperatures,
     grades,
     guard_signs,
     is_selected,
@@ -54,6 +55,8 @@ CURVES = (
     ("reward", "eval_accuracy", "Held-out accuracy of the reward model", (None, 1)),
     ("sft", "eval_loss", "Held-out SFT loss, nats per token", (None, None)),
 )
+SAMPLED = ("gold_score", "eval_score")
+"""The curves of generated answers to held-out prompts, at the first temperature of the evaluation."""
 METHOD = (
     "The model is y = mean + seed + prompt + error, where seeds and prompts are random samples. The intervals are 95% "
     "t-intervals from its mean squares, and cover other seeds and other prompts (Searle, Casella & McCulloch, 1992)."
@@ -352,6 +355,8 @@ def _by_seed(runs: Sequence[RunReading]) -> Markup | None:
 
 def _curves(runs: Sequence[RunReading]) -> Markup | None:
     charts = []
+    first = {run.temperatures[0] for run in runs if run.temperatures}
+    at = f" at {format_temperatures(sorted(first))}" if first else ""
     for stage, key, title, bounds in CURVES:
         name = runs[0].policy if stage == "policy" else stage
         curves = [run.stage(name).series(key) for run in runs]
@@ -361,7 +366,8 @@ def _curves(runs: Sequence[RunReading]) -> Markup | None:
         tone = name if name in SHOWN_MODELS else "plain"
         series = [Series(f"seed {seed_of(run)}", c, tone, faint=True) for run, c in zip(runs, curves, strict=True) if c]
         series.append(Series("mean", _mean_curve(shown), "strong", exact=True))
-        charts.append(line_chart(title, series, x_name="rollout" if name == "ppo" else "step", bounds=bounds))
+        sampled = f"{title}{at if key in SAMPLED else ''}"
+        charts.append(line_chart(sampled, series, x_name="rollout" if name == "ppo" else "step", bounds=bounds))
     if not any(charts):
         return None
     lead = "Thin lines: single seeds. Thick lines: their mean, at the steps that all seeds logged."

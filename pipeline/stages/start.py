@@ -62,11 +62,6 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
     )
 
 
-def evaluation_temperatures(config: RunConfig) -> tuple[float, ...]:
-    """Return the temperatures of evaluations; by default that of rollouts and 0 (greedy decoding)."""
-    return tuple(dict.fromkeys(config.evaluation.temperatures or (config.rollout.temperature, 0.0)))
-
-
 def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:
     """Set how an engine generates. Call before its first generation."""
     engine.flip.tensor_parallel, engine.flip.stream = rollout.tensor_parallel, rollout.stream

@@ -70,6 +70,7 @@ def test_the_card_scores_each_kind_of_answer(tmp_path: Path) -> None:
     assert scores["sft"] == {"mean": sum(own) / 2, "std": abs(own[0] - own[1]) / 2, "count": 2}
     assert scores["base"]["count"] == 1  # the other answer is longer than max_length
     assert actual["judge"]["answers"] == 1  # one prompt
+    assert actual["temperatures"] == [1.0, 0.0]
     assert actual["judge"]["same_prompt"]["share"] == float(own[1] > own[0])
 
 

@@ -73,7 +73,9 @@ def test_a_complete_run(tmp_path: Path) -> None:
     for text in ("RLHF helped at temperatures 1 and 0.",
                  "PPO, temperature 0", "No sign of it at", "First ratio", "Explained variance", "Held-out accuracy",
                  "89.7%", "The first 8 of 96", "2 more prompts", "Best answers of PPO by gold score",
-                 "Worst answers of PPO by gold score", "Reward scores before and after, temperature 1", "2 min 41 s",
+                 "Worst answers of PPO by gold score", "Reward scores before and after, temperature 1",
+                 "Dots: evaluations on held-out prompts at temperature 1.",
+                 "2 min 41 s",
                  "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
         assert text in actual.text, text
     assert len(page) < 600_000

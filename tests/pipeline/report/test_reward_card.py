@@ -20,7 +20,9 @@ CARD: dict[str, Any] = {
     "margin_by_length": [{"extra_tokens": -4.5, "margin": 0.8, "low": 0.2, "high": 1.4, "count": 10}],
     "judge": {"answers": 90, "rank_correlation": 0.62, "rank_correlation_low": 0.47, "rank_correlation_high": 0.73,
               "same_prompt": SHARE},
-    "scores": {"chosen": LEVEL, "unfinished": {**LEVEL, "penalty": 0.5, "above_complete": SHARE}, "base": None},
+    "scores": {"chosen": LEVEL, "unfinished": {**LEVEL, "penalty": 0.5, "above_complete": SHARE}, "base": None,
+               "sft": LEVEL},
+    "temperatures": [0.7, 0.0],
 }  # fmt: skip
 
 
@@ -31,14 +33,16 @@ def test_the_page_shows_each_part(tmp_path: Path) -> None:
     for words in (
         "Report card", "Held-out accuracy with intervals", "source mine", "chosen is longer", "55% sure",
         "Expected calibration error: 0.042.", "-4.5 tokens", "rank correlation 0.62, 95% interval +0.47 to +0.73",
-        "Of 40 pairs of answers to the same prompt", "75% as the judge does (61% to 86%)",
+        "over 90 answers of the SFT model at temperature 0.7, score",
+        "Of 40 pairs of answers to the same prompt at temperatures 0.7 and 0",
+        "answers of the SFT model, temperatures 0.7 and 0", "75% as the judge does (61% to 86%)",
         "chosen answers, cut in half", "75% (61% to 86%), less 0.5",
     ):  # fmt: skip
         assert words in text, words
     assert "answers of the base model" not in text
 
 
-@pytest.mark.parametrize("part", ["accuracy", "calibration", "margin_by_length", "judge", "scores"])
+@pytest.mark.parametrize("part", ["accuracy", "calibration", "margin_by_length", "judge", "scores", "temperatures"])
 @pytest.mark.parametrize("value", [None, 7, "text", [], {"all": 3, "bins": [4], "chosen": {"mean": None}}])
 def test_a_malformed_part_is_left_out(part: str, value: Any) -> None:
     assert "Report card" in str(reward_card({**CARD, part: value}))

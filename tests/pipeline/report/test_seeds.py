@@ -40,7 +40,8 @@ def test_three_agreeing_seeds_give_a_verdict(tmp_path: Path) -> None:
     assert "It rose in 3 of 3 seeds." in verdict.evidence and "between seeds and 0." in verdict.evidence
     actual = check(path.read_text(encoding="utf-8"))
     for text in ("Gold score: change at temperature 0", "seed 2", "all seeds", "demo-seed=3", "SD, prompts",
-                 "KL to the reference, nats per answer", "Held-out SFT loss", "no common scale of scores"):  # fmt: skip
+                 "KL to the reference, nats per answer", "Held-out SFT loss", "Gold score at temperature 1 ",
+                 "no common scale of scores"):  # fmt: skip
         assert text in actual.text, text
     assert "differ in more than the seed" not in actual.text and "failed" not in actual.text
 
