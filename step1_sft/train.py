@@ -1,5 +1,6 @@
 """Stage 1, supervised fine-tuning: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.microbatches import largest_microbatch, local_microbatches
+from pipeline.data.rendering import example_lines
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge
@@ -47,10 +49,12 @@ def run(config: RunConfig, folder: Path) -> None:
     ppo_prompts = check_data_to_come(config, "sft", records)
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     _check_model(config, source, tokenizer)
-    if distributed.is_rank_zero():
-        print(f"sft: {tokenizer.summary}", flush=True)
     encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
     data = examples("sft", config.sft, records, encode)
+    if distributed.is_rank_zero():
+        first = data.train[0]
+        shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)
+        print(f"sft: {tokenizer.summary}", *shown, sep="\n", flush=True)
     prompts, judge = evaluation_prompts(config, tokenizer, ppo_prompts), load_judge(config)
     del records, ppo_prompts  # frees the texts
     plan = plan_stage(config, "sft", folder, data.train, policy=source)

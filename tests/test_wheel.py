@@ -56,6 +56,8 @@ def test_an_installed_wheel_runs_every_stage_from_an_empty_folder(wheel: Path, t
 
     printed = zerochat("train", "run_dir=run", *SMALLEST)
     assert "zerochat chat run" in printed
+    example = printed.partition("sft: tokens: answers end with <|end|> (1)")[2].splitlines()[2]
+    assert example.startswith("  | <|user|>") and example.endswith("<|end|>]"), "the example has its loss mask"
     assert (empty / "run" / "ppo" / "model" / "model.safetensors").is_file()
     assert zerochat("chat", "run", "--prompt", "What is 2 + 3?", "--temperature", "0", "--max-new-tokens", "4")
     (empty / "run" / "report.html").unlink()

@@ -23,6 +23,7 @@ from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.records import (
     TOOLS,
+    AssistantFirst,
     BadRow,
     Conversation,
     Document,
@@ -38,6 +39,7 @@ from pipeline.data.records import (
     question_of,
     text_of,
     turns_of,
+    without_greeting,
 )
 from pipeline.errors import UserError
 
@@ -64,6 +66,7 @@ TEXT_COLUMN = "text"
 OPENAI_COLUMNS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences
 TOOL_COLUMNS = ("tools", "functions")
+GREETING = "begin with the assistant: first turn removed"  # a used row, which is not a bad row
 FORMS_TEXT = (
     "prompt + completion (or question + answer, or instruction + input + output); messages; "
     "prompt + chosen + rejected; chosen + rejected that begin with the same turns; prompt + completion + label; "
@@ -149,7 +152,12 @@ def to_records(
     first: dict[str, str] = {}
     for index, row in enumerate(table.rows):
         try:
-            record = _for_stage(parse(row, source), stage, labels=labels)
+            try:
+                record = parse(row, source)
+            except AssistantFirst:
+                record = parse(_from_the_user(row), source)
+                unused[GREETING] += 1
+            record = _for_stage(record, stage, labels=labels)
             records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)
         except UnusedRow as reason:
             unused[str(reason)] += 1
@@ -202,6 +210,12 @@ def _for_stage(record: Record, stage: str, *, labels: bool) -> Record:
 def _first(row: Row, names: tuple[str, ...]) -> Any:
     """Return the value of the first of these columns that the row has."""
     return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _from_the_user(row: Row) -> Row:
+    """Return a row whose conversation begins with the user: its columns of messages lose the assistant's greeting."""
+    columns = {*MESSAGE_COLUMNS, *PROMPT_COLUMNS} & row.keys() or {"chosen", "rejected"}
+    return {name: without_greeting(value) if name in columns else value for name, value in row.items()}
 
 
 def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -280,9 +294,7 @@ def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
     """Return prompt, chosen answer and rejected answer of a row with or without a prompt column."""
     start: tuple[Message, ...]
     prompt_column = _first(row, PROMPT_COLUMNS)
-    if prompt_column is None and isinstance(
-        row.get("chosen"), Mapping
-    ):  # one message each; other columns have the turns
+    if prompt_column is None and isinstance(row.get("chosen"), Mapping):  # one message each, after the turns
         chosen, rejected = answer_of(row.get("chosen")), answer_of(row.get("rejected"))
         start = question_of(_first(row, MESSAGE_COLUMNS))
     elif prompt_column is None:

@@ -110,6 +110,10 @@ class BadRow(Exception):
     """An unusable row. The message is the reason, which is equal for all rows with the same fault."""
 
 
+class AssistantFirst(BadRow):
+    """A conversation that begins with the assistant, as conversations with a greeting do."""
+
+
 class UnusedRow(Exception):
     """A usable row that the stage does not read. The message is the reason."""
 
@@ -131,11 +135,7 @@ def whole_characters(text: str) -> str:
 
 def messages_of(value: Any) -> tuple[Message, ...]:
     """Parse a list of {"role", "content"} (or {"from", "value"}). Consecutive messages of one role are joined."""
-    if isinstance(value, str) and value.lstrip().startswith("["):  # the list as text, in a CSV cell
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:  # ValueError: also an integer with thousands of digits
-            raise BadRow("messages are not a list") from error
+    value = _list_of(value)
     if isinstance(value, (str, bytes)):
         raise BadRow("messages are not a list")
     if not isinstance(value, Sequence):
@@ -143,6 +143,32 @@ def messages_of(value: Any) -> tuple[Message, ...]:
     if not value:
         raise BadRow("no messages")
     return _in_order([_message(item) for item in value])
+
+
+def without_greeting(value: Any) -> Any:
+    """Return a message list without the turns of the assistant before the first turn of the user.
+
+    A value that is no message list, or has no turn of the user, is returned unchanged.
+    """
+    items = _list_of(value)
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+        return value
+    messages = [_message(item) for item in items]
+    first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
+        return value
+    before = [item for item, message in zip(items, messages[:first], strict=False) if message.role == "system"]
+    return [*before, *items[first:]]
+
+
+def _list_of(value: Any) -> Any:
+    """Return the list that a CSV cell contains as text; any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer with thousands of digits
+        raise BadRow("messages are not a list") from error
 
 
 def looks_like_turns(text: str) -> bool:
@@ -237,5 +263,5 @@ def _in_order(messages: list[Message]) -> tuple[Message, ...]:
     if any(message.role == "system" for message in turns):
         raise BadRow("a system message after the start")
     if turns and turns[0].role == "assistant":
-        raise BadRow("the assistant speaks first")
+        raise AssistantFirst("the assistant speaks first")
     return tuple(joined)

@@ -19,8 +19,9 @@ from pipeline.config.messages import format_time
 from pipeline.config.recipes import Rate, compare_rates
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import wanted_stages
+from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED
-from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.data.rendering import example_lines
 from pipeline.doctor.facts import Facts, StageFacts, gather
 from pipeline.errors import UserError
 from pipeline.installation import DOCTOR
@@ -36,8 +37,6 @@ Show what a command line of `train` would train on what, without training.
 {DOCTOR} model=opt-1.3b data.path=mine.jsonl
 {DOCTOR} model.path=FOLDER data.path=pairs.jsonl method=dpo sft=lora
 """
-LONGEST_EXAMPLE = 800  # characters of the rendered example
-COLOUR, PLAIN = ("\x1b[32m", "\x1b[0m"), ("[", "]")  # around the tokens of the loss
 ROW = "  {:<8}{:>9}{:>10}{:>10}  {}"
 
 
@@ -74,7 +73,8 @@ def examine(job: Job, words: Sequence[str], stream: TextIO) -> Iterator[str]:
     yield f"{config.model.name} on {config.data.name}: {', '.join(stages)}{_seed(job)}"
     yield job.recipe or "recipe: none"
     yield ""
-    yield from _template(facts, colour=_uses_colour(stream))
+    yield facts.tokenizer.summary
+    yield from example_lines(facts.tokenizer, *facts.example, stream)
     yield ""
     yield from _rows(facts.stages)
     yield ""
@@ -104,53 +104,6 @@ def _seed(job: Job) -> str:
     return f" ({job.label})" if job.label else ""
 
 
-def _uses_colour(stream: TextIO) -> bool:
-    return stream.isatty() and "NO_COLOR" not in os.environ
-
-
-def _template(facts: Facts, *, colour: bool) -> Iterator[str]:
-    """Yield the tokens, and the first example as the model reads it."""
-    yield facts.tokenizer.summary
-    ids, counts = facts.example
-    if len(ids):
-        marks = "in green" if colour else "in [..]"
-        yield f"first example, {len(ids)} tokens; the loss includes the {sum(counts)} tokens {marks}:"
-        yield from (f"  | {line}" for line in rendered_example(facts.tokenizer, ids, counts, colour=colour).split("\n"))
-
-
-def rendered_example(tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool], *, colour: bool) -> str:
-    """Return a conversation as the model reads it, with the tokens of the loss in colour, or in [..] without colour.
-
-    ids (T,): the tokens; counts (T,): True for the tokens of the loss. A long example is shortened in the middle.
-    """
-    begin, end = COLOUR if colour else PLAIN
-    runs = [(_decode(tokenizer, run), counted) for run, counted in _runs(ids, counts)]
-    length = sum(len(text) for text, _ in runs)
-    limit = LONGEST_EXAMPLE // max(1, len(runs)) if length > LONGEST_EXAMPLE else length
-    shown = ((_shortened(text, limit), counted) for text, counted in runs)
-    return "".join(f"{begin}{text}{end}" if counted else text for text, counted in shown)
-
-
-def _runs(ids: Sequence[int], counts: Sequence[bool]) -> Iterator[tuple[Sequence[int], bool]]:
-    """Yield the runs of tokens with the same flag."""
-    start = 0
-    for index in range(1, len(ids) + 1):
-        if index == len(ids) or counts[index] != counts[start]:
-            yield ids[start:index], bool(counts[start])
-            start = index
-
-
-def _decode(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
-    """Return the text of token ids with the names of control tokens. Other control characters are escaped."""
-    text = str(tokenizer.hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
-
-
-def _shortened(text: str, limit: int) -> str:
-    half = max(20, limit // 2)
-    return text if len(text) <= 2 * half + 5 else f"{text[:half]} ... {text[-half:]}"
-
-
 def _rows(stages: Sequence[StageFacts]) -> Iterator[str]:
     """Yield a table: rows of each stage, and why rows are skipped or cut."""
     yield ROW.format("stage", "rows", "held out", "skipped", "reasons").rstrip()
@@ -158,7 +111,7 @@ def _rows(stages: Sequence[StageFacts]) -> Iterator[str]:
         reasons = [f"{count:,} {reason}" for reason, count in sorted(each.skipped.items())]
         sample = "" if each.sample == each.train else f" of the first {each.sample:,}"
         reasons += [f"{count:,}{sample}: {reason}" for reason, count in sorted(each.cut.items())]
-        skipped = sum(count for reason, count in each.skipped.items() if reason != RESERVED)
+        skipped = sum(count for reason, count in each.skipped.items() if reason not in (RESERVED, GREETING))
         yield ROW.format(
             each.stage, f"{each.train:,}", f"{each.held_out:,}", f"{skipped:,}", "; ".join(reasons)
         ).rstrip()

@@ -11,6 +11,7 @@ from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
+from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED, StageRecords, first_turn, load_held_out, load_stage, made_here
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
@@ -63,9 +64,14 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
 
     skipped = on_rank_zero(load)
     records = loaded[0] if loaded else StageRecords([], [], skipped)
-    unusable = {reason: count for reason, count in records.skipped.items() if reason != RESERVED}
+    unusable = {reason: count for reason, count in records.skipped.items() if reason not in (RESERVED, GREETING)}
     if distributed.is_rank_zero() and unusable:
         print(f"{stage}: skipped rows: {_counted(unusable)}", flush=True)
+    if distributed.is_rank_zero() and GREETING in records.skipped:
+        count = records.skipped[GREETING]
+        begin = f"{count:,} conversations begin" if count > 1 else "1 conversation begins"
+        first = "their first turn" if count > 1 else "its first turn"
+        print(f"{stage}: {begin} with the assistant; {first} is removed", flush=True)
     if distributed.is_rank_zero() and not made_here(config.data, stage):
         repeats = len(records.train) - len(set(records.train))
         if repeats:

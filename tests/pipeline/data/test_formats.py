@@ -1,12 +1,13 @@
 """Rows of each format become records. Bad rows are counted, and refused above the limit."""
 
+import json
 import math
 from typing import Any
 
 import pytest
 
 from pipeline.data.files import Table, table_of
-from pipeline.data.formats import detect, stages_of, to_records
+from pipeline.data.formats import GREETING, detect, stages_of, to_records
 from pipeline.data.records import (
     BadRow,
     Conversation,
@@ -273,6 +274,26 @@ def test_columns_of_nulls_are_ignored() -> None:
 def test_adjacent_messages_of_one_role_are_joined() -> None:
     assert messages_of([USER, USER, GOOD]) == chat("a\n\na", "g")
     assert turns_of("Human: a\n\nHuman: b\n\nAssistant: c") == chat("a\n\nb", "c")
+
+
+HELLO, SYSTEM = {"from": "gpt", "value": "Hello!"}, {"from": "system", "value": "s"}
+HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "g"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"conversations": [HELLO, HUMAN, GPT]}, chat("a", "g")),
+        ({"conversations": [SYSTEM, HELLO, HELLO, HUMAN, GPT]}, chat("a", "g", system="s")),
+        ({"messages": json.dumps([HELLO, HUMAN, GPT])}, chat("a", "g")),
+        ({"prompt": [HELLO, HUMAN], "chosen": [GPT], "rejected": [BAD]}, chat("a", "g")),
+        ({"chosen": [HELLO, HUMAN, GPT], "rejected": [HELLO, HUMAN, BAD]}, chat("a", "g")),
+    ],
+)
+def test_a_greeting_of_the_assistant_is_removed_and_counted(row: dict[str, Any], expected: tuple[Message, ...]) -> None:
+    parsed = to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
+    assert parsed.records == [Conversation(expected, "s")]
+    assert parsed.skipped == {GREETING: 1}
 
 
 def test_text_before_the_first_turn_is_refused() -> None:
