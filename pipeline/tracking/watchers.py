@@ -85,7 +85,7 @@ class Progress:
             self._first_step, self._began = step, self._clock()
         speed, left, end = self._outlook(step, metrics)
         if self._stream.isatty():
-            self._move_bar(step, [end, self._figures(step), speed])
+            self._move_bar(step, [end.replace("run ends about", "ends"), speed, self._figures(step)])
         elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = self._clock()
             done = f"{step}/{self._steps}" if step else "before its first step"
@@ -108,7 +108,7 @@ class Progress:
             self._bar.close()
 
     def _move_bar(self, step: int, words: Sequence[str]) -> None:
-        """Show a step. A narrow terminal cuts the last words off. The bar itself shows the time that is left."""
+        """Show a step. The bar itself uses the remaining columns. A narrow terminal cuts the last words off."""
         if self._bar is None:
             from tqdm import tqdm
 
@@ -120,7 +120,7 @@ class Progress:
                 desc=name,
                 file=self._stream,
                 dynamic_ncols=True,
-                bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
+                bar_format="{desc} {n_fmt}/{total_fmt} {remaining} left{postfix} |{bar}|",
             )
         self._bar.set_postfix_str("  ".join(filter(None, words)), refresh=False)
         self._bar.update(step - self._bar.n)

@@ -3,7 +3,10 @@
 import io
 import json
 import os
+import pty
+import re
 import sys
+import termios
 from datetime import datetime
 from types import ModuleType
 
@@ -155,10 +158,26 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run, terminal):
     progress.finish()
     shown = stream.getvalue().splitlines()[-1].rpartition("\r")[2].strip()
     if terminal:
-        assert shown.startswith("sft (stage 1 of 3): 50/100 |")
-        assert shown.endswith(", run ends about Fri 12:01  loss 1  100 tokens/s")
+        assert re.fullmatch(r"sft \(stage 1 of 3\) 50/100 \S+ left, ends Fri 12:01  100 tokens/s  loss 1 \|.+\|", shown)
     else:
         assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
+
+
+def test_a_bar_of_80_columns_shows_speed_end_and_score_of_ppo():
+    terminal, other_end = pty.openpty()
+    termios.tcsetwinsize(other_end, (25, 80))
+    figures = {"score": 1.658, "kl": 2.465, "response_length": 20.06, "lr": 6.417e-08, "eval_score": 1.533}
+    with os.fdopen(other_end, "w") as stream:
+        seconds = [0.0]
+        progress = Progress("ppo", 16, stream, clock=lambda: seconds[0], place="stage 3 of 3", later=0.0)
+        for step in (1, 9):
+            seconds[0] = 60.0 * step
+            progress.log(step, {"tokens": 4e5 * step, **figures})
+        progress.finish()
+        shown = os.read(terminal, 4096).decode().rstrip().rpartition("\r")[2]
+    os.close(terminal)
+    assert len(shown) <= 80
+    assert re.match(r"ppo \(stage 3 of 3\) 9/16 \S+ left, ends \w+ \S+  6,667 tokens/s  score 1\.658", shown), shown
 
 
 def test_figures_before_the_first_step_are_labelled():
