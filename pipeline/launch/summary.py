@@ -23,7 +23,7 @@ def summarize_run(run_dir: Path, verdict: str | None = None) -> str:
     """Return the summary of a run, printed when the run ends.
 
     One line per finished stage has its metrics. The next lines have the verdict, the paths of the model and the
-    report, and the command that starts a chat.
+    report, the command that uploads wandb's offline runs, and the command that starts a chat.
     """
     metrics = {stage: text for stage in STAGES if (text := stage_figures(run_dir, stage)) is not None}
     lines = [f"{stage:<7} {text}".rstrip() for stage, text in metrics.items()]
@@ -34,6 +34,8 @@ def summarize_run(run_dir: Path, verdict: str | None = None) -> str:
     lines.append(f"model   {run_dir / newest / 'model'}")
     if (run_dir / "report.html").exists():
         lines.append(f"report  {run_dir / 'report.html'}")
+    if next((run_dir / "wandb").glob("offline-run-*"), None) is not None:
+        lines.append(f"wandb   offline; to upload: wandb sync {shlex.quote(str(run_dir))}/wandb/offline-run-*")
     if newest != "reward":
         lines.append(f"talk    {CHAT} {shlex.quote(str(run_dir))}")
     return "\n".join(lines)

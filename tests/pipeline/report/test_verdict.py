@@ -200,6 +200,10 @@ def test_summarize_run_prints_the_verdict(tmp_path: Path) -> None:
     (tmp_path / "ppo" / "plan.json").write_text(json.dumps({"stage_seconds": took / 2}))
     (planned,) = (line for line in summarize_run(tmp_path, verdict).splitlines() if line.startswith("time"))
     assert planned.startswith("time    ppo planned ") and planned.endswith(" (2.00 x)")
+    assert "wandb" not in "\n".join(lines)
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    upload = f"wandb   offline; to upload: wandb sync {tmp_path}/wandb/offline-run-*"
+    assert upload in summarize_run(tmp_path, verdict).splitlines()
     (tmp_path / "ppo" / "summary.json").unlink()
     assert conclusion(tmp_path) is None and "verdict" not in summarize_run(tmp_path)
 
