@@ -25,6 +25,7 @@ def test_the_cells_compile_and_the_run_is_valid() -> None:
     settings = [line for line in program.splitlines() if line.partition(" = ")[0].isupper()]
     values: dict[str, str] = {}
     exec("\n".join(settings), values)  # the assignments of names in capitals are constants
+    assert "/" in values["SOURCE"], "pip would install a package of this name from the package index"
     (job,) = compose_jobs(parse_command(values["RUN"].split()))
     config = validate(job.raw)
     assert (config.model.name, config.data.name, config.ppo.lora.rank > 0) == ("qwen2.5-0.5b", "ultrafeedback", True)
