@@ -1,0 +1,95 @@
+"""The commands, the Python blocks and the YAML files of README.md and docs/ are valid; engine.md and the tutorial run.
+
+Each command is composed and checked as `zerochat` does before any work. Words in capitals stand for a user's file.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.chat.command import _parser as chat_parser
+from pipeline.config import engines
+from pipeline.config.check import validate
+from pipeline.config.compose import compose_jobs, parse_command
+from pipeline.config.schema import DataConfig
+from pipeline.export.command import _parser as export_parser
+from pipeline.serve.command import _page_parser
+from pipeline.serve.command import _parser as serve_parser
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+STAGES = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
+CODE = re.compile(r"^(?: {4,}\S[^\n]*\n)+|^```sh\n.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command line of a page: indented or in a block of `sh`, without comments and "..."."""
+    for block in CODE.findall(text):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            if re.match(r"\s*(ZEROCHAT_KEY=\S+ )?(python|zerochat|torchrun|sbatch) ", line):
+                yield [word for word in shlex.split(line, comments=True) if word != "..."]
+
+
+def check_training(words: Sequence[str], stage: str | None = None) -> None:
+    words = ["data=demo" if word == "data=mine" else word for word in words]  # the reader writes conf/data/mine.yaml
+    for job in compose_jobs(parse_command(words)):
+        validate({**job.raw, "stage": stage} if stage is not None else job.raw)
+
+
+def check_chat(words: Sequence[str]) -> None:
+    parser = _page_parser() if {"--web", "--arena"} & set(words) else chat_parser()
+    parser.parse_args(list(words))
+
+
+CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
+    "train": check_training,
+    "train.py": check_training,
+    "train.sbatch": check_training,
+    "doctor": check_training,
+    "chat": check_chat,
+    "chat.py": check_chat,
+    "serve": lambda words: serve_parser().parse_args(list(words)),
+    "export": lambda words: export_parser().parse_args(list(words)),
+    **{package: partial(check_training, stage=stage) for package, stage in STAGES.items()},
+}
+
+
+def split(words: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Return the name of a command in CHECKS and its arguments; None for other programs, such as `python -m venv`."""
+    names = [Path(word).name for word in words]
+    found = next((name for name in names if name in CHECKS), None)
+    return (found, list(words[names.index(found) + 1 :])) if found is not None else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: True)  # vLLM is no package of the tests
+    for name, words in filter(None, map(split, commands(page.read_text(encoding="utf-8")))):
+        CHECKS[name](words)
+
+
+def test_commands_are_found() -> None:
+    text = "\n    python train.py model=opt-1.3b \\\n        sft.lr=1  # why\n\n```sh\nzerochat serve x\nls\n```\n"
+    words = [["python", "train.py", "model=opt-1.3b", "sft.lr=1"], ["zerochat", "serve", "x"]]
+    assert list(commands(text)) == words
+    assert [split(each) for each in words] == [("train.py", ["model=opt-1.3b", "sft.lr=1"]), ("serve", ["x"])]
+    assert split(["python", "-m", "venv", "my-env"]) is None
+    found = [split(words) for page in PAGES for words in commands(page.read_text(encoding="utf-8"))]
+    assert sum(each is not None for each in found) > 60
+
+
+def test_python_and_yaml_are_valid() -> None:
+    sources = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)):
+            compile(block, f"{page.name} block {number + 1}", "exec")
+        for block in re.findall(r"^    # conf/data/\w+\.yaml\n(?:    .*\n)+", text, re.MULTILINE):
+            DataConfig.model_validate(yaml.safe_load(block))
+            sources += 1
+    assert sources >= 2
