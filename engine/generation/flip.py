@@ -84,9 +84,9 @@ class Flip:
 
     def held(self) -> tuple[list[Tensor], list[Tensor], int]:
         """Return the inference model's weights (with shared ones), the cache, and the bytes of prepacked weights."""
-        weights = [] if self._model is None else self._model.tensors()
-        cache, packs = ([], 0) if self._generator is None else self._generator.held()
-        return weights, cache, packs
+        copied = [] if self._model is None else self._model.tensors()
+        weights, cache, packs = ([], [], 0) if self._generator is None else self._generator.held()
+        return [*copied, *weights], cache, packs
 
     def _sync(self) -> Generator:
         """Sync the live weights into the generator. The first call creates the generator."""

@@ -151,11 +151,11 @@ class Generator:
         if self._loop is not None:
             self._loop.release()
 
-    def held(self) -> tuple[list[Tensor], int]:
-        """Return keys and values in the cache, and the bytes of copied weights."""
+    def held(self) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return weights besides those of `module`, keys and values in the cache, and the bytes of packed weights."""
         if self._loop is None:
-            return [], 0
-        return [] if self._loop.cache is None else self._loop.cache.tensors, self._loop.model.packs.bytes
+            return [], [], 0
+        return [], [] if self._loop.cache is None else self._loop.cache.tensors, self._loop.model.packs.bytes
 
     @property
     def fallback(self) -> str | None:

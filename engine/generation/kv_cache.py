@@ -17,6 +17,7 @@ from engine.host_memory import page_aligned
 
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
 PROMPTS_AHEAD = 2  # with little memory: prompt slots as a multiple of the prompts that fill the answer slots
+VLLM_SEQUENCES = 1024  # that vLLM decodes at a time: its default for offline use on an H100
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from engine.generation.decode_loop import PREFILL_TOKENS
 from engine.generation.generator import Generator
-from engine.generation.kv_cache import free_bytes
+from engine.generation.kv_cache import VLLM_SEQUENCES, free_bytes
 from engine.generation.sampling import Sampled, Sampling, under_seed
 from engine.internals import omit_shutdown_at_exit
 from engine.parallel import dist
@@ -34,8 +35,8 @@ MIN_TEMPERATURE = 0.01  # vLLM replaces lower temperatures by this one
 class VllmGenerator(Generator):
     """Generates with vLLM. `module` provides the architecture, and in `refresh` the weights.
 
-    `cache_bytes` is the size of the paged cache (default: half of the free memory, on a CPU at most 4 GiB or
-    VLLM_CPU_KVCACHE_SPACE). The first use is a collective.
+    `cache_bytes` is the size of the paged cache. By default, vLLM takes half of the free memory of a GPU for weights
+    and cache. On a CPU, the cache takes half of the free memory and at most 4 GiB. The first use is a collective.
     """
 
     _vllm: "VllmEngine | None" = None
@@ -49,9 +50,10 @@ class VllmGenerator(Generator):
         if self._vllm is not None and self.device.type == "cuda":
             self._vllm.sleep()
 
-    def held(self) -> tuple[list[Tensor], int]:
-        """Return nothing: vLLM does not report its memory by owner."""
-        return [], 0
+    def held(self) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return vLLM's weights, its paged cache, and 0."""
+        weights, pages = ([], []) if self._vllm is None else self._vllm.tensors()
+        return weights, pages, 0
 
     mode = "vllm"
 
@@ -85,6 +87,10 @@ class VllmEngine:
         if not self._is_asleep:
             self._engine.sleep(level=2)
         self._is_asleep = True
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return vLLM's weights and its paged cache; nothing while it sleeps."""
+        return ([], []) if self._is_asleep else self._engine.apply_model(tensors_of)[0]
 
     def run(
         self,
@@ -156,6 +162,12 @@ def checkpoint_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     yield from revert_weight_conversion(module, dict(module.named_parameters())).items()
 
 
+def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters of vLLM's model, and the pages of its layers. On CPUs, packed matrices are not tensors."""
+    pages = (getattr(layer, "kv_cache", None) for layer in model.modules())
+    return [each.detach() for each in model.parameters()], [each for each in pages if isinstance(each, Tensor)]
+
+
 def pack_tied_heads(model: Any) -> None:
     """Pack the matrix of the output layer again: on CPUs, `reload_weights` omits this for a tied matrix (vLLM 0.32)."""
     for layer in model.modules():
@@ -188,6 +200,7 @@ def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | No
                 logprobs_mode="processed_logprobs",  # of the distribution that a token is sampled from
                 distributed_executor_backend="external_launcher",  # the ranks exist already
                 disable_log_stats=True,
+                max_num_seqs=VLLM_SEQUENCES,
                 **device_settings(device, cache_bytes),
             )
             engine = LLMEngine.from_engine_args(arguments)
@@ -205,7 +218,8 @@ def device_settings(device: torch.device, cache_bytes: int | None) -> dict[str, 
         # In chunks, a prompt would draw numbers that vLLM cannot take back from a CPU's generator.
         return {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": cache_bytes or own}
     share = free_bytes(device) / torch.cuda.get_device_properties(device).total_memory / 2
-    return {"enable_sleep_mode": True, "gpu_memory_utilization": share, "kv_cache_memory_bytes": cache_bytes}
+    memory = {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache_bytes}
+    return {"enable_sleep_mode": True, "max_num_batched_tokens": PREFILL_TOKENS["cuda"], **memory}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ and `training_bytes` predict bytes by owner. `CostModel` predicts seconds from t
 `measure_rates` measures and `tabulated_rates` reads from a table. `MemoryTracker` measures bytes by owner.
 """
 
+from engine.generation.kv_cache import VLLM_SEQUENCES
 from engine.memory.activations import activations
 from engine.memory.cost_model import CostModel
 from engine.memory.model_shape import ModelShape, measure_shape
@@ -23,6 +24,7 @@ from engine.memory.states import ModelStates, Owners, Workload, frozen_states, t
 __all__ = [
     "GPUS",
     "RETAINED",
+    "VLLM_SEQUENCES",
     "CostModel",
     "GenerationLoad",
     "Gpu",

@@ -22,7 +22,8 @@ GRAPHED_SETTINGS = 2  # sampling settings whose CUDA graphs exist at a time: tho
 class GenerationLoad:
     """One call of generation: `sequences` responses (0: as many as slots), `samples` a prompt, on `slots` slots.
 
-    keep, stream, park_optimizer, cache_bytes: as in the engine's `generating` and `Generator`.
+    keep, stream, park_optimizer, cache_bytes: as in the engine's `generating` and `Generator`. With `uses_vllm`, vLLM
+    generates; the slots are then the sequences that it decodes at a time.
     """
 
     prompt: int = 512
@@ -34,6 +35,7 @@ class GenerationLoad:
     stream: bool = False
     park_optimizer: bool = False
     cache_bytes: int | None = None
+    uses_vllm: bool = False
 
 
 def resting_bytes(states: ModelStates) -> Owners:
@@ -84,16 +86,30 @@ def generation_bytes(
     One block runs at a time, without gradients, and the tensors that it would save for backward bound its tensors. The
     cache takes half of what `resident` bytes of other owners leave of the device's `free_bytes` (None: unlimited). CUDA
     graphs hold the tensors of the largest step for each of their sampling settings.
+
+    vLLM has full weights of its own. The weights that the sync gathers exist until vLLM has copied them
+    ("weight_sync"). Its graphs serve all settings. Its cache has `cache_bytes`, or room for eight sequences.
     """
     tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
     block = _activations(shape, work, tokens, length=16).block  # attention over the cache has no (T, T) tensors
     step = load.slots * (block // tokens + BYTES[work.config.dtype] * shape.vocabulary)
+    temporary = {"prefill": block, "logits": 4 * 2 * load.slots * shape.vocabulary}
+    gathered = _weight_bytes(shape, work, load)
+    if load.uses_vllm:
+        number = BYTES[work.config.dtype]
+        eight = 8 * (load.prompt + load.response) * number * shape.cache_per_token
+        return {
+            "weight_sync": gathered,
+            "inference_model": number * shape.parameters,
+            "decode_graphs": 0 if work.is_cpu else step,
+            **temporary,
+            "cache": eight if load.cache_bytes is None else load.cache_bytes,
+        }
     owners = {
-        "inference_model": _weight_bytes(shape, work, load),
+        "inference_model": gathered,
         "prepacked_linears": _prepacked_bytes(shape, work),
         "decode_graphs": 0 if work.is_cpu or load.stream else GRAPHED_SETTINGS * step,
-        "prefill": block,
-        "logits": 4 * 2 * load.slots * shape.vocabulary,
+        **temporary,
     }
     free = None if free_bytes is None else free_bytes - resident - sum(owners.values())
     return owners | {"cache": _cache_bytes(shape, work, load, free)}

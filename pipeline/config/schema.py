@@ -253,7 +253,7 @@ class RolloutSection(Section):
     cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="largest size of the key-value cache of a rank, in bytes; a smaller cache decodes fewer sequences at a time; null: half of the free memory",
+        description="largest size of the key-value cache of a rank, in bytes; a smaller cache decodes fewer sequences at a time; null: half of the free memory, or with vllm as large as useful and possible",
     )
     tensor_parallel: int = Field(
         1,

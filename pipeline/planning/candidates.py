@@ -116,7 +116,7 @@ def predict(
     overrides = [f"engine.{key}={str(value).lower()}" for key, value in changes.items()]
     if tokens != task.work.micro_batch_tokens:
         overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
-    task = _with_decode_batch(task.with_setting(engine, tokens), capacity)
+    task = _with_paged_cache(_with_decode_batch(task.with_setting(engine, tokens), capacity), capacity)
     demand, seconds, total = _demand(task, capacity), dict[str, float](), 0.0
     if rates is not None:
         seconds = predict_seconds(task, rates, shares_forward=demand.shares_forward)
@@ -151,6 +151,22 @@ def _with_decode_batch(task: StageTask, capacity: Capacity) -> StageTask:
         return not capacity.fits(predict_bytes(with_slots(slots), shares_forward=shares))
 
     return with_slots(fewest + bisect_left(range(fewest + 1, most + 1), True, key=exceeds))
+
+
+def _with_paged_cache(task: StageTask, capacity: Capacity) -> StageTask:
+    """Return the task with pages for all sequences of a rank, or with as many as fit next to the other bytes.
+
+    There are pages for eight sequences at least. Does nothing without vLLM, or if `cache_bytes` is configured.
+    """
+    load = task.load
+    if not load.uses_vllm or load.cache_bytes is not None or task.stage == "reward":
+        return task
+    demand = _demand(task, capacity)
+    least = demand.phases["generate"]["cache"]
+    held = max(demand.device_bytes(phase) for phase, owners in demand.phases.items() if "cache" in owners)
+    room = int(HEADROOM * capacity.device) - held - (0 if capacity.is_gpu else demand.host)
+    useful = least // 8 * max(8, load.sequences)
+    return replace(task, load=replace(load, cache_bytes=max(least, min(least + room, useful))))
 
 
 def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Prediction]:

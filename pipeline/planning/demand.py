@@ -92,8 +92,8 @@ def predict_bytes(task: StageTask, *, free_bytes: int | None = None, shares_forw
             owner = next(iter(task.models)) if is_ppo else "optimizer"
             host = offloaded.get("host", 0) + parked
             phases["generate"] |= {owner: resting[owner] - parked, "host": host}
-        if is_ppo and load.keep:
-            busy = resting | {owner: generation[owner] for owner in RETAINED}
+        if (is_ppo and load.keep) or (load.uses_vllm and work.is_cpu):  # on a CPU, vLLM cannot free its memory
+            busy = resting | {owner: generation.get(owner, 0) for owner in RETAINED}
     for number, stage in enumerate(stages, 1):
         phases[f"train, stage {number}" if number > 1 else "train"] = stage
     if stages:

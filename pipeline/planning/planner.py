@@ -76,6 +76,9 @@ def announce(
         batch_size = config.rollout.batch_size or max(planned.task.load.slots, DECODE_BATCH)
         rollout = config.rollout.model_copy(update={"batch_size": batch_size})
         config = config.model_copy(update={"ppo": section, "rollout": rollout})
+    if planned.task.load.uses_vllm:
+        rollout = config.rollout.model_copy(update={"cache_bytes": planned.task.load.cache_bytes})
+        config = config.model_copy(update={"rollout": rollout})
     if size is not None and "stage_seconds" not in record:
         record |= _expected_seconds(config, planned, size, policy, reward)
     if record and distributed.is_rank_zero():

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from engine import OptimizerConfig
 from engine.memory import (
+    VLLM_SEQUENCES,
     GenerationLoad,
     ModelShape,
     ModelStates,
@@ -131,15 +132,16 @@ def stage_task(
         models = _ppo_models(config, ranks, shape, layout, reward or policy, is_cpu=is_cpu)
     else:
         models = {"policy": StageModel(shape, workload(config, stage, ranks, config.engine, layout, is_cpu=is_cpu))}
+    load = _generation_load(config, stage, ranks)
     may_share = is_ppo and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1
     may_share = may_share and ppo.unfinished == "penalize"  # otherwise an update leaves out sequences
     return StageTask(
         stage,
         models,
-        _generation_load(config, stage, ranks),
+        load,
         generates,
         shares_forward=ppo.shared_forward if may_share else False,
-        fills_memory=config.rollout.batch_size is None and is_ppo and not is_cpu,
+        fills_memory=config.rollout.batch_size is None and is_ppo and not is_cpu and not load.uses_vllm,
         sequences=_rows(config, stage),
         passes=ppo.update_epochs if is_ppo else 1,
         updates=ppo.minibatches if is_ppo else 1,
@@ -259,19 +261,21 @@ def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
 
 
 def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoad:
-    rollout = config.rollout
+    rollout, uses_vllm = config.rollout, config.rollout.generator == "vllm"
+    most = VLLM_SEQUENCES if uses_vllm else rollout.batch_size or DECODE_BATCH
     answers = _rows(config, stage) if stage == "ppo" else config.evaluation.prompts
     sequences = math.ceil(answers / _data_ranks(config.engine, ranks)) * rollout.tensor_parallel
     return GenerationLoad(
         prompt=rollout.max_prompt_tokens,
         response=rollout.max_new_tokens,
-        slots=min(rollout.batch_size or DECODE_BATCH, sequences),
+        slots=min(most, sequences),
         sequences=sequences,
         samples=config.ppo.samples if stage == "ppo" else 1,
         keep=rollout.keep,
         stream=rollout.stream,
         park_optimizer=rollout.park_optimizer,
         cache_bytes=rollout.cache_bytes,
+        uses_vllm=uses_vllm,
     )
 
 

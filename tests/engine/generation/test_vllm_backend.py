@@ -14,6 +14,7 @@ from engine.generation import parity_check, vllm_backend
 from engine.generation.generator import Generator
 from engine.generation.sampling import Ending, Sampling
 from engine.generation.vllm_backend import VllmEngine, VllmGenerator, sampling_settings, take_step
+from engine.memory.tracker import storage_bytes
 from pipeline.config.messages import in_keys
 from tests.engine.generation.families import build
 
@@ -149,6 +150,17 @@ def test_new_weights_empty_the_prefix_cache_and_wake_a_sleeping_engine() -> None
     assert engine.calls == ["sleep 2", "wake up ['weights']", *load, "wake up ['kv_cache']", "reset"]
 
 
+def test_the_weights_and_the_pages_of_vllm_are_counted_unless_it_sleeps() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Module(), nn.Module())
+    model[1].kv_cache, model[2].kv_cache = torch.zeros(5), []  # the last layer shares the pages of another one
+    generator, engine = scripted([[10]])
+    engine.apply_model = lambda function: [function(model)]  # type: ignore[assignment]
+    weights, pages, packed = generator.held()
+    assert ([each.shape for each in weights], [each.shape for each in pages], packed) == ([(2, 3), (2,)], [(5,)], 0)
+    generator._vllm.sleep()
+    assert generator.held() == ([], [], 0) == VllmGenerator(build("llama"), "cpu").held()
+
+
 def test_sessions_are_refused() -> None:
     generator, _ = scripted([[10]])
     with pytest.raises(ValueError, match="cannot decode requests that arrive one by one: vLLM answers complete"):
@@ -254,6 +266,19 @@ def test_more_prompt_tokens_than_one_forward_takes(generator: VllmGenerator) -> 
     answers = generator.generate(prompts, Sampling(2, seed=5), range(100))
     last = generator.generate(prompts[-1:], Sampling(2, seed=5), [99])[0]
     assert {len(answer.token_ids) for answer in answers} == {2} and answers[-1].token_ids == last.token_ids
+
+
+def test_its_memory_is_that_of_the_plan(generator: VllmGenerator) -> None:
+    """The plan counts the configured bytes of the cache, which has whole pages, and all weights.
+
+    On a CPU, vLLM's packed matrices are not tensors. The others are norms, and embeddings of 128 rows instead of 97.
+    """
+    weights, pages, _ = generator.held()
+    assert 0.9 * 2**26 < storage_bytes(pages) <= 2**26
+    named = dict(generator.module.named_parameters())
+    norms = sum(parameter.nbytes for name, parameter in named.items() if "norm" in name)
+    embeddings = sum(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in named)
+    assert storage_bytes(weights) == norms + embeddings * 128 * 64 * 4
 
 
 def test_answers_end_with_end_tokens_and_stop_strings(generator: VllmGenerator) -> None:

@@ -81,6 +81,31 @@ def test_a_gpu_decodes_as_many_sequences_as_fit_with_training(tmp_path: Path, mo
     assert slots(GIB // 8) == 64  # as many as without a prediction; a cache that is too small cuts them
 
 
+def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = {"generator": "vllm", "max_prompt_tokens": 1024, "max_new_tokens": 1024}
+    config = tiny_config(
+        engine={"dtype": "bf16"}, ppo={"batch_size": 2000, "micro_batch_tokens": 2048}, rollout=longest
+    )
+    task = stage_task(config, "ppo", policy=source(), ranks=1, is_cpu=False)
+    assert task.load.slots == 1024 and not task.fills_memory
+    sequence = 2048 * 2 * 2 * 8 * 512  # keys and values in bf16 of 8 layers
+
+    def pages(size: int, cache_bytes: int | None = None, **rollout: bool) -> int | None:
+        monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(size, size, size, is_gpu=True))
+        section = config.rollout.model_copy(update={"cache_bytes": cache_bytes, **rollout})
+        chosen, _ = announce(config.model_copy(update={"rollout": section}), "ppo", tmp_path, policy=source())
+        return chosen.rollout.cache_bytes
+
+    assert pages(200 * GIB) == 2000 * sequence
+    kept, freed = pages(16 * GIB) or 0, pages(16 * GIB, keep=False) or 0
+    assert 8 * sequence < kept < freed < 16 * GIB, "freed pages leave their memory to training"
+    demand = plan(config, "ppo", policy=source(), ranks=1, capacity=Capacity(16 * GIB, 0, 0, is_gpu=True)).demand
+    assert demand.peak == int(0.92 * 16 * GIB) and demand.peak_phase == "train actor"
+    assert pages(GIB) == 8 * sequence and pages(16 * GIB, cache_bytes=12345) == 12345
+
+
 def test_offloaded_bytes() -> None:
     tiers = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
     config = tiny_config(engine=tiers)

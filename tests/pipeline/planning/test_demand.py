@@ -179,6 +179,25 @@ def test_cache(llama: ModelShape) -> None:
     assert slots(8, 8) <= tokens(free_bytes=40 * 768 * number + 10**6) <= 20 * 768
 
 
+def test_vllm_has_weights_and_pages_of_its_own(llama: ModelShape) -> None:
+    full = 2 * llama.parameters
+
+    def stage(layout: Workload, **load: Any) -> Demand:
+        return sft(llama, layout, uses_vllm=True, slots=256, **load)
+
+    gpu = stage(work(2, zero_stage=3))
+    owners = gpu.phases["generate"]
+    assert owners["weight_sync"] == owners["inference_model"] == full, "the gathered copy, and vLLM's own weights"
+    assert owners["decode_graphs"] > 0 and "cache" not in gpu.phases["train"]
+    assert owners["cache"] == 8 * (512 + 256) * 2 * llama.cache_per_token
+    assert stage(work(2), cache_bytes=12345).phases["generate"]["cache"] == 12345
+    assert stage(work(1, dtype="fp32")).phases["generate"]["weight_sync"] == 0, "vLLM copies the trained weights"
+    cpu = stage(work(2, is_cpu=True))
+    assert cpu.phases["generate"]["decode_graphs"] == 0
+    for owner in ("inference_model", "cache"):  # on a CPU, vLLM cannot free them
+        assert cpu.phases["train"][owner] == cpu.phases["generate"][owner]
+
+
 def test_pipelines_train_in_stages(llama: ModelShape) -> None:
     layout = work(1, pipeline_parallel=2, dtype="fp32", step_tokens=16384)
     demand, stages = sft(llama, layout), pipeline_training_bytes(llama, layout)
