@@ -2,6 +2,7 @@
 
 import copy
 import random
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,8 +46,17 @@ def gathered() -> dict[str, Any]:
     live = sharded(copy.deepcopy(full))
     expected = dict(in_dtype(merged_by_peft(full), torch.bfloat16).named_parameters())
     model = InferenceModel(copy.deepcopy(full), live, torch.bfloat16)
-    before = collectives.bytes_sent()
+    before, gather, full_tensors, together = collectives.bytes_sent(), dtensors.full_tensor, list[Any](), list[int]()
+
+    def watched(tensor: torch.Tensor) -> torch.Tensor:
+        result = gather(tensor)
+        full_tensors.append(weakref.ref(result))
+        together.append(sum(each.nbytes for reference in full_tensors if (each := reference()) is not None))
+        return result
+
+    dtensors.full_tensor = watched
     model.sync()
+    dtensors.full_tensor = gather
     sent = collectives.bytes_sent() - before
     exact = ("lora_", "base_layer.weight")  # adapters, and the weights that they change, are gathered in fp32
     others = {n: p.numel() - dtensors.local(p).numel() for n, p in live.named_parameters()}
@@ -58,6 +68,9 @@ def gathered() -> dict[str, Any]:
         "exact": sum(bool(value == 0) for value in off.values()) / len(off),
         "odd": sum(len(p) % 2 for p in parameters.values()),
         "sent": (sent.gather, sent.total),
+        "together": max(together),
+        "largest": 4 * max(p.numel() for p in live.parameters()),
+        "factors": 4 * sum(p.numel() for n, p in live.named_parameters() if "lora_" in n),
         "once": sum(count * (4 if any(part in n for part in exact) else 2) for n, count in others.items()),
     }
 
@@ -67,6 +80,8 @@ def test_weight_sync_gathers_each_shard_once(ranks: list[dict[str, Any]]) -> Non
         assert actual["wrong"] == [] and actual["exact"] > 0.8
         assert actual["odd"] == 2, "embedding and head have 97 rows"
         assert actual["sent"] == (actual["once"], actual["once"]) and actual["once"] > 10_000
+        # One parameter is gathered at a time, with its adapter, so that more ranks need no more memory.
+        assert actual["together"] <= actual["largest"] + actual["factors"] < actual["once"]  # of 2 * once
 
 
 def refilled_and_freed() -> dict[str, Any]:
