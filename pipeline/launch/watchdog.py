@@ -186,7 +186,10 @@ def report(states: Sequence[RankState]) -> str:
         return f"{idle}: {_list(busy)}{_where(busy[0])}"
     if len({(state.number, state.collective) for state in states}) > 1:
         return f"{idle}: the ranks wait in different collectives: {_list(states)}"
-    return f"{idle}: all ranks wait in the same collective, so a connection between hosts is cut: {_list(states)}"
+    # NCCL's collectives run after the host has called them. The host waits in the first one whose result it reads.
+    others = "On GPUs, an earlier collective may be the cause: NCCL's records in nccl-rank-N show it"
+    cut = "all ranks wait in the same collective, so a connection between hosts is cut"
+    return f"{idle}: {cut}: {_list(states)}. {others}"
 
 
 def stacks(states: Sequence[RankState]) -> str:
