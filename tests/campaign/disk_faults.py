@@ -11,11 +11,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from tests.campaign.hang_faults import GRPO, call, function
 from tests.campaign.scenes import HANG_SECONDS, Fault, NotPossible, Scene
 
 FULL = "the disk is full|No space left"
 ADVICE_ON_DISKS = "Free some space|free some space"
 DRAWS = 14  # cases that fill the disk at a random moment
+FAILED_SYNC = (
+    "sync = os.fsync; os.fsync = lambda file: sync(file) if not os.readlink(f'/proc/self/fd/{file}').endswith('.jsonl')"
+    " else (_ for _ in ()).throw(OSError(5, 'Input/output error'))"
+)
+"""The disk refuses the log lines that a checkpoint needs. Only rank 0 syncs them, before a save of all ranks."""
 FREE = (0, 0, 4096, 50_000, 300_000, 1_000_000)
 
 
@@ -251,6 +257,16 @@ def cases() -> list[Fault]:
             "File too large|writing failed",
             (2,),
             ranks=2,
+        ),
+        Fault(
+            "disk",
+            "the log cannot be synced on rank 0 of two",
+            call,
+            r"writing failed \(\[Errno 5\] Input/output error",
+            (2,),
+            ranks=2,
+            keys=GRPO,
+            function=function(FAILED_SYNC, "0"),
         ),
         Fault("disk", "no more open files", few_open_files, "Too many open files|^(?!.*error:)", (0, 2)),
         Fault("disk", "blocked for a short time", partial(freeze, HANG_SECONDS / 3, 1), "", (0,)),
