@@ -171,8 +171,10 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
     if held_out is None or rows != _wants_rows(config):  # the given prompts may lack the rows
         held_out = load_held_out(config.data, config.seed, rows=rows)
     limit = config.rollout.max_prompt_tokens
-    fitting = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
-    chosen = list(islice(one_of_each_conversation(fitting), config.evaluation.prompts))
+    fitting: Iterator[Prompt] = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
+    if not made_here(config.data, "ppo"):  # generated conversations share a first turn by chance only
+        fitting = one_of_each_conversation(fitting)
+    chosen = list(islice(fitting, config.evaluation.prompts))
     if not held_out and not set(POLICIES) & set(wanted_stages(config)):
         print("no held-out prompts: no prompt is answered", flush=True)
     elif not chosen:

@@ -115,6 +115,8 @@ def test_each_conversation_has_one_evaluation_prompt(tmp_path: Path) -> None:
         config = tiny_config(evaluation={"prompts": most}).model_copy(update={"data": data})
         actual = stage_data.evaluation_prompts(config, tokenizer)
         assert len(actual) == len({prompt.messages[0] for prompt in actual}) == count
+    held_out = load_held_out(data, seed=1)
+    assert stage_data.evaluation_prompts(tiny_config(), tokenizer, held_out) == held_out[:8]  # as if the demo made them
 
 
 def on_every_rank(file: str) -> dict[str, Any]:
