@@ -1,25 +1,42 @@
-"""The pairs of DPO as micro-batches, with the reference's log-probabilities of their answers."""
+"""The examples of the stage as micro-batches of answers, and the log-probabilities of answers under the reference."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from pipeline.data.batch import Documents, Movable, collate_pairs, pack_pairs
-from pipeline.data.encode import PairItem
-from pipeline.data.microbatches import largest_microbatch, local_microbatches, pair_budget, pair_lengths
+from engine import Engine, distributed
+from pipeline.config.stage_sections import DpoSection
+from pipeline.data.batch import Documents, Movable
+from pipeline.files import explained_disk, write_whole
+from pipeline.stages.data import on_rank_zero
+from pipeline.stages.supervised import StepBatch
+
+REFERENCE_FILE = "reference.safetensors"
+CHUNK = 512  # examples that the reference model scores before progress is printed or saved
+PRINT_SECONDS = 10.0
+SAVE_SECONDS = 60.0
+
+Example = TypeVar("Example")
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerBatch(Movable):
-    """A micro-batch of B pairs. The chosen answers precede the rejected answers in every field.
+    """A micro-batch of A answers. Of B pairs it has 2B answers, and the chosen answers precede the rejected answers.
 
-    input_ids (2B, T) or (1, N) long, and documents: as in `PairBatch`; in a packed row both answers share their prompt
+    input_ids (A, T) or (1, N) long: right-padded rows, or one row of documents
     scored (M,) long: indices of the answer tokens in the flattened ids
-    slots (M,) long: index of each answer token in a flattened table (2B, R) of answers
-    lengths (2B,) fp32: the number of tokens of each answer, including its end token
-    reference (2B,) fp32: the log-probability of each answer under the reference model
+    slots (M,) long: index of each answer token in a flattened table (A, R) of answers
+    lengths (A,) fp32: the number of tokens of each answer, including its end token
+    reference (A,) fp32: the log-probability of each answer under the reference model
     longest: R, the number of tokens of the longest answer
     """
 
@@ -32,78 +49,6 @@ class AnswerBatch(Movable):
     documents: Documents | None = None
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """N pairs with their log-probabilities under the reference model.
-
-    reference (N, 2) fp32 on the CPU: chosen answers, rejected answers; zeros for a loss without a reference
-    """
-
-    items: Sequence[PairItem]
-    reference: Tensor
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    @property
-    def lengths(self) -> Tensor:
-        """The number of tokens of the chosen and the rejected answer of each pair, (N, 2) fp32."""
-        sides = ((len(item.chosen) - item.prompt, len(item.rejected) - item.prompt) for item in self.items)
-        return torch.tensor(list(sides), dtype=torch.float32).view(len(self), 2)
-
-    def micro_batches(
-        self, indices: Sequence[int], *, budget: int, packing: bool, pad_id: int
-    ) -> tuple[list[AnswerBatch], list[list[int]]]:
-        """Return this rank's micro-batches of the pairs at `indices`, and the positions in `indices` of each.
-
-        packing: a micro-batch is one row without padding
-        """
-        collate, lengths = self._collate(packing, pad_id), self._lengths(indices, packing)
-        budget = pair_budget(budget, packing=packing)
-        return local_microbatches(indices, lengths, collate, budget=budget, packing=packing)
-
-    def largest_batch(self, *, budget: int, packing: bool, pad_id: int) -> AnswerBatch:
-        """Return the largest micro-batch that a step can have."""
-        indices = range(len(self))
-        collate, lengths = self._collate(packing, pad_id), self._lengths(indices, packing)
-        budget = pair_budget(budget, packing=packing)
-        return largest_microbatch(indices, lengths, collate, budget=budget, packing=packing)
-
-    def _lengths(self, indices: Sequence[int], packing: bool) -> list[int]:
-        return pair_lengths([self.items[i] for i in indices], packing=packing, shared=before_last_of_prompt)
-
-    def _collate(self, packing: bool, pad_id: int) -> Callable[[Sequence[int]], AnswerBatch]:
-        def collate(indices: Sequence[int]) -> AnswerBatch:
-            items = [self.items[i] for i in indices]
-            return collate_answers(items, self.reference[list(indices)], pad_id, packing=packing)
-
-        return collate
-
-
-def before_last_of_prompt(item: PairItem) -> int:
-    """Return how many tokens both sides share in a packed row: the last token of the prompt precedes each answer."""
-    return item.prompt - 1
-
-
-def collate_answers(items: Sequence[PairItem], reference: Tensor, pad_id: int, *, packing: bool) -> AnswerBatch:
-    """Return the batch of B pairs with their `reference` (B, 2). An empty batch has two unscored padding tokens."""
-    if packing:
-        pairs = pack_pairs(items, pad_id, shared=before_last_of_prompt)
-    else:
-        pairs = collate_pairs(items, pad_id)
-    lengths = [len(item.chosen) - item.prompt for item in items] + [len(item.rejected) - item.prompt for item in items]
-    scored, slots, longest = answer_tokens(pairs.ends[: len(lengths)].tolist(), lengths)
-    return AnswerBatch(
-        pairs.input_ids,
-        scored,
-        slots,
-        torch.tensor(lengths, dtype=torch.float32),
-        reference.T.flatten(),
-        longest,
-        pairs.documents,
-    )
-
-
 def answer_tokens(ends: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, Tensor, int]:
     """Return `scored`, `slots` and `longest` of an `AnswerBatch` from the last index and the length of each answer."""
     longest = max(lengths, default=0)
@@ -114,7 +59,107 @@ def answer_tokens(ends: Sequence[int], lengths: Sequence[int]) -> tuple[Tensor, 
 
 
 def answer_logprobs(module: nn.Module, batch: AnswerBatch) -> Tensor:
-    """Return the log-probability of each answer under the policy, (2B,) fp32."""
+    """Return the log-probability of each answer under the policy, (A,) fp32."""
     logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
     table = logprobs.new_zeros(len(batch.lengths) * batch.longest).index_put((batch.slots,), logprobs)
     return table.view(len(batch.lengths), batch.longest).sum(1)
+
+
+@dataclass(frozen=True)
+class Batches(ABC, Generic[Example]):
+    """The training and held-out examples of the stage as batches. Each example has two answers to one prompt.
+
+    reference: (N, 2) fp32 on the CPU for "train" and "held_out", the log-probabilities of both answers of each example
+        under the reference model; zeros until `read_reference`, and for a loss without a reference
+    schedule: for each step, the indices of its examples in `train`
+    packing: a micro-batch is one row without padding
+    """
+
+    engine: Engine
+    section: DpoSection
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    reference: Mapping[str, Tensor]
+    schedule: Sequence[Sequence[int]]
+    packing: bool
+    pad_id: int
+
+    unit: ClassVar[str]
+    """What messages call the examples."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """The most tokens, padding included, of a micro-batch with a single example."""
+
+    @abstractmethod
+    def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
+        """Return the batch of a step, counted from 0."""
+
+    @abstractmethod
+    def largest_microbatch(self, budget: int) -> AnswerBatch:
+        """Return the largest micro-batch that a step can have."""
+
+    @abstractmethod
+    def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
+        """Return the loss and the metrics of a micro-batch, both summed over examples."""
+
+    @abstractmethod
+    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the metrics of the held-out examples for a line of metrics.jsonl, and those for summary.json."""
+
+    @abstractmethod
+    def logprobs(self, examples: Sequence[Example], budget: int) -> Tensor:
+        """Return the log-probabilities of both answers of each example, (N, 2) fp32, on the CPU of every rank.
+
+        The ranks divide the examples among them.
+        """
+
+    def read_reference(self, folder: Path, budget: int) -> Self:
+        """Return these batches with the log-probabilities under the reference: the policy before its first step."""
+        sets = {"train": self.train, "held_out": self.held_out}
+        read = partial(self.logprobs, budget=budget)
+        return replace(self, reference=reference_tables(folder, sets, read, unit=self.unit))
+
+
+def reference_tables(
+    folder: Path, sets: Mapping[str, Sequence[Example]], read: Callable[[Sequence[Example]], Tensor], *, unit: str
+) -> dict[str, Tensor]:
+    """Return the log-probabilities of each set under the reference model, (N, 2) fp32 for N examples.
+
+    The log-probabilities are read from `reference.safetensors` in `folder`, or computed by `read` and saved there. A
+    restarted run computes only the missing log-probabilities. The reference is the model before training: call this
+    function before the first optimizer step, on every rank. `unit` is what messages call the examples.
+    """
+    saved_tables = on_rank_zero(lambda: _load_tables(folder / REFERENCE_FILE))
+    tables = {name: saved_tables.get(name, torch.empty(0, 2)) for name in sets}
+    for name, examples in sets.items():
+        if len(tables[name]) != len(examples):
+            tables[name] = torch.full((len(examples), 2), torch.nan)  # not computed yet
+    starts = [(name, start) for name, examples in sets.items() for start in range(0, len(examples), CHUNK)]
+    chunks = [(name, slice(start, start + CHUNK)) for name, start in starts]
+    missing = [(name, chunk) for name, chunk in chunks if tables[name][chunk].isnan().any()]
+    is_leader, count = distributed.is_rank_zero(), sum(len(tables[name][chunk]) for name, chunk in missing)
+    if is_leader and missing:
+        print(f"dpo: the reference (the model before training) scores {count} {unit}", flush=True)
+    printed_at = saved_at = time.monotonic()
+    done = 0
+    for name, chunk in missing:
+        tables[name][chunk] = read(sets[name][chunk])
+        done += len(tables[name][chunk])
+        if is_leader and time.monotonic() - printed_at >= PRINT_SECONDS:
+            printed_at = time.monotonic()
+            print(f"dpo: the reference has scored {done} of {count} {unit}", flush=True)
+        if is_leader and (done == count or time.monotonic() - saved_at >= SAVE_SECONDS):
+            saved_at = time.monotonic()
+            with explained_disk(folder):
+                write_whole(folder / REFERENCE_FILE, save(tables))
+    return tables
+
+
+def _load_tables(file: Path) -> dict[str, Tensor]:
+    """Return the saved log-probabilities by set. A missing or damaged file gives none, and they are computed again."""
+    try:
+        return load(file.read_bytes())
+    except (FileNotFoundError, SafetensorError):
+        return {}

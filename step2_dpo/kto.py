@@ -6,25 +6,20 @@ fixed, so that its log-probability under the reference is computed once. The bas
 global batch: ranks and micro-batches do not change it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine import Engine
-from pipeline.config.stage_sections import DpoSection
 from pipeline.data.batch import Documents, padded
 from pipeline.data.encode import Ids, LabelledItem
-from pipeline.data.microbatches import gather_by_index, largest_microbatch, local_microbatches
+from pipeline.data.microbatches import largest_microbatch, local_microbatches, score_items
 from pipeline.stages.supervised import StepBatch
-from step2_dpo.batches import AnswerBatch, answer_logprobs, answer_tokens
-from step2_dpo.evaluate import reference_tables
+from step2_dpo.batches import AnswerBatch, Batches, answer_logprobs, answer_tokens
 from step2_dpo.loss import kto_baseline, kto_loss
 
 Side = tuple[Ids, int]  # the ids of prompt and answer, and the number of tokens of the prompt
@@ -42,9 +37,9 @@ class Example:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LabelBatch(AnswerBatch):
-    """A micro-batch of B labelled answers: the fields of `AnswerBatch` with B answers instead of 2B.
+    """A micro-batch of A labelled answers.
 
-    labels (B,) bool: whether the answer is desirable
+    labels (A,) bool: whether the answer is desirable
     baseline () fp32: the baseline of the step
     desirable_share: share of desirable answers in the global batch
     """
@@ -85,49 +80,18 @@ def collate_sides(sides: Sequence[Side], reference: Tensor, pad_id: int, *, pack
     return AnswerBatch(input_ids, scored, slots, counts, reference, longest, documents)
 
 
-def side_logprobs(engine: Engine, sides: Sequence[Side], *, budget: int, packing: bool, pad_id: int) -> Tensor:
-    """Return the log-probability of each answer, (N,) fp32, on the CPU of every rank. The ranks share the work."""
-
-    def collate(chosen: Sequence[Side]) -> AnswerBatch:
-        return collate_sides(chosen, torch.zeros(len(chosen)), pad_id, packing=packing)
-
-    def work(module: nn.Module, batch: AnswerBatch) -> Sequence[Tensor]:
-        return answer_logprobs(module, batch).unbind()
-
-    lengths = [len(ids) for ids, _ in sides]
-    batches, indices = local_microbatches(sides, lengths, collate, budget=budget, packing=packing)
-    local = {
-        index: logprob.item()
-        for microbatch, logprobs in zip(indices, engine.score(batches, work), strict=True)
-        for index, logprob in zip(microbatch, logprobs, strict=False)
-    }
-    return torch.tensor(gather_by_index(local))
-
-
 @dataclass(frozen=True)
-class LabelBatches:
-    """The training and held-out examples as batches; `step2_dpo.train.PairBatches` is the same for pairs.
+class LabelBatches(Batches[Example]):
+    """The labelled answers as batches. The second answer of each example is the unrelated one."""
 
-    reference: (N, 2) fp32 on the CPU for "train" and "held_out": of each answer, and of its unrelated answer
-    schedule: for each step, the indices of its examples in `train`
-    """
-
-    engine: Engine
-    section: DpoSection
-    train: Sequence[Example]
-    held_out: Sequence[Example]
-    reference: dict[str, Tensor]
-    schedule: Sequence[Sequence[int]]
-    packing: bool
-    pad_id: int
+    unit = "answers"
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest answer, or of the longest unrelated answer, with its prompt."""
         return max(max(len(each.ids), len(each.unrelated)) for each in self.train)
 
     def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
-        """Return the batch of a step, counted from 0, with its baseline under the present policy."""
+        """Return the batch of a step, with its baseline under the present policy."""
         indices = self.schedule[step]
         examples, reference = [self.train[i] for i in indices], self.reference["train"][indices]
         logprobs = self._logprobs([(each.unrelated, each.prompt) for each in examples], budget)
@@ -138,16 +102,14 @@ class LabelBatches:
         return StepBatch(batches, len(examples), sum(lengths))
 
     def largest_microbatch(self, budget: int) -> AnswerBatch:
-        """Return the largest micro-batch that a step can have."""
         lengths = [len(each.ids) for each in self.train]
         make = self._collate(self.train, torch.zeros(len(lengths)), torch.zeros(()))
         return largest_microbatch(range(len(lengths)), lengths, make, budget=budget, packing=self.packing)
 
     def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the metrics of the held-out answers for a line of metrics.jsonl, and those for summary.json."""
         if not self.held_out:
             return {}, {"eval_answers": 0}
-        own, unrelated = self._both(self.held_out, budget).sub(self.reference["held_out"]).unbind(1)
+        own, unrelated = self.logprobs(self.held_out, budget).sub(self.reference["held_out"]).unbind(1)
         labels, baseline = torch.tensor([each.label for each in self.held_out]), kto_baseline(unrelated)
         metrics = {
             "eval_loss": self._loss(own, labels, baseline).item() / len(labels),
@@ -159,7 +121,6 @@ class LabelBatches:
         return metrics, {**metrics, "eval_answers": len(labels)}
 
     def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-        """Return the loss and the metrics of a micro-batch, both summed over answers."""
         assert isinstance(batch, LabelBatch)
         log_ratios = answer_logprobs(module, batch) - batch.reference
         total = self._loss(log_ratios, batch.labels, batch.baseline)
@@ -173,25 +134,30 @@ class LabelBatches:
             "drift": log_ratios.detach().abs().sum(),
         }
 
-    def read_reference(self, folder: Path, budget: int) -> "LabelBatches":
-        """Return these batches with the log-probabilities under the reference: the policy before its first step."""
-        sets = {"train": self.train, "held_out": self.held_out}
-        tables = reference_tables(folder, sets, partial(self._both, budget=budget), unit="answers")
-        return replace(self, reference=tables)
+    def logprobs(self, examples: Sequence[Example], budget: int) -> Tensor:
+        sides = [(each.ids, each.prompt) for each in examples] + [(each.unrelated, each.prompt) for each in examples]
+        return self._logprobs(sides, budget).view(2, len(examples)).T
+
+    def _logprobs(self, sides: Sequence[Side], budget: int) -> Tensor:
+        """Return the log-probability of each answer, (N,) fp32, on the CPU of every rank. The ranks share the work."""
+
+        def collate(chosen: Sequence[Side]) -> AnswerBatch:
+            return collate_sides(chosen, torch.zeros(len(chosen)), self.pad_id, packing=self.packing)
+
+        def work(module: nn.Module, batch: AnswerBatch) -> Sequence[Tensor]:
+            return answer_logprobs(module, batch).unbind()
+
+        lengths = [len(ids) for ids, _ in sides]
+        batches, indices = local_microbatches(sides, lengths, collate, budget=budget, packing=self.packing)
+        return torch.tensor(score_items(self.engine, batches, indices, work))
 
     def _loss(self, log_ratios: Tensor, labels: Tensor, baseline: Tensor) -> Tensor:
         weight = self.section.undesirable_weight
         return kto_loss(log_ratios, labels, baseline, beta=self.section.beta, undesirable_weight=weight)
 
-    def _both(self, examples: Sequence[Example], budget: int) -> Tensor:
-        """Return the log-probabilities (N, 2) of each answer and of its unrelated answer, on the CPU."""
-        sides = [(each.ids, each.prompt) for each in examples] + [(each.unrelated, each.prompt) for each in examples]
-        return self._logprobs(sides, budget).view(2, len(examples)).T
-
-    def _logprobs(self, sides: Sequence[Side], budget: int) -> Tensor:
-        return side_logprobs(self.engine, sides, budget=budget, packing=self.packing, pad_id=self.pad_id)
-
-    def _collate(self, examples: Sequence[Example], reference: Tensor, baseline: Tensor) -> Any:
+    def _collate(
+        self, examples: Sequence[Example], reference: Tensor, baseline: Tensor
+    ) -> Callable[[Sequence[int]], LabelBatch]:
         """Return the function that makes the batch of the examples at some indices."""
         share = sum(each.label for each in examples) / len(examples)
 

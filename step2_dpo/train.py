@@ -4,18 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
 
-from engine import Engine
 from pipeline.config.schema import RunConfig
-from pipeline.config.stage_sections import DpoSection
 from pipeline.data.batch import batch_indices
-from pipeline.data.encode import LabelledItem, PairItem, encode_labelled, encode_preferences
+from pipeline.data.encode import encode_labelled, encode_preferences
 from pipeline.data.load import StageRecords
-from pipeline.data.microbatches import longer_side
 from pipeline.data.records import labelled_answers
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge, load_pair_judge
@@ -31,40 +27,26 @@ from pipeline.stages.start import (
     prepare_generation,
     sampling,
 )
-from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
-from step2_dpo.batches import AnswerBatch, Pairs
-from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
+from pipeline.stages.supervised import SupervisedTask, train_supervised
+from step2_dpo.batches import Batches
 from step2_dpo.kto import LabelBatches, examples_of
-from step2_dpo.objective import loss_of
+from step2_dpo.pairs import PairBatches
 
 Item = TypeVar("Item")
 
 
-class Batches(Protocol):
-    """The examples of the stage as batches: `PairBatches` or `LabelBatches`."""
-
-    @property
-    def longest(self) -> int:
-        """The most tokens, padding included, of a micro-batch with a single example."""
-
-    def read_reference(self, folder: Path, budget: int) -> "Batches": ...
-
-    def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]: ...
-
-    def largest_microbatch(self, budget: int) -> AnswerBatch: ...
-
-    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]: ...
-
-    def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]: ...
-
-
 @dataclass(frozen=True)
 class Form:
-    """What the stage learns from, pairs or labelled answers: how to select, encode and batch the records."""
+    """What the stage learns from, pairs or labelled answers.
+
+    select: prepares the records; encode: tokenizes them; examples: pairs each answer with another one; batches: their
+    batches
+    """
 
     select: Callable[[StageRecords], StageRecords]
     encode: Callable[..., Any]
-    batches: Callable[..., Batches]
+    examples: Callable[..., Sequence[Any]]
+    batches: type[PairBatches] | type[LabelBatches]
 
 
 def run(config: RunConfig, folder: Path) -> None:
@@ -84,7 +66,9 @@ def run(config: RunConfig, folder: Path) -> None:
     packing = verify(engine, max_length=section.max_length).packing
     schedule = [batch_indices(len(data.train), section.batch_size, config.seed, step) for step in range(plan.steps)]
     train, schedule = select_used(data.train, schedule)
-    batches = form.batches(engine, section, train, data.held_out, schedule, packing, tokenizer.pad_id)
+    train, held_out = (form.examples(items, max_length=section.max_length) for items in (train, data.held_out))
+    unread = {"train": torch.zeros(len(train), 2), "held_out": torch.zeros(len(held_out), 2)}
+    batches: Batches[Any] = form.batches(engine, section, train, held_out, unread, schedule, packing, tokenizer.pad_id)
     settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
     evaluator = Evaluator(prompts, tokenizer, settings, config.temperatures, judge)
     with open_stage(plan, "dpo", folder, {"policy": engine}, best_metric="eval_loss", longest=batches.longest) as stage:
@@ -113,59 +97,6 @@ def run(config: RunConfig, folder: Path) -> None:
         stage.finish({**metrics, **summary})
 
 
-@dataclass(frozen=True)
-class PairBatches:
-    """The training and held-out pairs as batches.
-
-    schedule: for each step, the indices of its pairs in `train`
-    packing: a micro-batch is one row without padding
-    """
-
-    engine: Engine
-    section: DpoSection
-    train: Pairs
-    held_out: Pairs
-    schedule: Sequence[Sequence[int]]
-    packing: bool
-    pad_id: int
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest pair, whose sides are padded to the same length."""
-        return 2 * max(longer_side(pair) for pair in self.train.items)
-
-    def read_reference(self, folder: Path, budget: int) -> "PairBatches":
-        """Return these batches with the log-probabilities under the reference: the policy before its first step."""
-        read = partial(pair_logprobs, self.engine, budget=budget, packing=self.packing, pad_id=self.pad_id)
-        pairs = with_reference(folder, {"train": self.train.items, "held_out": self.held_out.items}, read)
-        return replace(self, train=pairs["train"], held_out=pairs["held_out"])
-
-    def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
-        """Return the batch of a step, counted from 0. The loss is averaged over its pairs."""
-        indices = self.schedule[step]
-        batches, _ = self.train.micro_batches(indices, budget=budget, packing=self.packing, pad_id=self.pad_id)
-        pairs = [self.train.items[i] for i in indices]
-        return StepBatch(batches, len(indices), sum(len(pair.chosen) + len(pair.rejected) for pair in pairs))
-
-    def largest_microbatch(self, budget: int) -> AnswerBatch:
-        """Return the largest micro-batch that a step can have."""
-        return self.train.largest_batch(budget=budget, packing=self.packing, pad_id=self.pad_id)
-
-    def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-        """Return the loss and the metrics of a micro-batch, both summed over pairs."""
-        return loss_of(self.section)(module, batch)
-
-    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the metrics of the held-out pairs for a line of metrics.jsonl, and those for summary.json."""
-        if not len(self.held_out):
-            return {}, {"eval_pairs": 0}
-        logprobs: Tensor = pair_logprobs(
-            self.engine, self.held_out.items, budget=budget, packing=self.packing, pad_id=self.pad_id
-        )
-        metrics = held_out_figures(self.held_out, logprobs, self.section)
-        return metrics, {**metrics, **held_out_shares(self.held_out, logprobs, self.section)}
-
-
 def select_used(items: Sequence[Item], schedule: Sequence[Sequence[int]]) -> tuple[list[Item], list[list[int]]]:
     """Return the items that occur in `schedule`, and the schedule with their new indices.
 
@@ -185,19 +116,5 @@ def _labels(records: StageRecords) -> StageRecords:
     return replace(records, train=labelled_answers(records.train), held_out=labelled_answers(records.held_out))
 
 
-def _pair_batches(
-    engine: Engine, section: DpoSection, train: Sequence[PairItem], held_out: Sequence[PairItem], *rest: Any
-) -> PairBatches:
-    pairs, held_out_pairs = (Pairs(items, torch.zeros(len(items), 2)) for items in (train, held_out))  # not read yet
-    return PairBatches(engine, section, pairs, held_out_pairs, *rest)
-
-
-def _label_batches(
-    engine: Engine, section: DpoSection, train: Sequence[LabelledItem], held_out: Sequence[LabelledItem], *rest: Any
-) -> LabelBatches:
-    examples, held_out_examples = (examples_of(items, max_length=section.max_length) for items in (train, held_out))
-    return LabelBatches(engine, section, examples, held_out_examples, {}, *rest)
-
-
-PAIRS = Form(_pairs, partial(encode_preferences, stage="dpo"), _pair_batches)
-LABELS = Form(_labels, encode_labelled, _label_batches)
+PAIRS = Form(_pairs, partial(encode_preferences, stage="dpo"), lambda items, max_length: items, PairBatches)
+LABELS = Form(_labels, encode_labelled, examples_of, LabelBatches)

@@ -9,11 +9,11 @@ from engine import Engine
 from pipeline.data.batch import PairBatch, batch_indices, collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
 from pipeline.data.microbatches import (
-    gather_by_index,
     largest_microbatch,
     local_microbatches,
     pair_budget,
     pair_lengths,
+    score_items,
 )
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.stages.supervised import StepBatch
@@ -70,10 +70,8 @@ def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, packi
     if not pairs:
         return []
     batches, indices = micro_batches(pairs, budget=budget, packing=packing, pad_id=pad_id)
-    scores: dict[int, tuple[float, float]] = {}
-    for chosen, results in zip(indices, engine.score(batches, _both_scores), strict=True):
-        scores |= {index: (both[0].item(), both[1].item()) for index, both in zip(chosen, results, strict=True)}
-    return [Scored(pair, *both) for pair, both in zip(pairs, gather_by_index(scores), strict=True)]
+    scores = score_items(engine, batches, indices, _both_scores)
+    return [Scored(pair, *both) for pair, both in zip(pairs, scores, strict=True)]
 
 
 def _both_scores(module: nn.Module, batch: PairBatch) -> Sequence[Tensor]:

@@ -7,10 +7,11 @@ must agree.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.measure import BenchFailed, in_turn, median
 from benchmarks.peers import tasks
@@ -23,9 +24,7 @@ from pipeline.config.stage_sections import DpoSection
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step2_dpo.batches import Pairs
-from step2_dpo.evaluate import pair_logprobs
-from step2_dpo.objective import loss_of
+from step2_dpo.pairs import PairBatches
 
 PAIRS, STEPS, WARMUP = 8, 1, 1
 FIGURES = ("loss", "chosen log-probability", "rejected log-probability")
@@ -90,16 +89,17 @@ def main() -> None:
     engine = build_policy(model_source(task), engine_choice(task), generates=False)
     fill(engine.module.get_submodule("lm"))
     packing = verify(engine, max_length=task["max_length"]).packing
-    batching: dict[str, Any] = {"budget": task["budget"], "packing": packing, "pad_id": 1}
     items = [_pair(*preference) for preference in task["preferences"]]
+    count, steps, unread = task["pairs_a_step"], task["warmup"] + task["steps"], {"train": torch.zeros(len(items), 2)}
+    schedule = [range(step * count, (step + 1) * count) for step in range(steps)]
+    pairs = PairBatches(engine, DpoSection(beta=task["beta"]), items, [], unread, schedule, packing, pad_id=1)
     start_time = time.perf_counter()
-    pairs = Pairs(items, pair_logprobs(engine, items, **batching))
+    pairs = replace(pairs, reference={"train": pairs.logprobs(items, task["budget"])})
     reference_seconds = time.perf_counter() - start_time
-    loss, count, seconds, figures = loss_of(DpoSection(beta=task["beta"])), task["pairs_a_step"], [], []
-    for step in range(task["warmup"] + task["steps"]):
+    seconds, figures = [], []
+    for step in range(steps):
         start_time = time.perf_counter()
-        batches, _ = pairs.micro_batches(range(step * count, (step + 1) * count), **batching)
-        update = engine.update(batches, loss, count)
+        update = engine.update(pairs.step(step, task["budget"]).microbatches, pairs.loss, count)
         seconds.append(time.perf_counter() - start_time)
         means = {name: total / count for name, total in update.sums.items()}
         figures.append([update.loss, means["chosen_logprob"], means["rejected_logprob"]])

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine import distributed
+from engine import Engine, distributed
 from pipeline.data.batch import Movable, shared_tokens
 from pipeline.data.encode import PairItem
 
@@ -69,6 +69,23 @@ def gather_by_index(results: Mapping[int, Result]) -> list[Result]:
     """
     gathered = {index: result for local in distributed.gather_objects(results) for index, result in local.items()}
     return [gathered[index] for index in range(len(gathered))]
+
+
+def score_items(
+    engine: Engine,
+    batches: Sequence[Batch],
+    indices: Sequence[MicroBatch],
+    work: Callable[[nn.Module, Batch], Sequence[Tensor]],
+) -> list[Any]:
+    """Return the numbers of each item of a global batch as a (nested) list, on every rank. The ranks share the work.
+
+    batches, indices: the result of `local_microbatches`
+    work: (module, micro-batch) -> one tensor for each of its items
+    """
+    local: dict[int, Any] = {}
+    for microbatch, results in zip(indices, engine.score(batches, work), strict=True):
+        local |= {index: result.tolist() for index, result in zip(microbatch, results, strict=True)}
+    return gather_by_index(local)
 
 
 def gather_rows(rows: Mapping[int, Tensor], dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:

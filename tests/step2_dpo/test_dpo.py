@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,9 @@ from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from pipeline.planning.demand import predict_bytes
 from pipeline.planning.stage_task import StageModel, StageTask
-from step2_dpo import evaluate
-from step2_dpo.batches import Pairs, collate_answers
-from step2_dpo.evaluate import held_out_figures, held_out_shares, pair_logprobs, with_reference
-from step2_dpo.objective import loss_of
+from step2_dpo import batches as batches_module
+from step2_dpo.batches import reference_tables
+from step2_dpo.pairs import PairBatches, collate_answers, held_out_metrics
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 
 SIZES = [(3, 5, 9), (1, 12, 4), (6, 1, 2), (4, 7, 10), (2, 2, 6)]  # prompt, chosen answer, rejected answer
@@ -56,6 +56,14 @@ def policy_in(folder: Path, *, packing: bool = True, **rest: Any) -> Engine:
     engine = build_policy(source_in(folder), trained(lr=LR, **rest))
     assert not packing or verify(engine, max_length=24).packing
     return engine
+
+
+def batches_of(
+    engine: Engine, items: Sequence[PairItem], section: DpoSection | None = None, *, packing: bool = True
+) -> PairBatches:
+    """Return batches whose steps contain all items, with zeros for the reference."""
+    unread, schedule = dict.fromkeys(("train", "held_out"), torch.zeros(len(items), 2)), [range(len(items))] * STEPS
+    return PairBatches(engine, section or DpoSection(), items, items, unread, schedule, packing, 0)
 
 
 def plain_logprobs(model: Any, items: Sequence[PairItem]) -> Tensor:
@@ -132,23 +140,26 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
         ({"loss": "orpo", "beta": 0.3}, False, 1),
     ],
 )
-def test_steps_equal_plain_pytorch(folder: Path, keys: dict[str, Any], packing: bool, budget: int) -> None:
+def test_steps_equal_plain_pytorch(
+    folder: Path, tmp_path: Path, keys: dict[str, Any], packing: bool, budget: int
+) -> None:
     dpo, items = DpoSection(**keys), pairs()
     expected, model = plain_steps(folder, dpo)
-    engine, cut = policy_in(folder, packing=packing), {"budget": budget, "packing": packing, "pad_id": 0}
-    read = pair_logprobs(engine, items, **cut) if dpo.has_reference else torch.zeros(len(items), 2)
-    known = Pairs(items, read)
-    for figures in expected:
-        batches, places = known.micro_batches(range(len(items)), **cut)
-        assert sorted(place for where in places for place in where) == list(range(5)) and len(batches) >= 1
-        update = engine.update(batches, loss_of(dpo), len(items))
+    engine = policy_in(folder, packing=packing)
+    known = batches_of(engine, items, dpo, packing=packing)
+    if dpo.has_reference:
+        known = known.read_reference(tmp_path, budget)
+    for step, figures in enumerate(expected):
+        batch = known.step(step, budget)
+        assert sum(len(each.lengths) for each in batch.microbatches) == 2 * len(items) == 2 * batch.count
+        update = engine.update(batch.microbatches, known.loss, batch.count)
         actual = {"loss": update.loss} | {name: total / len(items) for name, total in update.sums.items()}
         assert actual == pytest.approx(figures, rel=1e-4, abs=1e-5)
     state = engine.module.lm.state_dict()
     for name, parameter in model.named_parameters():
         assert torch.allclose(state[name], parameter, rtol=1e-3, atol=2e-5), name
-    last = held_out_figures(known, pair_logprobs(engine, items, **cut), dpo)
-    after = plain_scores(dpo.loss, plain_logprobs(model, items).detach(), known.reference)
+    last, _ = known.evaluate(budget)
+    after = plain_scores(dpo.loss, plain_logprobs(model, items).detach(), known.reference["train"])
     lead = after[:, 0] - after[:, 1]
     assert last["eval_accuracy"] == (lead > 0).double().mean().item()
     assert last["eval_margin"] == pytest.approx(dpo.beta * lead.mean().item(), rel=1e-3)
@@ -161,7 +172,7 @@ def test_held_out_shares_use_the_gain_over_the_reference() -> None:
     """The second pair, the only one with a longer chosen answer, and the last pair lose against the reference."""
     before = torch.tensor([[-9.0, -5.0], [-2.0, -7.0], [-4.0, -4.0], [-1.0, -1.0], [0.0, 0.0]])
     after = torch.tensor([[-8.0, -5.0], [-2.0, -6.0], [-3.0, -4.0], [-1.0, -3.0], [-2.0, -1.0]])
-    shares = held_out_shares(Pairs(pairs(), before), after, DpoSection())
+    _, shares = held_out_metrics(DpoSection(), pairs(), after, before)
     assert (shares["eval_accuracy"], shares["eval_pairs"]) == (3 / 5, 5)
     assert shares["eval_accuracy_chosen_longer"] == 0.0 and shares["eval_accuracy_rejected_longer"] == 3 / 4
     assert shares["eval_accuracy_by_source"] == {"made": 3 / 5}
@@ -190,8 +201,8 @@ def test_activations_of_pairs_equal_the_prediction(folder: Path, prompt: int, bu
     ids[1, :, :prompt] = ids[0, :, :prompt]
     items = [PairItem(chosen, rejected, 0.0, "made", prompt) for chosen, rejected in zip(*ids, strict=True)]
     engine = policy_in(folder)
-    batches, _ = Pairs(items, torch.zeros(many, 2)).micro_batches(range(many), budget=budget, packing=True, pad_id=0)
-    engine.update(batches, loss_of(DpoSection()), many)
+    batches = batches_of(engine, items)
+    engine.update(batches.step(0, budget).microbatches, batches.loss, many)
     tokens = (2 * length - prompt + 1) * (1 if budget == 1 else many)
     fp32, micro_batch = EngineConfig(dtype="fp32"), min(budget, tokens)
     work = Workload(fp32, item_sequences=2, is_cpu=True, max_length=length, micro_batch_tokens=micro_batch)
@@ -208,38 +219,41 @@ def test_activations_of_pairs_equal_the_prediction(folder: Path, prompt: int, bu
 def test_an_empty_batch_adds_nothing(folder: Path, packing: bool) -> None:
     results = []
     for empty in (False, True):
-        engine, known = policy_in(folder, packing=packing), Pairs(pairs(), torch.zeros(5, 2))
-        batches, _ = known.micro_batches(range(5), budget=10_000, packing=packing, pad_id=0)
-        update = engine.update(
-            batches + [collate_answers([], torch.zeros(0, 2), 0, packing=packing)] * empty, loss_of(DpoSection()), 5
-        )
+        engine = policy_in(folder, packing=packing)
+        known = batches_of(engine, pairs(), packing=packing)
+        extra = [collate_answers([], torch.zeros(0, 2), 0, packing=packing)] * empty
+        update = engine.update([*known.step(0, 10_000).microbatches, *extra], known.loss, 5)
         results.append({"loss": update.loss, "norm": update.grad_norm, **update.sums})
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
 def test_the_reference_is_cached_and_is_the_model_without_adapters(folder: Path, tmp_path: Path) -> None:
     """The reference is computed once, not again with a trained model. New held-out pairs are computed again."""
-    items, cut = pairs(), {"budget": 64, "packing": True, "pad_id": 0}
+    items = pairs()
     engine = policy_in(folder, lora=LoraConfig(rank=4))
+    batches = batches_of(engine, items, DpoSection(beta=1.0))
     computed: list[int] = []
 
     def read(some: Sequence[PairItem]) -> Tensor:
         computed.append(len(some))
-        return pair_logprobs(engine, some, **cut)
+        return batches.logprobs(some, 64)
 
-    known = with_reference(tmp_path, {"train": items, "held_out": items[:2]}, read)
+    def tables(**sets: Sequence[PairItem]) -> dict[str, Tensor]:
+        return reference_tables(tmp_path, sets, read, unit="pairs")
+
+    known = tables(train=items, held_out=items[:2])
     with torch.no_grad():
         expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(folder), items)
-    assert torch.allclose(known["train"].reference, expected, rtol=1e-5, atol=1e-4)
-    for _ in range(2):
-        batches, _ = known["train"].micro_batches(range(5), **cut)
-        engine.update(batches, loss_of(DpoSection(beta=1.0)), 5)
-    again = with_reference(tmp_path, {"train": items, "held_out": items[:2]}, read)
-    assert all((again[name].reference == known[name].reference).all() for name in known) and computed == [5, 2]
-    fewer = with_reference(tmp_path, {"train": items, "held_out": items[:1]}, read)
-    assert (fewer["train"].reference == known["train"].reference).all() and computed == [5, 2, 1]
+    assert torch.allclose(known["train"], expected, rtol=1e-5, atol=1e-4)
+    batches = replace(batches, reference=known)
+    for step in range(2):
+        engine.update(batches.step(step, 64).microbatches, batches.loss, 5)
+    again = tables(train=items, held_out=items[:2])
+    assert all((again[name] == known[name]).all() for name in known) and computed == [5, 2]
+    fewer = tables(train=items, held_out=items[:1])
+    assert (fewer["train"] == known["train"]).all() and computed == [5, 2, 1]
     (tmp_path / "reference.safetensors").write_bytes(b"cut off")
-    assert with_reference(tmp_path, {"held_out": items[:1]}, read)["held_out"].reference.shape == (1, 2)
+    assert tables(held_out=items[:1])["held_out"].shape == (1, 2)
     assert computed == [5, 2, 1, 1]
 
 
@@ -257,11 +271,11 @@ def test_an_interrupted_reference_pass_resumes(
         first = items.index(some[0])
         return numbers[first : first + len(some)]
 
-    for name, value in {"CHUNK_PAIRS": 2, "PRINT_SECONDS": 0.0, "SAVE_SECONDS": 0.0}.items():
-        monkeypatch.setattr(evaluate, name, value)
+    for name, value in {"CHUNK": 2, "PRINT_SECONDS": 0.0, "SAVE_SECONDS": 0.0}.items():
+        monkeypatch.setattr(batches_module, name, value)
     with pytest.raises(KeyboardInterrupt):
-        with_reference(tmp_path, {"train": items}, partial(read, until=2))
+        reference_tables(tmp_path, {"train": items}, partial(read, until=2), unit="pairs")
     assert "scores 5 pairs" in (printed := capsys.readouterr().out) and "has scored 4 of 5 pairs" in printed
-    known = with_reference(tmp_path, {"train": items}, read)
-    assert computed == [2, 2, 1, 1] and known["train"].reference.tolist() == numbers.tolist()
+    known = reference_tables(tmp_path, {"train": items}, read, unit="pairs")
+    assert computed == [2, 2, 1, 1] and known["train"].tolist() == numbers.tolist()
     assert "scores 1 pairs" in capsys.readouterr().out

@@ -42,7 +42,8 @@ def batches_in(folder: Path, section: DpoSection, *, packing: bool) -> LabelBatc
     engine = build_policy(source_in(folder), trained(lr=LR))
     assert not packing or verify(engine, max_length=24).packing
     examples = examples_of(items(), max_length=24)
-    return LabelBatches(engine, section, examples, examples[:3], {}, [range(5)] * STEPS, packing, 0)
+    unread = {"train": torch.zeros(5, 2), "held_out": torch.zeros(3, 2)}
+    return LabelBatches(engine, section, examples, examples[:3], unread, [range(5)] * STEPS, packing, 0)
 
 
 def plain_log_ratios(model: Any, reference: Any, sides: list[tuple[np.ndarray, int]]) -> Tensor:

@@ -1,0 +1,190 @@
+"""Pairs of a chosen and a rejected answer: their batches, the loss that `dpo.loss` names, and held-out metrics."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.stage_sections import DpoSection
+from pipeline.data.batch import collate_pairs, pack_pairs
+from pipeline.data.encode import PairItem
+from pipeline.data.microbatches import (
+    largest_microbatch,
+    local_microbatches,
+    longer_side,
+    pair_budget,
+    pair_lengths,
+    score_items,
+)
+from pipeline.evaluation.pair_accuracy import Scored, accuracies
+from pipeline.stages.supervised import StepBatch
+from step2_dpo.batches import AnswerBatch, Batches, answer_logprobs, answer_tokens
+from step2_dpo.loss import (
+    imitation_loss,
+    ipo_loss,
+    log_odds,
+    log_ratios,
+    mean_log_ratios,
+    mean_logprobs,
+    orpo_loss,
+    sigmoid_loss,
+    simpo_loss,
+)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss on B pairs, for 2B answers: the chosen answers first.
+
+    score: (logprobs, reference, lengths), equal shapes -> the score of each answer, see `step2_dpo.loss`
+    margin_loss: the margins (B,) -> the sum of their losses
+    sft_coef: weight of the imitation loss of the chosen answers
+    """
+
+    score: Callable[[Tensor, Tensor, Tensor], Tensor]
+    margin_loss: Callable[[Tensor], Tensor]
+    sft_coef: float
+
+    def loss(self, scores: Tensor, logprobs: Tensor, lengths: Tensor) -> Tensor:
+        """Return the loss, summed over pairs. Each argument is (2B,)."""
+        pairs = len(scores) // 2
+        total = self.margin_loss(scores[:pairs] - scores[pairs:])
+        if not self.sft_coef:
+            return total
+        return total + self.sft_coef * imitation_loss(logprobs[:pairs], lengths[:pairs])
+
+
+def objective(dpo: DpoSection) -> Objective:
+    """Return the loss that `dpo.loss` names."""
+    beta = dpo.beta
+    sigmoid = partial(sigmoid_loss, beta=beta, label_smoothing=dpo.label_smoothing)
+    objectives = {
+        "sigmoid": Objective(log_ratios, sigmoid, dpo.sft_coef),
+        "ipo": Objective(log_ratios, partial(ipo_loss, beta=beta), dpo.sft_coef),
+        "length_normalized": Objective(mean_log_ratios, sigmoid, dpo.sft_coef),
+        "simpo": Objective(mean_logprobs, partial(simpo_loss, beta=beta, target=dpo.margin), dpo.sft_coef),
+        "orpo": Objective(log_odds, partial(orpo_loss, beta=beta), 1.0),
+    }
+    return objectives[dpo.loss]
+
+
+@dataclass(frozen=True)
+class PairBatches(Batches[PairItem]):
+    """The training and held-out pairs as batches."""
+
+    unit = "pairs"
+
+    @property
+    def longest(self) -> int:
+        return 2 * max(map(longer_side, self.train))  # both sides are padded to the same length
+
+    def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
+        indices = self.schedule[step]
+        pairs = [self.train[i] for i in indices]
+        batches, _ = self._divide(local_microbatches, pairs, self.reference["train"][indices], budget)
+        return StepBatch(batches, len(pairs), sum(len(pair.chosen) + len(pair.rejected) for pair in pairs))
+
+    def largest_microbatch(self, budget: int) -> AnswerBatch:
+        return self._divide(largest_microbatch, self.train, self.reference["train"], budget)
+
+    def logprobs(self, examples: Sequence[PairItem], budget: int) -> Tensor:
+        no_reference = torch.zeros(len(examples), 2)
+        batches, indices = self._divide(local_microbatches, examples, no_reference, budget)
+        return torch.tensor(score_items(self.engine, batches, indices, _logprobs_by_pair)).view(len(examples), 2)
+
+    def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
+        chosen_objective, logprobs = objective(self.section), answer_logprobs(module, batch)
+        scores = chosen_objective.score(logprobs, batch.reference, batch.lengths)
+        total = chosen_objective.loss(scores, logprobs, batch.lengths)
+        metrics = _metrics(logprobs.detach(), self.section.beta * scores.detach())
+        if self.section.has_reference:  # a pair has two answers
+            metrics["drift"] = 0.5 * (logprobs.detach() - batch.reference).abs().sum()
+        return total, metrics
+
+    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
+        if not self.held_out:
+            return {}, {"eval_pairs": 0}
+        logprobs = self.logprobs(self.held_out, budget)
+        return held_out_metrics(self.section, self.held_out, logprobs, self.reference["held_out"])
+
+    def _divide(
+        self, divide: Callable[..., Result], pairs: Sequence[PairItem], reference: Tensor, budget: int
+    ) -> Result:
+        """Return the micro-batches that `divide` makes of pairs with their `reference` (N, 2)."""
+
+        def collate(indices: Sequence[int]) -> AnswerBatch:
+            chosen = [pairs[i] for i in indices]
+            return collate_answers(chosen, reference[list(indices)], self.pad_id, packing=self.packing)
+
+        lengths = pair_lengths(pairs, packing=self.packing, shared=before_last_of_prompt)
+        budget = pair_budget(budget, packing=self.packing)
+        return divide(range(len(pairs)), lengths, collate, budget=budget, packing=self.packing)
+
+
+def before_last_of_prompt(pair: PairItem) -> int:
+    """Return how many tokens both sides share in a packed row: the last token of the prompt precedes each answer."""
+    return pair.prompt - 1
+
+
+def collate_answers(pairs: Sequence[PairItem], reference: Tensor, pad_id: int, *, packing: bool) -> AnswerBatch:
+    """Return the batch of B pairs with their `reference` (B, 2). An empty batch has two unscored padding tokens.
+
+    In a packed row both answers of a pair share their prompt.
+    """
+    sides = pack_pairs(pairs, pad_id, shared=before_last_of_prompt) if packing else collate_pairs(pairs, pad_id)
+    lengths = answer_lengths(pairs).T.flatten()
+    scored, slots, longest = answer_tokens(sides.ends[: len(lengths)].tolist(), lengths.tolist())
+    return AnswerBatch(sides.input_ids, scored, slots, lengths.float(), reference.T.flatten(), longest, sides.documents)
+
+
+def answer_lengths(pairs: Sequence[PairItem]) -> Tensor:
+    """Return the number of tokens of the chosen and the rejected answer of each pair, (N, 2) long."""
+    sides = [(len(pair.chosen) - pair.prompt, len(pair.rejected) - pair.prompt) for pair in pairs]
+    return torch.tensor(sides, dtype=torch.long).view(len(pairs), 2)
+
+
+def _logprobs_by_pair(module: nn.Module, batch: AnswerBatch) -> Sequence[Tensor]:
+    """Return the log-probabilities of the chosen and the rejected answer, (2,), for each pair."""
+    return answer_logprobs(module, batch).view(2, len(batch.lengths) // 2).unbind(1)
+
+
+def _metrics(logprobs: Tensor, rewards: Tensor) -> dict[str, float | Tensor]:
+    """Return the metrics of a micro-batch, summed over pairs."""
+    pairs = len(rewards) // 2
+    chosen, rejected = rewards.view(2, pairs)
+    return {
+        "accuracy": (chosen > rejected).sum(),
+        "margin": (chosen - rejected).sum(),
+        "chosen_reward": chosen.sum(),
+        "rejected_reward": rejected.sum(),
+        "chosen_logprob": logprobs[:pairs].sum(),
+        "rejected_logprob": logprobs[pairs:].sum(),
+    }
+
+
+def held_out_metrics(
+    dpo: DpoSection, pairs: Sequence[PairItem], logprobs: Tensor, reference: Tensor
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return loss, accuracy, margin and rewards of held-out pairs; and these with the accuracies by source and length.
+
+    logprobs, reference: (N, 2) under the policy and under the reference
+    """
+    chosen_objective, lengths = objective(dpo), answer_lengths(pairs).float()
+    scores = chosen_objective.score(logprobs, reference, lengths)
+    margins = scores[:, 0] - scores[:, 1]
+    loss = chosen_objective.loss(*(table.T.flatten() for table in (scores, logprobs, lengths)))
+    chosen, rejected = (dpo.beta * scores.mean(0)).tolist()
+    metrics = {
+        "eval_loss": loss.item() / len(pairs),
+        "eval_accuracy": (margins > 0).double().mean().item(),
+        "eval_margin": dpo.beta * margins.mean().item(),
+        "eval_chosen_reward": chosen,
+        "eval_rejected_reward": rejected,
+    }
+    scored = [Scored(pair, *both) for pair, both in zip(pairs, scores.tolist(), strict=True)]
+    return metrics, {**metrics, **accuracies(scored)}
