@@ -15,7 +15,7 @@ import time
 from abc import abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, overload
 
@@ -71,8 +71,9 @@ class TokenRows(Items[list[int]]):
         return self._flat[self._ends[index] : self._ends[index + 1]].tolist()
 
     def view(self, index: int) -> npt.NDArray[Any]:
-        """Return one row, int32 or int8, without a copy."""
-        return np.frombuffer(self._flat, self._flat.typecode)[self._ends[index] : self._ends[index + 1]]
+        """Return one row, int32 or bool, without a copy."""
+        dtype = np.bool_ if self._flat.typecode == "b" else np.int32
+        return np.frombuffer(self._flat, dtype)[self._ends[index] : self._ends[index + 1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,62 +104,29 @@ class LabelledItem:
     label: bool
 
 
-class TokenItems(Items[TokenItem]):
-    """Conversations as arrays."""
+class ExampleRows(Items[Item]):
+    """Examples of one kind. The token ids and flags of all examples are in one array for each field.
 
-    def __init__(self) -> None:
-        self._ids, self._counts = TokenRows(), TokenRows("b")
+    make: (the arrays of an example, *its labels) -> the example
+    kinds: the kind of each array, see `TokenRows`
+    """
 
-    def append(self, ids: Sequence[int], counts: Sequence[bool]) -> None:
-        self._ids.append(ids)
-        self._counts.append(counts)
+    def __init__(self, make: Callable[..., Item], kinds: Sequence[Literal["i", "b"]]) -> None:
+        self._make = make
+        self._rows = [TokenRows(kind) for kind in kinds]
+        self._labels: list[tuple[Any, ...]] = []
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def at(self, index: int) -> TokenItem:
-        return TokenItem(self._ids.view(index), self._counts.view(index).view(np.bool_))
-
-
-class PairItems(Items[PairItem]):
-    """Pairs as arrays."""
-
-    def __init__(self) -> None:
-        self._chosen, self._rejected = TokenRows(), TokenRows()
-        self._labels: list[tuple[float, str, int]] = []
-
-    def append(
-        self, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int], margin: float, source: str
-    ) -> None:
-        """Add two answers to a prompt."""
-        self._chosen.append([*prompt, *chosen])
-        self._rejected.append([*prompt, *rejected])
-        self._labels.append((margin, source, len(prompt)))
+    def append(self, *rows: Sequence[int], labels: tuple[Any, ...] = ()) -> None:
+        """Add an example."""
+        for column, row in zip(self._rows, rows, strict=True):
+            column.append(row)
+        self._labels.append(labels)
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def at(self, index: int) -> PairItem:
-        return PairItem(self._chosen.view(index), self._rejected.view(index), *self._labels[index])
-
-
-class LabelledItems(Items[LabelledItem]):
-    """Answers with labels, as arrays."""
-
-    def __init__(self) -> None:
-        self._ids = TokenRows()
-        self._labels: list[tuple[int, bool]] = []
-
-    def append(self, prompt: Sequence[int], answer: Sequence[int], label: bool) -> None:
-        """Add an answer to a prompt."""
-        self._ids.append([*prompt, *answer])
-        self._labels.append((len(prompt), label))
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def at(self, index: int) -> LabelledItem:
-        return LabelledItem(self._ids.view(index), *self._labels[index])
+    def at(self, index: int) -> Item:
+        return self._make(*(column.view(index) for column in self._rows), *self._labels[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +144,7 @@ def encode_conversations(
     max_length: int,
     loss_on: str = "assistant",
     name: str = "conversations",
-) -> tuple[TokenItems, Counter[str]]:
+) -> tuple[ExampleRows[TokenItem], Counter[str]]:
     """Return the conversations and documents, and the numbers of cut and dropped records by reason.
 
     loss_on: "assistant" for answers and their end tokens, "all" for every token; documents train every token
@@ -184,7 +152,7 @@ def encode_conversations(
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
-    items = TokenItems()
+    items = ExampleRows(TokenItem, ("i", "b"))
     for chunk in _chunks(records, name):
         documents = [record.messages[0].content for record in chunk if isinstance(record, Document)]
         for ids in tokenizer.encode_documents(documents):
@@ -212,7 +180,7 @@ def encode_preferences(
     max_length: int,
     name: str = "pairs",
     stage: str = "reward",
-) -> tuple[PairItems, Counter[str]]:
+) -> tuple[ExampleRows[PairItem], Counter[str]]:
     """Return the pairs, and the numbers of cut and dropped records by reason.
 
     name: what messages call the records
@@ -220,7 +188,7 @@ def encode_preferences(
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
-    pairs = PairItems()
+    pairs = ExampleRows(PairItem, ("i", "i"))
     for chunk in _chunks(records, name):
         prompts = tokenizer.encode_prompts([record.prompt for record in chunk])
         answers = tokenizer.encode_answers([text for record in chunk for text in (record.chosen, record.rejected)])
@@ -233,21 +201,22 @@ def encode_preferences(
                 notes["answers equal within max_length"] += 1
                 continue
             notes["cut to max_length"] += len(chosen) > limit or len(rejected) > limit
-            pairs.append(prompt, chosen[:limit], rejected[:limit], record.margin, record.source)
+            sides = [*prompt, *chosen[:limit]], [*prompt, *rejected[:limit]]
+            pairs.append(*sides, labels=(record.margin, record.source, len(prompt)))
     _check(pairs, records, f"{name} has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
 
 
 def encode_labelled(
     tokenizer: ChatTokenizer, records: Sequence[LabelledAnswer], *, max_length: int, name: str = "answers"
-) -> tuple[LabelledItems, Counter[str]]:
+) -> tuple[ExampleRows[LabelledItem], Counter[str]]:
     """Return the answers with labels, and the numbers of cut and dropped records by reason.
 
     name: what messages call the records
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
-    items = LabelledItems()
+    items = ExampleRows(LabelledItem, ("i",))
     for chunk in _chunks(records, name):
         prompts = tokenizer.encode_prompts([record.messages[:-1] for record in chunk])
         answers = tokenizer.encode_answers([record.messages[-1].content for record in chunk])
@@ -257,7 +226,7 @@ def encode_labelled(
                 notes["prompt fills max_length"] += 1
                 continue
             notes["cut to max_length"] += len(answer) > limit
-            items.append(prompt, answer[:limit], record.label)
+            items.append([*prompt, *answer[:limit]], labels=(len(prompt), record.label))
     _check(items, records, f"{name} has an answer token", max_length, "dpo.max_length")
     return items, +notes
 

@@ -25,4 +25,4 @@ def test_rows_are_returned_unchanged() -> None:
 def test_flags_take_a_byte_each() -> None:
     flags = TokenRows("b")
     flags.append([True, False])
-    assert flags.view(0).view(np.bool_).tolist() == [True, False]
+    assert flags.view(0).dtype == np.bool_ and flags.view(0).tolist() == [True, False]

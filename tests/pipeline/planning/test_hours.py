@@ -10,7 +10,7 @@ import yaml
 
 from engine.memory import GPUS
 from pipeline.config.schema import PlanSection, RunConfig
-from pipeline.data.encode import PairItems, TokenItems, TokenRows
+from pipeline.data.encode import ExampleRows, PairItem, TokenItem, TokenRows
 from pipeline.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.files import read_plan
@@ -135,11 +135,11 @@ def test_times_have_a_unit() -> None:
 
 def test_the_size_of_encoded_examples() -> None:
     """Means over examples; the rows of PPO are twice those of SFT (0.4 and 0.2 of the prompts)."""
-    tokens, pairs, prompts = TokenItems(), PairItems(), TokenRows()
+    tokens, pairs, prompts = ExampleRows(TokenItem, "ib"), ExampleRows(PairItem, "ii"), TokenRows()
     tokens.append([1, 2, 3, 4], [False, False, False, True])
     tokens.append([1, 2], [False, True])
     assert size_of(tokens) == DataSize(2, 2.0, 1.0)
-    pairs.append([1, 2], [3], [4, 5, 6], 0.0, "a")
+    pairs.append([1, 2, 3], [1, 2, 4, 5, 6], labels=(0.0, "a", 2))
     assert size_of(pairs) == DataSize(1, 2.0, 2.0)
     prompts.append([1, 2, 3])
     assert size_of(prompts) == DataSize(1, 3.0)
