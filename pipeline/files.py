@@ -1,4 +1,4 @@
-"""Write files atomically, and report a full or blocked disk in one clear message."""
+"""Read JSON files, write files atomically, and report a full or blocked disk in one clear message."""
 
 import errno
 import json
@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from pipeline.errors import UserError
 
 PLAN = "plan.json"  # the prediction of a stage, in its folder
+Record = TypeVar("Record")
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -46,13 +48,36 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_plan(folder: Path) -> dict[str, Any]:
-    """Return the prediction in a stage's folder; empty if it has none."""
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing or has no object."""
     try:
-        record = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Return the prediction in a stage's folder; empty if it has none."""
+    return read_object(folder / PLAN)
+
+
+def read_record(file: Path, kind: type[Record], *, remedy: str) -> Record | None:
+    """Return the content of a JSON file as a dataclass or a pydantic model; None without a file.
+
+    Another program or an editor may have written the file: types are strict. Raises UserError with the first mistake
+    and the remedy.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(file.read_bytes(), strict=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as problem:
+        reason = str(problem)
+        if isinstance(problem, ValidationError):
+            first = problem.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc'])) or 'the content'}: {first['msg']}"
+        raise UserError(f"{file} cannot be read ({reason}): {remedy}") from problem
 
 
 @contextmanager

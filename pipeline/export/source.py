@@ -1,6 +1,5 @@
 """The stage that is exported: its folder, its configuration, its results, and the models that it came from."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pipeline.chat.folder import find
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import ANSWERING
 from pipeline.errors import UserError
+from pipeline.files import read_object
 from pipeline.launch.worker import read_config
 
 
@@ -58,8 +58,7 @@ class FinishedStage:
     @property
     def summary(self) -> dict[str, Any]:
         """The results of the stage; empty without summary.json."""
-        file = self.folder / "summary.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return read_object(self.folder / "summary.json")
 
     @property
     def base(self) -> str | None:

@@ -17,6 +17,7 @@ from pipeline.config.environment import model_folder
 from pipeline.config.schema import DataConfig, ModelConfig, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
 from pipeline.data.files import find
+from pipeline.files import read_object
 
 MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
 MONITORING_KEYS |= {"keep_answers", "keep_tokens"}
@@ -52,11 +53,7 @@ class HashCache:
         self._path = path
         self._computed: set[str] = set()
         self._distrusts = False
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            entries = {}
-        self._entries: dict[str, list[Any]] = entries if isinstance(entries, dict) else {}
+        self._entries: dict[str, list[Any]] = read_object(path)
 
     def distrust(self) -> None:
         """Read every file again that an earlier process read."""

@@ -9,18 +9,17 @@ later stages again. The tokenizer of a run has inputs of its own: the files of `
 `model.chat_template`. Only the first launcher writes this file.
 """
 
-import json
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES
 from pipeline.errors import UserError
-from pipeline.files import write_whole
+from pipeline.files import read_record, write_json
 from pipeline.launch.fingerprint import (
     PPO_SELECTION_KEYS,
     ROLLOUT_EXECUTION_KEYS,
@@ -37,9 +36,9 @@ TOKENIZER_MAKERS = ("sft", "reward")  # the first of these stages that runs make
 
 
 class _Consumed(BaseModel):
-    """The recorded inputs of a stage. Strict types: another program or an editor may have written the file."""
+    """The recorded inputs of a stage."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="allow")
     config: str
     settings: dict[str, Any]
     data: str
@@ -49,7 +48,7 @@ class _Consumed(BaseModel):
 class _Record(BaseModel):
     """The record of one stage."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="allow")
     status: Literal["running", "stopped", "finished", ""] = ""
     consumed: _Consumed | None = None
     produced: dict[str, str] = {}
@@ -61,9 +60,8 @@ class _Record(BaseModel):
 class _File(BaseModel):
     """The content of manifest.json."""
 
-    model_config = ConfigDict(strict=True)
     identity: dict[str, dict[str, Any]]
-    asked: str
+    request: str = Field(validation_alias=AliasChoices("request", "asked"))  # the second is the name before 0.2.0
     stages: dict[str, _Record]
 
 
@@ -87,25 +85,15 @@ class Manifest:
     @classmethod
     def read(cls, run_dir: Path) -> "Manifest":
         """Return the manifest of a run folder, empty if it has none. Raise UserError if the file is unreadable."""
-        file = run_dir / "manifest.json"
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            _File.model_validate(content)
-            return cls(run_dir, content["identity"], content["asked"], content["stages"])
-        except FileNotFoundError:
+        remedy = "repair it, or set another name= for a new run"
+        content = read_record(run_dir / "manifest.json", _File, remedy=remedy)
+        if content is None:
             return cls(run_dir)
-        except (OSError, ValueError, RecursionError) as problem:
-            reason = str(problem)
-            if isinstance(problem, ValidationError):
-                first = problem.errors()[0]
-                reason = f"{'.'.join(map(str, first['loc'])) or 'the content'}: {first['msg']}"
-            raise UserError(
-                f"{file} cannot be read ({reason}): repair it, or set another name= for a new run"
-            ) from problem
+        return cls(run_dir, **content.model_dump(exclude_unset=True))
 
     def save(self) -> None:
-        content = {"identity": self.identity, "asked": self.request, "stages": self.stages}
-        write_whole(self.run_dir / "manifest.json", json.dumps(content, indent=2) + "\n")
+        content = {"identity": self.identity, "request": self.request, "stages": self.stages}
+        write_json(self.run_dir / "manifest.json", content)
 
     def finished(self, stage: str) -> bool:
         """Return whether a stage has finished and its exported model exists."""

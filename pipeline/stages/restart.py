@@ -7,23 +7,25 @@
   file and ends with `RestartStage`. Each entry multiplies the learning rates by `ROLLBACK_LR`.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from engine import Checkpointer, Engine, checkpoint, distributed, oom
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RestartStage, UserError
-from pipeline.files import explained_disk, write_json
+from pipeline.files import explained_disk, read_record, write_json
 
 LIMITS_FILE = "out_of_memory.json"
 ROLLBACKS_FILE = "rollbacks.json"
 ROLLBACK_LR = 0.3
+STRICT = ConfigDict(extra="forbid")
 
 
 class Checkpoints:
@@ -141,31 +143,16 @@ class MemoryLimits:
     micro-batches of a step. restarts: how often the stage ran out of memory and restarted.
     """
 
-    micro_batch_tokens: int | None = None
+    __pydantic_config__ = STRICT
+
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     shared_forward: bool = True
     restarts: int = 0
 
 
 def read_limits(folder: Path) -> MemoryLimits:
     """Return the limits in a stage's folder, or no limits if it has no file. Raises UserError for a damaged file."""
-    try:
-        limits = MemoryLimits(**json.loads((folder / LIMITS_FILE).read_text(encoding="utf-8")))
-        tokens = limits.micro_batch_tokens
-        _check_types((1 if tokens is None else tokens, limits.restarts, limits.shared_forward), (int, int, bool))
-        if tokens is not None and tokens < 1:
-            raise ValueError(f"micro_batch_tokens={tokens} is not positive")
-        return limits
-    except FileNotFoundError:
-        return MemoryLimits()
-    except (ValueError, TypeError) as problem:
-        raise UserError(f"{folder / LIMITS_FILE} cannot be read ({problem}): delete it") from problem
-
-
-def _check_types(values: tuple[Any, ...], types: tuple[type, ...]) -> None:
-    """Raise TypeError if a value of a file has another type."""
-    for value, kind in zip(values, types, strict=True):
-        if type(value) is not kind:
-            raise TypeError(f"{str(value)[:40]!r} is not of the type {kind.__name__}")
+    return read_record(folder / LIMITS_FILE, MemoryLimits, remedy="delete it") or MemoryLimits()
 
 
 def write_limits(folder: Path, limits: MemoryLimits) -> None:
@@ -177,6 +164,8 @@ def write_limits(folder: Path, limits: MemoryLimits) -> None:
 class Rollback:
     """One return from step `step` to the checkpoint of step `to`, with the reason as a sentence."""
 
+    __pydantic_config__ = STRICT
+
     step: int
     to: int
     reason: str
@@ -184,17 +173,7 @@ class Rollback:
 
 def read_rollbacks(folder: Path) -> list[Rollback]:
     """Return the rollbacks of a stage, oldest first. Raises UserError for a damaged file."""
-    try:
-        content = json.loads((folder / ROLLBACKS_FILE).read_text(encoding="utf-8"))
-        _check_types((content,), (list,))
-        rollbacks = [Rollback(**each) for each in content]
-        for each in rollbacks:
-            _check_types((each.step, each.to, each.reason), (int, int, str))
-        return rollbacks
-    except FileNotFoundError:
-        return []
-    except (ValueError, TypeError) as problem:
-        raise UserError(f"{folder / ROLLBACKS_FILE} cannot be read ({problem}): delete the stage's folder") from problem
+    return read_record(folder / ROLLBACKS_FILE, list[Rollback], remedy="delete the stage's folder") or []
 
 
 def roll_back(folder: Path, checkpoints: Checkpoints, rollback: Rollback) -> RestartStage:

@@ -26,7 +26,7 @@ MANIFESTS: list[tuple[str, Any]] = [
     ("a number", "1"),
     ("empty", ""),
     ("null", "null"),
-    ("no stages", '{"identity": {}, "asked": ""}'),
+    ("no stages", '{"identity": {}, "request": ""}'),
     ("stages as a list", {"stages": []}),
     ("a stage as a number", {"stages": {"sft": 1}}),
     ("a status of another type", {"sft": {"status": 3}}),
@@ -37,7 +37,7 @@ MANIFESTS: list[tuple[str, Any]] = [
     ("a time of a number", {"ppo": {"finished": 3}}),
     ("identity as a list", {"identity": []}),
     ("a model as a number", {"identity": {"model": 3}}),
-    ("the request as a number", {"asked": 3}),
+    ("the request as a number", {"request": 3}),
     ("100,000 brackets", "[" * 100_000),
 ]
 

@@ -58,7 +58,7 @@ evaluation:
 """
 
 
-MANIFEST = {"identity": {}, "asked": "", "stages": {"sft": {"produced": {"model": "sha256:9f"}}}}
+MANIFEST = {"identity": {}, "request": "", "stages": {"sft": {"produced": {"model": "sha256:9f"}}}}
 
 
 def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96, seed: int = 1) -> None:

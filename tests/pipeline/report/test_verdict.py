@@ -218,7 +218,7 @@ def with_dpo(run_dir: Path, *, finished: str) -> str | None:
     summary = {"steps": 9, "gold_score": 0.4, "eval_accuracy": 0.75, "eval_pairs": 64}
     write_stage(run_dir / "dpo", [{"step": 9, "loss": 0.5, "margin": 1.0}], summary, rows)
     times = {"ppo": {"finished": "2026-11-22T10:00:00"}, "dpo": {"finished": finished}}
-    (run_dir / "manifest.json").write_text(json.dumps({"identity": {}, "asked": "", "stages": times}))
+    (run_dir / "manifest.json").write_text(json.dumps({"identity": {}, "request": "", "stages": times}))
     return conclusion(run_dir)
 
 
