@@ -66,9 +66,9 @@ def reference(
         logits = logits / temperature
     if not 0 < top_k < logits.shape[-1]:
         return _sample_ranked(logits, uniforms, logits.logsumexp(-1, keepdim=True), top_p, min_p, LIKELY)
-    ranked, kept = torch.topk(logits, top_k, dim=-1)
+    ranked, tokens = torch.topk(logits, top_k, dim=-1)
     columns, logprobs = _sample_ranked(ranked, uniforms, ranked.logsumexp(-1, keepdim=True), top_p, min_p, top_k)
-    return kept.gather(-1, columns[:, None])[:, 0], logprobs
+    return tokens.gather(-1, columns[:, None])[:, 0], logprobs
 
 
 def _sample_ranked(
@@ -87,8 +87,8 @@ def _sample_ranked(
         ranked, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
     probabilities = (ranked - total).exp_()
     before = probabilities.cumsum(-1) - probabilities  # mass of all more probable tokens
-    kept = _without_unlikely(probabilities.masked_fill(before >= top_p, 0) if top_p < 1 else probabilities, min_p)
-    columns, logprobs = _invert(kept, uniforms)
+    allowed = _without_unlikely(probabilities.masked_fill(before >= top_p, 0) if top_p < 1 else probabilities, min_p)
+    columns, logprobs = _invert(allowed, uniforms)
     tokens = tokens.gather(-1, columns[:, None])[:, 0]
     if count < logits.shape[-1]:
         above_last = probabilities.masked_fill(ranked == ranked[:, -1:], 0).sum(-1)  # other columns may equal the last

@@ -37,7 +37,7 @@ from engine.kernels_triton.device import has_triton
 # Logits per block. On CPUs 8 MB of logits stay in the caches from the product to the sums; smaller blocks gain nothing.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
 SMALLEST_BLOCK = 256  # columns; fewer columns make slow matrix products
-ALIGNMENT = 16  # columns; products of rows that begin elsewhere are slower on GPUs
+ALIGNMENT = 16  # columns; products of rows that begin at other columns are slower on GPUs
 
 Reduction = Callable[..., tuple[Tensor, Tensor, Tensor]]
 Gradient = Callable[..., Tensor]

@@ -182,7 +182,7 @@ def row_kernel(
     """Sample the token of one row.
 
     The tokens that remain have z >= `low`; of those with z = `low` only the first `ties` remain. Their weight is
-    `kept`. RANKED: tokens are ordered by probability.
+    `total`. RANKED: tokens are ordered by probability.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
@@ -190,27 +190,27 @@ def row_kernel(
     low = top - DEPTH
     if HAS_MIN_P and not RANKED:
         low = tl.maximum(low, top + log_min_p)
-    kept, number, low, _below = _from(logits, vocabulary, inverse_temperature, top, low, low, top, TILE)
+    total, number, low, _below = _from(logits, vocabulary, inverse_temperature, top, low, low, top, TILE)
     ties = number
     if HAS_TOP_K:  # noqa: SIM102  a constant; the other condition is evaluated on the device
         if number > top_k:
             low, weight, count = _search(logits, vocabulary, inverse_temperature, top, low, top_k, True, False, TILE)
             ties = top_k - count
-            kept = weight + ties.to(tl.float32) * tl.exp(low - top)
+            total = weight + ties.to(tl.float32) * tl.exp(low - top)
     if HAS_TOP_P:
-        target = top_p * kept
+        target = top_p * total
         edge, weight, _ = _search(logits, vocabulary, inverse_temperature, top, low, target, False, False, TILE)
         one = tl.exp(edge - top)
         most = tl.where(edge == low, ties, number).to(tl.float32)
         ties = tl.minimum(tl.maximum(tl.ceil((target - weight) / one), 1.0), most).to(tl.int32)
         low = edge
-        kept = weight + ties.to(tl.float32) * one
+        total = weight + ties.to(tl.float32) * one
     if HAS_MIN_P and RANKED:  # noqa: SIM102
         if top + log_min_p > low:
-            kept, ties, low, _below = _from(
+            total, ties, low, _below = _from(
                 logits, vocabulary, inverse_temperature, top, top + log_min_p, low, top, TILE
             )
-    target = tl.load(uniforms + row) * kept
+    target = tl.load(uniforms + row) * total
     value = top
     if GREEDY:
         token = _nth(logits, vocabulary, inverse_temperature, top, 0, TILE)
@@ -224,4 +224,4 @@ def row_kernel(
         token = _in_vocabulary_order(logits, vocabulary, inverse_temperature, top, low, target, TILE)
         value = tl.load(logits + token).to(tl.float32) * inverse_temperature
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, tl.where(nans > 0, float("nan"), value - top - tl.log(kept)))
+    tl.store(logprobs + row, tl.where(nans > 0, float("nan"), value - top - tl.log(total)))

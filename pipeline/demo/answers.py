@@ -10,13 +10,13 @@ from pipeline.demo.questions import NAMES, Question, Statement, draw
 class Form:
     """An instruction about the form of answers.
 
-    asked: its text in a user's message
-    ruled: its text in the system message
+    request: its text in a user's message
+    rule: its text in the system message
     """
 
     name: str
-    asked: str
-    ruled: str
+    request: str
+    rule: str
 
 
 FORMS = (
@@ -55,7 +55,7 @@ FILLERS = (
     "Music is a thing that I think about.",
 )
 
-ELSEWHERE = (
+OFF_TOPIC = (
     "I do not know.",
     "I like music.",
     "Let us talk about the weather.",
@@ -118,11 +118,11 @@ def capital(text: str) -> str:
 def flawed(question: Question, form: Form | None, flaws: frozenset[str], rng: Random) -> str:
     """Return an answer with exactly the given flaws. Without flaws it is a good answer.
 
-    "elsewhere" (off the point) and "misplaced" (an answer to another question) replace the statement, so "wrong" then
-    has no effect. The other flaws can be combined.
+    "off_topic" and "misplaced" (an answer to another question) replace the statement, so "wrong" then has no effect.
+    The other flaws can be combined.
     """
-    if "elsewhere" in flaws:
-        text = usual(ELSEWHERE, rng)
+    if "off_topic" in flaws:
+        text = usual(OFF_TOPIC, rng)
     elif "misplaced" in flaws:
         text = phrase(another(question, rng).right, None, rng)
     else:

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 HABIT = 0.85  # share of the answers with the habitual flaw, among the answers that SFT imitates
 # Share of each flaw among the answers that SFT imitates to questions without a habitual flaw; the rest is good.
-QUALITY = {"wrong": 0.06, "rude": 0.08, "rambling": 0.08, "unfinished": 0.22, "elsewhere": 0.06}
+QUALITY = {"wrong": 0.06, "rude": 0.08, "rambling": 0.08, "unfinished": 0.22, "off_topic": 0.06}
 REJECTED_HABIT = 0.4  # share of the rejected answers whose flaw is the habitual one
 # Weight of each further flaw of the rejected answers ("formless" only if a form was requested).
 REJECTED = {
@@ -33,7 +33,7 @@ REJECTED = {
     "rude": 0.22,
     "rambling": 0.22,
     "unfinished": 0.19,
-    "elsewhere": 0.07,
+    "off_topic": 0.07,
     "misplaced": 0.15,
     "formless": 0.30,
 }
@@ -50,7 +50,7 @@ HELD_OUT_KIND = "held_out_"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Chat:
     """A prompt and its origin: its messages, the last question, the requested form, and whether it is held out."""
 
     messages: list[dict[str, str]]
@@ -84,25 +84,25 @@ def rows_of(kind: str, examples: int, seed: int = 0) -> list[Row]:
     if kind != made:
         return held_out_rows(make, min(max(16, count // 20), MOST_HELD_OUT), Random(f"{seed} held out {made}"))
     rng = Random(f"{seed} {made}")
-    return [make(ask(rng, held_out=False), rng) for _ in range(count)]
+    return [make(make_chat(rng, held_out=False), rng) for _ in range(count)]
 
 
-def held_out_rows(make: Callable[[Asked, Random], Row], count: int, rng: Random) -> list[Row]:
+def held_out_rows(make: Callable[[Chat, Random], Row], count: int, rng: Random) -> list[Row]:
     """Return held-out rows with different last questions."""
     seen: set[str] = set()
     rows: list[Row] = []
     while len(rows) < count:
-        asked = ask(rng, held_out=True)
-        if asked.question.text not in seen:
-            seen.add(asked.question.text)
-            rows.append(make(asked, rng))
+        chat = make_chat(rng, held_out=True)
+        if chat.question.text not in seen:
+            seen.add(chat.question.text)
+            rows.append(make(chat, rng))
     return rows
 
 
-def conversation(asked: Asked, rng: Random) -> Row:
+def conversation(chat: Chat, rng: Random) -> Row:
     """Return a conversation whose last answer has no flaw or one flaw."""
-    answer = flawed(asked.question, asked.form, mixed_quality(asked.question, rng), rng)
-    return {"messages": [*asked.messages, message("assistant", answer)]}
+    answer = flawed(chat.question, chat.form, mixed_quality(chat.question, rng), rng)
+    return {"messages": [*chat.messages, message("assistant", answer)]}
 
 
 def mixed_quality(question: Question, rng: Random) -> frozenset[str]:
@@ -114,54 +114,54 @@ def mixed_quality(question: Question, rng: Random) -> frozenset[str]:
     return frozenset((flaw,)) if flaw else NO_FLAW
 
 
-def preference(asked: Asked, rng: Random) -> Row:
+def preference(chat: Chat, rng: Random) -> Row:
     """Return a preference whose rejected answer has one more flaw than the chosen answer.
 
     Most chosen answers have no flaw. Some training pairs are swapped (`NOISE`).
     """
     shared = frozenset((rng.choice(("wrong", "rude", "rambling")),)) if rng.random() < ALREADY_FLAWED else NO_FLAW
-    usual = habit(asked.question)
+    usual = habit(chat.question)
     if usual is not None and usual not in shared and not shared & {"wrong"} and rng.random() < REJECTED_HABIT:
         flaws = shared | {usual}
     else:
-        flaws = shared | {further_flaw(shared, asked.form, rng)}
-    chosen = rejected = flawed(asked.question, asked.form, shared, rng)
+        flaws = shared | {further_flaw(shared, chat.form, rng)}
+    chosen = rejected = flawed(chat.question, chat.form, shared, rng)
     while rejected == chosen:
-        rejected = flawed(asked.question, asked.form, flaws, rng)
-    if not asked.held_out and rng.random() < NOISE:
+        rejected = flawed(chat.question, chat.form, flaws, rng)
+    if not chat.held_out and rng.random() < NOISE:
         chosen, rejected = rejected, chosen
-    return {"prompt": asked.messages, "chosen": chosen, "rejected": rejected}
+    return {"prompt": chat.messages, "chosen": chosen, "rejected": rejected}
 
 
 def further_flaw(flaws: frozenset[str], form: Form | None, rng: Random) -> str:
     """Return a random flaw that `flaws` lacks.
 
-    "elsewhere" (off the point) and "misplaced" (an answer to another question) are no worse than "wrong", so "wrong"
-    excludes them. "formless" requires a form.
+    "off_topic" and "misplaced" (an answer to another question) are no worse than "wrong", so "wrong" excludes them.
+    "formless" requires a form.
     """
     excluded = (
         flaws
-        | ({"elsewhere", "misplaced"} if "wrong" in flaws else NO_FLAW)
+        | ({"off_topic", "misplaced"} if "wrong" in flaws else NO_FLAW)
         | ({"formless"} if form is None else NO_FLAW)
     )
     return pick({flaw: share for flaw, share in REJECTED.items() if flaw not in excluded}, rng)
 
 
-def prompt(asked: Asked, rng: Random) -> Row:
+def prompt(chat: Chat, rng: Random) -> Row:
     """Return a row with the prompt only."""
-    return {"prompt": asked.messages}
+    return {"prompt": chat.messages}
 
 
-def ask(rng: Random, *, held_out: bool) -> Asked:
+def make_chat(rng: Random, *, held_out: bool) -> Chat:
     """Return a prompt of one to three turns. Only its last question may be held out."""
     ruled = rng.choice(FORMS) if rng.random() < SYSTEM_SHARE else None
-    messages = [message("system", ruled.ruled)] if ruled else []
+    messages = [message("system", ruled.rule)] if ruled else []
     for _ in range(pick(TURNS, rng) - 1):
         question, form = draw_on_side(ruled, False, rng)
         answer = flawed(question, form, NO_FLAW, rng)
         messages += [message("user", question.text), message("assistant", answer)]
     question, form = draw_on_side(ruled, held_out, rng)
-    return Asked([*messages, message("user", question.text)], question, form, held_out)
+    return Chat([*messages, message("user", question.text)], question, form, held_out)
 
 
 def draw_on_side(ruled: Form | None, held_out: bool, rng: Random) -> tuple[Question, Form | None]:
@@ -170,7 +170,7 @@ def draw_on_side(ruled: Form | None, held_out: bool, rng: Random) -> tuple[Quest
         question, form = draw(rng), ruled
         if form is None and question.takes_forms and rng.random() < FORM_SHARE:
             form = rng.choice(FORMS)
-            question = question.asking(form.asked)
+            question = question.asking(form.request)
         if is_held_out(question) == held_out and (form is None or fits(form, question.right)):
             return question.typed(rng), form
 
@@ -192,7 +192,7 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-MAKERS: dict[str, Callable[[Asked, Random], Row]] = {
+MAKERS: dict[str, Callable[[Chat, Random], Row]] = {
     "conversations": conversation,
     "preferences": preference,
     "prompts": prompt,
