@@ -11,10 +11,11 @@ import os
 import re
 import secrets
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from pipeline.config.schema import RunConfig
@@ -46,59 +47,79 @@ def section_of(name: str) -> str:
     return next((section for section, pattern in SECTIONS if re.fullmatch(pattern, name)), OTHER)
 
 
-class Wandb:
+class Tracker(ABC):
+    """A tracker of one stage. No method raises: the first failure prints a warning, and further calls do nothing."""
+
+    name: ClassVar[str]
+
+    def __init__(self, *, is_off: bool = False) -> None:
+        self._is_off = is_off
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step."""
+
+    @abstractmethod
+    def note(self, step: int, text: str) -> None:
+        """Send a sentence of the training guard."""
+
+    @abstractmethod
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table at the newest step."""
+
+    @abstractmethod
+    def finish(self, failed: bool = False) -> None:
+        """Close the tracker at the end of the stage."""
+
+    def _safely(self, call: Callable[[], object]) -> None:
+        if self._is_off:
+            return
+        try:
+            call()
+        except Exception as problem:
+            self._is_off = True
+            _warn(self.name, problem)
+
+
+def _warn(name: str, problem: Exception) -> None:
+    reason = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
+    text = f"{name} stopped ({reason}); metrics.jsonl is still written. tracking=none turns {name} off"
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class Wandb(Tracker):
     """A wandb run; without `run`, all methods do nothing.
 
     closing: printed when the run is closed: its link, or the command that uploads it
-    No method raises. The first failure prints a warning, and further calls do nothing.
     """
 
+    name = "wandb"
+
     def __init__(self, run: Any = None, closing: str = "") -> None:
+        super().__init__(is_off=run is None)
         self._run, self._closing = run, closing
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step. wandb drops a step that it received before a resume."""
-        self._safely(lambda run: run.log(sectioned(metrics), step=step))
+        self._safely(lambda: self._run.log(sectioned(metrics), step=step))
 
     def note(self, step: int, text: str) -> None:
-        """Send a sentence of the training guard."""
-        self._safely(lambda run: run.log({"guard": text}, step=step))
+        self._safely(lambda: self._run.log({"guard": text}, step=step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Send a table. wandb shows it at the newest step."""
-
-        def send(run: Any) -> None:
+        def send() -> None:
             import wandb
 
-            run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
+            self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
         self._safely(send)
 
     def finish(self, failed: bool = False) -> None:
         """Close the run. Wait at most ONLINE_PATIENCE seconds for pending uploads."""
-        self._safely(lambda run: run.finish(exit_code=int(failed)))
-        if self._run is not None and self._closing:
+        self._safely(lambda: self._run.finish(exit_code=int(failed)))
+        if not self._is_off and self._closing:
             print(self._closing, flush=True)
-        self._run = None
-
-    def _safely(self, call: Callable[[Any], None]) -> None:
-        if self._run is None:
-            return
-        try:
-            call(self._run)
-        except Exception as problem:
-            self._run = None
-            _warn(problem)
-
-
-def _warn(problem: Exception) -> None:
-    text = str(problem).strip().splitlines()
-    print(
-        f"warning: wandb stopped ({type(problem).__name__}: {text[0] if text else ''}); metrics.jsonl is still "
-        "written. tracking=none turns wandb off",
-        file=sys.stderr,
-        flush=True,
-    )
+        self._is_off = True
 
 
 def open_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Wandb:
@@ -106,7 +127,7 @@ def open_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Wandb:
     try:
         return Wandb(*_start_wandb(config, stage, stage_dir))
     except Exception as problem:
-        _warn(problem)
+        _warn(Wandb.name, problem)
         return Wandb()
 
 
@@ -197,55 +218,41 @@ def require_tensorboard(kind: str) -> None:
         )
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """The writer of one stage. The files of earlier starts stay; steps that a resumed stage repeats are replaced."""
 
+    name = "TensorBoard"
+
     def __init__(self, run_dir: Path, stage: str) -> None:
-        self._folder, self._step, self._failed = run_dir / FOLDER / stage, 0, False
+        super().__init__()
+        self._folder, self._step = run_dir / FOLDER / stage, 0
         self._writer: Any = None  # made at the first step, which replaces the same steps of an earlier start
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step. Numbers that are not finite are left out."""
-
-        def write(writer: Any) -> None:
-            for name, value in sectioned(metrics).items():
-                if value is not None and math.isfinite(value):
-                    writer.add_scalar(name, value, step)
-
-        self._safely(step, write)
+        self._step = step
+        finite = {k: v for k, v in sectioned(metrics).items() if v is not None and math.isfinite(v)}
+        self._safely(lambda: [self._opened().add_scalar(name, value, step) for name, value in finite.items()])
 
     def note(self, step: int, text: str) -> None:
-        """Write a sentence of the training guard."""
-        self._safely(step, lambda writer: writer.add_text("guard", text, step))
+        self._step = step
+        self._safely(lambda: self._opened().add_text("guard", text, step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Write a table at the newest step."""
         lines = [columns, ["---"] * len(columns), *rows[:MOST_ROWS]]
         text = "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
-        self._safely(self._step, lambda writer: writer.add_text(name, text, self._step))
+        self._safely(lambda: self._opened().add_text(name, text, self._step))
 
     def finish(self, failed: bool = False) -> None:
-        """Close the files."""
         if self._writer is not None:
-            self._safely(self._step, lambda writer: writer.close())
+            self._safely(self._writer.close)
 
-    def _safely(self, step: int, call: Callable[[Any], None]) -> None:
-        if self._failed:
-            return
-        try:
-            self._step = step
-            if self._writer is None:
-                from torch.utils.tensorboard import SummaryWriter
+    def _opened(self) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(str(self._folder), purge_step=step)
-            call(self._writer)
-        except Exception as problem:
-            self._failed = True
-            print(
-                f"warning: TensorBoard stopped ({type(problem).__name__}: {problem}); metrics.jsonl is still written",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._step)
+        return self._writer
 
 
 def _cell(value: Any) -> str:

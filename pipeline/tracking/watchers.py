@@ -3,7 +3,6 @@
 metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import Any, Protocol, TextIO
 from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, wanted_stages
-from pipeline.evaluation.samples import SAMPLES
+from pipeline.evaluation.samples import SAMPLES, read_samples
 from pipeline.files import read_plan
-from pipeline.tracking.trackers import TensorBoard, open_wandb, section_of
+from pipeline.tracking.trackers import TensorBoard, Tracker, open_wandb, section_of
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -28,14 +27,6 @@ class Watcher(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def note(self, step: int, text: str) -> None: ...
-
-
-class TableWatcher(Watcher, Protocol):
-    """A watcher that also receives tables, and is closed at the end of a stage."""
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
-
-    def finish(self, failed: bool = False) -> None: ...
 
 
 class Progress:
@@ -166,7 +157,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
     if not distributed.is_rank_zero():
         yield []
         return
-    trackers: list[TableWatcher] = []
+    trackers: list[Tracker] = []
     if config.tracking.kind in ("wandb", "both"):
         trackers.append(open_wandb(config, stage, folder))
     if config.tracking.kind in ("tensorboard", "both"):
@@ -187,7 +178,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 class SampleTables:
     """Sends the table of held-out answers to trackers after each step at which the file has changed."""
 
-    def __init__(self, file: Path, trackers: Sequence[TableWatcher]) -> None:
+    def __init__(self, file: Path, trackers: Sequence[Tracker]) -> None:
         self._file, self._trackers = file, trackers
         self._sent: tuple[int, int] | None = None
 
@@ -225,16 +216,16 @@ def _outlook(config: RunConfig, stage: str, folder: Path) -> dict[str, Any]:
 
 def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:
     """Return samples.jsonl as columns and rows: prompt, temperature, and the answer and scores of each model."""
-    if not file.exists():
+    samples = read_samples(file)
+    if not samples:
         return [], []
-    samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    names = list(dict.fromkeys(name for sample in samples for name in sample.get("answers", {})))
-    kinds = [kind for kind in ("scores", "function", "gold") if any(sample.get(kind) for sample in samples)]
+    names = list(dict.fromkeys(name for sample in samples for name in sample.answers))
+    kinds = [kind for kind in ("scores", "function", "gold") if any(getattr(sample, kind) for sample in samples)]
     columns = ["prompt", "temperature", *names, *(f"{kind} {name}" for kind in kinds for name in names)]
     rows = []
     for sample in samples:
-        prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["prompt"])
-        answers = [sample["answers"].get(name, "") for name in names]
-        figures = [(sample.get(kind) or {}).get(name) for kind in kinds for name in names]
-        rows.append([prompt, sample.get("temperature"), *answers, *figures])
+        prompt = "\n".join(f"{turn.role}: {turn.content}" for turn in sample.prompt)
+        answers = [sample.answers.get(name, "") for name in names]
+        figures = [getattr(sample, kind).get(name) for kind in kinds for name in names]
+        rows.append([prompt, sample.temperature, *answers, *figures])
     return columns, rows

@@ -215,12 +215,17 @@ def test_samples_become_a_table(tmp_path):
     file = tmp_path / "samples.jsonl"
     prompt = [{"role": "user", "content": "2+2?"}]
     rows = [
-        {"prompt": prompt, "answers": {"sft": "4", "ppo": "four"}, "scores": {"sft": 0.1, "ppo": 0.9}},
+        {
+            "prompt": prompt,
+            "temperature": 1,
+            "answers": {"sft": "4", "ppo": "four"},
+            "scores": {"sft": 0.1, "ppo": 0.9},
+        },
         {"prompt": prompt, "temperature": 0.5, "answers": {"ppo": "5"}, "scores": {"ppo": -1.0}, "gold": {"ppo": 0.0}},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns, table = sample_table(file)
     assert columns == ["prompt", "temperature", "sft", "ppo", "scores sft", "scores ppo", "gold sft", "gold ppo"]
-    assert table[0] == ["user: 2+2?", None, "4", "four", 0.1, 0.9, None, None]
+    assert table[0] == ["user: 2+2?", 1.0, "4", "four", 0.1, 0.9, None, None]
     assert table[1] == ["user: 2+2?", 0.5, "", "5", None, -1.0, None, 0.0]
     assert sample_table(tmp_path / "none.jsonl") == ([], [])
