@@ -65,8 +65,8 @@ def run(config: RunConfig, folder: Path) -> None:
     prepare_generation(engine, config.rollout)
     packing = verify(engine, max_length=section.max_length).packing
     schedule = [batch_indices(len(data.train), section.batch_size, config.seed, step) for step in range(plan.steps)]
-    train, schedule = select_used(data.train, schedule)
-    train, held_out = (form.examples(items, max_length=section.max_length) for items in (train, data.held_out))
+    used, schedule = select_used(data.train, schedule)
+    train, held_out = (form.examples(items, max_length=section.max_length) for items in (used, data.held_out))
     unread = {"train": torch.zeros(len(train), 2), "held_out": torch.zeros(len(held_out), 2)}
     batches: Batches[Any] = form.batches(engine, section, train, held_out, unread, schedule, packing, tokenizer.pad_id)
     settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)

@@ -31,9 +31,8 @@ class Models:
     critic: None for estimators that compare the answers to a prompt
     reference: None without a KL to it; the actor itself if that has adapters, and then scores without them; the teacher
         of a distillation
-    reward: the reward model, whose scores have the mean 0 over reference answers; None if `function` alone scores
-    reward_std: the standard deviation of these scores
-    ensemble: further reward models, with the same mean and standard deviation of their scores
+    rewards: the reward models; over reference answers their scores have the mean 0 and the same standard deviation
+    reward_std: this standard deviation
     ensemble_score: the score of an answer from those of all reward models, "mean" or "worst"
     reward_weights: the weight of each reward by name, 1 if it has none
     """
@@ -41,22 +40,21 @@ class Models:
     actor: Engine
     critic: Engine | None
     reference: Engine | None
-    reward: Engine | None
+    rewards: Sequence[Engine] = ()
     reward_std: float = 1.0
     function: "UserFunction | None" = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    ensemble: Sequence[Engine] = ()
     ensemble_score: str = "mean"
 
     @property
     def score_unit(self) -> float:
         """The standard deviation of the reward model's part of the score; 1 without a reward model."""
-        return 1.0 if self.reward is None else self.reward_std * self.reward_weights.get(REWARD_MODEL, 1.0)
+        return self.reward_std * self.reward_weights.get(REWARD_MODEL, 1.0) if self.rewards else 1.0
 
     @property
     def has_rewards(self) -> bool:
         """Whether a reward model or a reward function scores the answers. Distillation has neither."""
-        return self.reward is not None or self.function is not None
+        return bool(self.rewards) or self.function is not None
 
     @property
     def packing(self) -> bool:
@@ -76,10 +74,10 @@ class Models:
     @property
     def frozen(self) -> dict[str, Engine]:
         """The engines that only score, by role."""
-        reference = None if self.reference is self.actor else self.reference
-        roles = {"reference": reference, "reward": self.reward}
-        roles |= {f"reward_{number}": engine for number, engine in enumerate(self.ensemble, 2)}
-        return {role: engine for role, engine in roles.items() if engine is not None}
+        engines = {} if self.reference is None or self.reference is self.actor else {"reference": self.reference}
+        for number, reward in enumerate(self.rewards, 1):
+            engines["reward" if number == 1 else f"reward_{number}"] = reward
+        return engines
 
     @contextmanager
     def reference_policy(self) -> Iterator[Engine | None]:
@@ -93,18 +91,17 @@ class Models:
 
 @dataclass(frozen=True)
 class ModelSources:
-    """The models that PPO starts from: the SFT model and the reward model, with the same tokenizer.
+    """The models that PPO starts from: the SFT model and the reward models, with the same tokenizer.
 
-    critic: the reward model, or the SFT model with a head of zeros if there is no reward model
-    ensemble: further reward models (`ppo.reward_ensemble`)
+    critic: the first reward model, or the SFT model with a head of zeros if there is no reward model
+    rewards: the reward model and those of `ppo.reward_ensemble`
     teacher: the model that replaces the reference (`teacher`); None: the reference is the SFT model
     """
 
     actor: ModelSource
     critic: ModelSource
-    reward: ModelSource | None
     tokenizer: ChatTokenizer
-    ensemble: Sequence[ModelSource] = ()
+    rewards: Sequence[ModelSource] = ()
     teacher: ModelSource | None = None
 
 
@@ -117,7 +114,7 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     actor, tokenizer = policy_to_tune(config, policy_folder)
     if not config.ppo.reward_model:
         critic = stage_source(config, policy_folder)  # a copy: building a scorer changes its configuration
-        return ModelSources(actor, critic, None, tokenizer, teacher=load_teacher(config, tokenizer))
+        return ModelSources(actor, critic, tokenizer, teacher=load_teacher(config, tokenizer))
     first = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
     rewards = []
     for folder in (first, *map(Path, config.ppo.reward_ensemble)):
@@ -131,7 +128,7 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
                 "run)"
             )
         rewards.append(reward)
-    return ModelSources(actor, rewards[0], rewards[0], tokenizer, rewards[1:])
+    return ModelSources(actor, rewards[0], tokenizer, rewards)
 
 
 def load_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> ModelSource | None:
@@ -172,7 +169,6 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
         verify(reference, max_length=longest)
     elif reference is not None and reference is not actor:
         adopt(reference, actor)
-    mean, std = reference_level(sources.reward)
     critic = None
     if section.advantage == "gae":
         critic_optimizer = optimizer_config(section, steps=critic_steps, lr=section.critic_lr)
@@ -180,33 +176,27 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
         learns = choice(section.critic_engine, optimizer=critic_optimizer, lora=critic_adapters)
         # A copy of the reward model values unfinished answers below its mean score, so the critic starts without the
         # shift of the scores (docs/engineering/measurements.md, "Start of the critic").
-        critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=sources.reward is None)
+        critic = build_scorer(sources.critic, learns, pad_id=pad_id, zero_head=not sources.rewards)
         verify(critic, max_length=longest)
     function = None
     if section.reward_function is not None:
         from pipeline.evaluation.user_function import load_function
 
         function = load_function(section.reward_function, section.reward_threads)
-    if sources.reward is None:
-        return Models(actor, critic, reference, None, function=function, reward_weights=section.reward_weights)
-    reward = build_scorer(sources.reward, choice(section.reward_engine), pad_id=pad_id, shift=mean)
-    if critic is not None:
-        adopt(reward, critic)
-    else:
-        verify(reward, max_length=longest)
-    ensemble = []
-    for source in sources.ensemble:
-        own_mean, own_std = reference_level(source)
-        member = build_scorer(source, choice(section.reward_engine), pad_id=pad_id, shift=own_mean, scale=std / own_std)
-        verify(member, max_length=longest)
-        ensemble.append(member)
-    return Models(
-        actor, critic, reference, reward, std, function, section.reward_weights, ensemble, section.ensemble_score
-    )
+    levels = [reference_level(source) for source in sources.rewards]
+    std = levels[0][1] if levels else 1.0
+    rewards = list[Engine]()
+    for source, (mean, own_std) in zip(sources.rewards, levels, strict=True):
+        engine = choice(section.reward_engine)
+        reward = build_scorer(source, engine, pad_id=pad_id, shift=mean, scale=std / own_std)
+        if critic is not None and not rewards:
+            adopt(reward, critic)
+        else:
+            verify(reward, max_length=longest)
+        rewards.append(reward)
+    return Models(actor, critic, reference, rewards, std, function, section.reward_weights, section.ensemble_score)
 
 
-def reference_level(reward: ModelSource | None) -> tuple[float, float]:
+def reference_level(reward: ModelSource) -> tuple[float, float]:
     """Return mean and standard deviation of a reward model's scores of reference answers; 0 and 1 if it has none."""
-    if reward is None:
-        return 0.0, 1.0
     return float(getattr(reward.config, "reward_mean", 0.0)), float(getattr(reward.config, "reward_std", 0.0)) or 1.0

@@ -174,7 +174,7 @@ def collect(
     # The models that share their forwards score last: graphs that are held for the update need memory.
     if scores is None:
         scored = batches
-        if ended is not None and models.reward is not None:
+        if ended is not None and models.rewards:
             scored = local_microbatches(prompts, ended, range(len(prompts)), pad_id, budget, packing=models.packing)
         scores = score_answers(models, scored, calls)
     local = dict[str, dict[int, Tensor]]()
@@ -237,13 +237,13 @@ def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence
     if models.function is not None:
         rewards = function_rewards(models.function, calls)
     names = list(rewards)
-    if models.reward is not None:
+    if models.rewards:
         if REWARD_MODEL in rewards:
             raise SharedError(
                 f"ppo.reward_function returns a reward with the name {REWARD_MODEL}, which is the name of the reward "
                 "model in ppo.reward_weights and metrics.jsonl: return it by another name"
             )
-        members = [model_scores(engine, batches) for engine in (models.reward, *models.ensemble)]
+        members = [model_scores(engine, batches) for engine in models.rewards]
         rewards[REWARD_MODEL] = ensemble_scores(members, models.ensemble_score)
     unknown = [name for name in models.reward_weights if name not in rewards]
     if unknown:
@@ -253,7 +253,7 @@ def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence
         )
     by_function = weighted_sum({name: rewards[name] for name in names}, models.reward_weights)
     total = weighted_sum(rewards, models.reward_weights)
-    return Scores(total, by_function if names and models.reward is not None else None, rewards)
+    return Scores(total, by_function if names and models.rewards else None, rewards)
 
 
 def weighted_sum(rewards: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:

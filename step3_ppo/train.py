@@ -36,7 +36,9 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "ppo", sources.actor)
     require_context(config, "ppo", sources.critic)
     prompts, evaluation_prompts, skipped = load_prompts(config, sources)
-    plan = plan_stage(config, "ppo", folder, prompts.ids, policy=sources.actor, reward=sources.reward)
+    plan = plan_stage(
+        config, "ppo", folder, prompts.ids, policy=sources.actor, reward=next(iter(sources.rewards), None)
+    )
     config, rollout = plan.config, plan.config.rollout
     ppo = Ppo(config, folder, sources, prompts.ids, prompts.rows)
     evaluator = build_evaluator(

@@ -70,14 +70,14 @@ def main() -> None:
         actor=build_policy(model_source(task), engine_choice(task), generates=True),
         critic=critic,
         reference=build_policy(model_source(task), frozen),
-        reward=build_scorer(model_source(task, scores=True), frozen, pad_id=1),
+        rewards=[build_scorer(model_source(task, scores=True), frozen, pad_id=1)],
     )
     longest = len(task["prompts"][0]) + task["new_tokens"]
     verify(models.actor, max_length=longest)
     verify(critic, max_length=longest)
-    assert models.reference is not None and models.reward is not None
+    assert models.reference is not None
     adopt(models.reference, models.actor)
-    adopt(models.reward, critic)
+    adopt(models.rewards[0], critic)
     models.actor.flip.parity_check_every = 0
     iterations = [_iterate(models, task, number) for number in range(task["warmup"] + task["steps"])]
     if dist.is_rank_zero():

@@ -155,7 +155,7 @@ def predict(run_dir: Path, stage: str) -> dict[str, float]:
     policy, reward, length = base_source(config), None, None
     if stage == "ppo":
         sources = load_models(config, run_dir)
-        policy, reward = sources.actor, sources.reward
+        policy, reward = sources.actor, next(iter(sources.rewards), None)
         prompts, _, _ = load_prompts(config, sources)
         length = sum(map(len, prompts.ids)) // len(prompts.ids) + config.rollout.max_new_tokens
     world = dist.world()

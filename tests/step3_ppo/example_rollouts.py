@@ -88,7 +88,7 @@ def models_in(
         actor=learner,
         critic=build_scorer(reward, trained(zero_stage=zero_stage), pad_id=0),
         reference=learner if lora else build_policy(source, frozen(zero_stage=zero_stage)),
-        reward=build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0, shift=0.5),
+        rewards=[build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0, shift=0.5)],
     )
     for engine in models.engines.values():
         assert not packing or verify(engine, max_length=32).packing

@@ -115,14 +115,15 @@ def test_actor_and_reference_start_as_the_same_policy(family: str, tmp_path: Pat
     assert isinstance(models.actor.module, Policy) and models.reference is not None
     assert models.actor.module.use_logits == models.reference.module.use_logits == (family == "granite")
     assert models.reference.config.zero_stage == 3 and models.actor.config.zero_stage == 0
-    assert models.reward is not None and models.critic is not None
-    assert (models.reward.module.shift, models.reward.module.scale) == (0.75, 1.0)
+    (reward,) = models.rewards
+    assert models.critic is not None
+    assert (reward.module.shift, reward.module.scale) == (0.75, 1.0)
     assert (models.critic.module.shift, models.critic.module.scale) == (0.0, 1.0)
     assert models.score_unit == models.reward_std == 1.5
     assert replace(models, reward_weights={"model": 2.0}).score_unit == 3.0
-    assert replace(models, reward=None).score_unit == 1.0
+    assert replace(models, rewards=()).score_unit == 1.0
     assert models.critic.optimizer_config is not None and models.critic.optimizer_config.lr == 0.01
-    assert models.reward.optimizer is None and models.reference.optimizer is None
+    assert reward.optimizer is None and models.reference.optimizer is None
 
 
 def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
@@ -180,7 +181,7 @@ def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(run_folder: Pa
     file.write_text(json.dumps(json.loads(file.read_text()) | {"reward_mean": -0.25, "reward_std": 0.5}))
     made = config(run_folder, reward_ensemble=[str(run_folder / "second")], ensemble_score="worst")
     models = build_models(made, load_models(made, run_folder), actor_steps=2, critic_steps=2)
-    (member,) = models.ensemble
+    _, member = models.rewards
     assert (member.module.shift, member.module.scale) == (-0.25, 3.0) and models.ensemble_score == "worst"
     inputs = stage_inputs(made, run_folder, "ppo")
     assert inputs["reward_2"] == run_folder / "second" / "model" and inputs["reward"] == run_folder / "reward" / "model"

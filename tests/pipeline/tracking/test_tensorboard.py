@@ -34,6 +34,7 @@ def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
     stage = tmp_path / "sft"
     stage.mkdir()
     row = {"prompt": [{"role": "user", "content": "<b>2|2?"}], "answers": {"sft": "4\n5"}, "scores": {"sft": 0.25}}
+    row["temperature"] = 0.5
     (stage / "samples.jsonl").write_text(json.dumps(row) + "\n")
     with open_watchers(config, "sft", stage, 2) as watchers:
         for watcher in watchers:
@@ -44,7 +45,7 @@ def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
     assert texts["guard/text_summary"] == ["the KL rose"]
     assert texts["samples/text_summary"] == [
         "| prompt | temperature | sft | scores sft |\n| --- | --- | --- | --- |\n"
-        "| user: &lt;b>2\\|2? |  | 4<br>5 | 0.25 |"
+        "| user: &lt;b>2\\|2? | 0.5 | 4<br>5 | 0.25 |"
     ]
     assert not (tmp_path / "wandb").exists()
 
