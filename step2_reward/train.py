@@ -26,7 +26,6 @@ from pipeline.models.stage_models import (
     check_vocabulary,
     require_context,
     run_tokenizer,
-    stage_source,
 )
 from pipeline.stages.data import check_data_to_come, examples, log_undecided, stage_records
 from pipeline.stages.start import open_stage, optimizer_config, plan_stage
@@ -53,7 +52,7 @@ def run(config: RunConfig, folder: Path) -> None:
     plan = plan_stage(config, "reward", folder, data.train, policy=source)
     config, section = plan.config, plan.config.reward
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
-    engine = build_scorer(source, choice, pad_id=own_pad(tokenizer))
+    engine = build_scorer(source, choice, pad_id=tokenizer.model_pad_id)
     packing = verify(engine, max_length=section.max_length).packing
     batches = RewardBatches(data.train, section.batch_size, config.seed, packing, tokenizer.pad_id)
     task = SupervisedTask(
@@ -91,7 +90,7 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     starts_from_sft, sft = config.reward.init == "sft", actor_folder(config, run_dir)
     tokenizer = run_tokenizer(config, run_dir, sft if starts_from_sft or config.actor is not None else None)
     if starts_from_sft:
-        return stage_source(config, sft), tokenizer
+        return base_source(config, sft), tokenizer
     if config.reward_model is None:
         return base_source(config), tokenizer
     source = resolve(config.reward_model, config.seed)
@@ -101,11 +100,6 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
             "policy generates: select a model of the policy's family, or remove reward_model"
         )
     return source, tokenizer
-
-
-def own_pad(tokenizer: ChatTokenizer) -> int | None:
-    """Return the padding id, or None if the padding token is also an end token."""
-    return None if tokenizer.pad_id in tokenizer.end_ids else tokenizer.pad_id
 
 
 def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:

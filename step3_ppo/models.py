@@ -15,7 +15,7 @@ from pipeline.models.checks import adopt, verify
 from pipeline.models.internals import adapters_off
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
-from pipeline.models.stage_models import actor_folder, policy_to_tune, stage_source
+from pipeline.models.stage_models import actor_folder, base_source, policy_to_tune
 from pipeline.stages.start import optimizer_config
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     policy_folder = actor_folder(config, run_dir)
     actor, tokenizer = policy_to_tune(config, policy_folder)
     if not config.ppo.reward_model:
-        critic = stage_source(config, policy_folder)  # a copy: building a scorer changes its configuration
+        critic = base_source(config, policy_folder)  # a copy: building a scorer changes its configuration
         return ModelSources(actor, critic, tokenizer, teacher=load_teacher(config, tokenizer))
     first = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
     rewards = []
@@ -147,7 +147,7 @@ def load_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> ModelSource | N
 def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:
     """Build the engines, each with the settings of its role."""
     section = config.ppo
-    pad_id = None if sources.tokenizer.pad_id in sources.tokenizer.end_ids else sources.tokenizer.pad_id
+    pad_id = sources.tokenizer.model_pad_id
 
     def choice(changes: dict[str, Any], **rest: Any) -> EngineChoice:
         return EngineChoice(config.engine.changed_by(changes), **rest)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.data.files import find
 from pipeline.data.records import Message
-from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Fragment
+from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Segment
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,18 +42,11 @@ SMALLEST_VOCABULARY = 256 + 2 + len(ROLE_TOKENS)
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """Fragments that are tokenized in one call. `ends`: an end token follows; `control`: the template's control ids."""
+class _Segment(Segment):
+    """A segment of this tokenizer. `ends`: an end token follows; `control`: the control ids of the template's text."""
 
-    fragments: tuple[Fragment, ...]
-    is_answer: bool
     ends: bool
     control: list[int]
-
-    def text(self, messages: Sequence[Message]) -> str:
-        return "".join(
-            fragment if isinstance(fragment, str) else messages[fragment].content for fragment in self.fragments
-        )
 
 
 class ChatTokenizer:
@@ -144,6 +137,11 @@ class ChatTokenizer:
         Names of control tokens in the text become control tokens.
         """
         return list(self.hf(text, verbose=False)["input_ids"])
+
+    @property
+    def model_pad_id(self) -> int | None:
+        """The padding id for the configuration of a model; None if the padding token is also an end token."""
+        return None if self.pad_id in self.end_ids else self.pad_id
 
     @property
     def summary(self) -> str:

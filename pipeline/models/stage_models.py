@@ -77,13 +77,8 @@ def actor_folder(config: RunConfig, run_dir: Path) -> Path:
     return run_dir / "sft" if config.actor is None else Path(config.actor)
 
 
-def base_source(config: RunConfig) -> ModelSource:
-    """Return the source of the policy's base model."""
-    return resolve(config.model, config.seed)
-
-
-def stage_source(config: RunConfig, folder: Path) -> ModelSource:
-    """Return the source of the model in a stage's folder or a model folder."""
+def base_source(config: RunConfig, folder: Path | None = None) -> ModelSource:
+    """Return the source of the policy's base model, or of the model in a stage's folder or a model folder."""
     return resolve(config.model, config.seed, folder=folder)
 
 
@@ -93,7 +88,7 @@ def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTo
     `folder` is a stage's folder or a model folder. Raises UserError if it has a model of another kind, or if the
     embedding has too few rows.
     """
-    source = stage_source(config, folder)
+    source = base_source(config, folder)
     check_kind(source, wanted="ForCausalLM")
     tokenizer = load_tokenizer(str(model_folder(folder)), chat_template=None)
     check_vocabulary(source, tokenizer)
@@ -120,7 +115,7 @@ def adopt_special_ids(source: ModelSource, tokenizer: ChatTokenizer) -> None:
     if source.folder is None:
         source.config.bos_token_id = tokenizer.hf.bos_token_id
         source.config.eos_token_id = tokenizer.end_id
-        source.config.pad_token_id = None if tokenizer.pad_id in tokenizer.end_ids else tokenizer.pad_id
+        source.config.pad_token_id = tokenizer.model_pad_id
 
 
 def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
