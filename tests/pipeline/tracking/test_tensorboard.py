@@ -118,8 +118,8 @@ def test_tables_are_sent_when_they_change_and_the_link_is_shown_at_the_end(tmp_p
     file.write_text(json.dumps({**row, "answers": {"base": "5", "sft": "four"}}) + "\n")
     tables.log(4, {})
     assert [[cell for cell in line["samples"][0] if cell] for line in run.lines] == [
-        ["user: 2+2?", "5"],
-        ["user: 2+2?", "5", "four"],
+        ["user: 2+2?", 1.0, "5"],
+        ["user: 2+2?", 1.0, "5", "four"],
     ]
     assert capsys.readouterr().out == ""
     tracker.log(5, {"loss": 1.0})
