@@ -5,6 +5,7 @@ Such prompts have no advantage. The replacements are functions of (seed, step, r
 rank choose the same prompts.
 """
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -22,13 +23,13 @@ class Answered:
 
     prompts: indices of the B prompts
     generations: the B * S answers
-    scores: the scores of the answers; None if they are not known yet
+    scores: the scores of the answers
     replaced: number of prompts that were replaced
     """
 
     prompts: list[int]
     generations: list[Generation]
-    scores: Scores | None = None
+    scores: Scores
     replaced: int = 0
 
 
@@ -50,8 +51,7 @@ def replace_uniform(
     count: number of training prompts
     seed: the seed and the step
     """
-    prompts, generations = list(answered.prompts), list(answered.generations)
-    scores = score(prompts, generations)
+    prompts, generations, scores = list(answered.prompts), list(answered.generations), copy.deepcopy(answered.scores)
     used, replaced = set(prompts), 0
     for number in range(1, rounds + 1):
         places = uniform_prompts(scores.total, generations, shaping, samples=samples)

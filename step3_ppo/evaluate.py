@@ -13,7 +13,6 @@ from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
 from step3_ppo.advantages import Advantages
-from step3_ppo.batches import local_microbatches
 from step3_ppo.guard import Guard, evaluation_metrics
 from step3_ppo.guard_rules import Finding
 from step3_ppo.log import ROLLOUTS, UpdateMetrics, log_generator_gap, rollout_metrics
@@ -42,11 +41,9 @@ def build_evaluator(
 
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
         responses = [tokenizer.encode_answer(answer) for answer in answers]
-        indices = range(len(prompts))
-        batches = local_microbatches(token_ids, responses, indices, tokenizer.pad_id, budget, packing=models.packing)
         pairs = zip(prompts, answers, strict=True)
         calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
-        scores = score_answers(models, batches, calls)
+        scores = score_answers(models, token_ids, responses, calls, pad_id=tokenizer.pad_id, budget=budget)
         return scores.total, scores.function
 
     scorer = score if models.has_rewards else None

@@ -143,17 +143,13 @@ def collect(
     temperature: float,
     pad_id: int,
     budget: int,
-    calls: Sequence[Call] = (),
-    ended: list[list[int]] | None = None,
     scores: Scores | None = None,
     shared_forwards: Collection[str] = (),
     score_separately: bool = False,
 ) -> Rollout:
     """Score one answer per prompt with all models, by the trainer's forward, with dropout off.
 
-    calls: the arguments of the reward function, one for each answer
-    ended: the answers as the reward model scores them (`ended_answers`); None: as they are generated
-    scores: the result of `score_answers` if it is known
+    scores: the result of `score_answers`; None: of the answers as they are generated
     shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring, if their
         engines support it (`Engine.score_to_learn`)
     score_separately: whether the actor also scores by a forward of its own (`Rollout.separate_logprobs`)
@@ -172,11 +168,7 @@ def collect(
         return dict(chain.from_iterable(engine.score(batches, work) if shared is None else shared))
 
     # The models that share their forwards score last: graphs that are held for the update need memory.
-    if scores is None:
-        scored = batches
-        if ended is not None and models.rewards:
-            scored = local_microbatches(prompts, ended, range(len(prompts)), pad_id, budget, packing=models.packing)
-        scores = score_answers(models, scored, calls)
+    scores = scores or score_answers(models, prompts, responses, pad_id=pad_id, budget=budget)
     local = dict[str, dict[int, Tensor]]()
     with models.reference_policy() as reference:
         if reference is not None:
@@ -231,8 +223,22 @@ def ended_answers(
     return ended
 
 
-def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence[Call]) -> Scores:
-    """Return the scores of all answers, on every rank: the weighted sum of all rewards. Empty without rewards."""
+def score_answers(
+    models: Models,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    calls: Sequence[Call] = (),
+    *,
+    pad_id: int,
+    budget: int,
+) -> Scores:
+    """Return the scores of one answer per prompt, on every rank: the weighted sum of all rewards.
+
+    Without rewards the scores are empty.
+
+    answers: the token ids that the reward models score
+    calls: the arguments of the reward function, one for each answer
+    """
     rewards: dict[str, list[float]] = {}
     if models.function is not None:
         rewards = function_rewards(models.function, calls)
@@ -243,6 +249,7 @@ def score_answers(models: Models, batches: Sequence[Microbatch], calls: Sequence
                 f"ppo.reward_function returns a reward with the name {REWARD_MODEL}, which is the name of the reward "
                 "model in ppo.reward_weights and metrics.jsonl: return it by another name"
             )
+        batches = local_microbatches(prompts, answers, range(len(prompts)), pad_id, budget, packing=models.packing)
         members = [model_scores(engine, batches) for engine in models.rewards]
         rewards[REWARD_MODEL] = ensemble_scores(members, models.ensemble_score)
     unknown = [name for name in models.reward_weights if name not in rewards]

@@ -27,7 +27,7 @@ from step3_ppo.advantages import (
     RewardShaping,
     compute_advantages,
 )
-from step3_ppo.batches import largest_microbatch, local_microbatches
+from step3_ppo.batches import largest_microbatch
 from step3_ppo.dynamic_sampling import Answered, replace_uniform
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.models import ModelSources, build_models
@@ -142,8 +142,6 @@ class Ppo:
                 [self.prompts[i] for i in prompts],
                 answered.generations,
                 budget=stage.budget,
-                calls=self._calls(prompts, answered.generations),
-                ended=self._ended(answered.generations),
                 scores=answered.scores,
                 shared_forwards=shared_forwards,
                 score_separately=compare,
@@ -155,7 +153,7 @@ class Ppo:
         return rollout
 
     def _answers(self, step: int, stage: StageRun) -> Answered:
-        """Generate the answers of a step. With `ppo.resample`, replace prompts whose answers all score the same."""
+        """Generate and score the answers of a step. `ppo.resample` replaces prompts without a preferred answer."""
 
         def answer(prompts: list[int], number: int) -> list[Generation]:
             first_seed = (number * _ROUND + step) * self.batch_size * self.samples
@@ -165,15 +163,15 @@ class Ppo:
             return generations
 
         def score(prompts: list[int], generations: list[Generation]) -> Scores:
-            ids, answers = self._repeated(prompts), self._ended(generations)
-            texts = [self.prompts[i] for i in ids]
-            pad_id, packing = self.tokenizer.pad_id, self.models.packing
+            ids, ended = self._repeated(prompts), self._ended(generations)
+            texts, calls = [self.prompts[i] for i in ids], self._calls(ids, generations)
             with stage.clock.phase("score"):
-                batches = local_microbatches(texts, answers, range(len(ids)), pad_id, stage.budget, packing=packing)
-                return score_answers(self.models, batches, self._calls(ids, generations))
+                pad_id = self.tokenizer.pad_id
+                return score_answers(self.models, texts, ended, calls, pad_id=pad_id, budget=stage.budget)
 
         prompts = batch_indices(len(self.prompts), self.batch_size, self.seed, step - 1)
-        answered = Answered(prompts, answer(prompts, 0))
+        generations = answer(prompts, 0)
+        answered = Answered(prompts, generations, score(prompts, generations))
         if self.resample:
             bound = {"samples": self.samples, "rounds": self.resample, "count": len(self.prompts)}
             answered = replace_uniform(answered, answer, score, self.shaping, seed=(self.seed, step), **bound)

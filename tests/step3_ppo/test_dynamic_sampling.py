@@ -47,7 +47,8 @@ def test_uniform_prompts_are_replaced_in_place(rounds: int, count: int) -> None:
         halves = [each / 2 for each in scores]
         return Scores(scores, halves, {"brief": halves, "model": halves[:]})
 
-    start = Answered([1, 6, 3], [generation(p, s) for p in (1, 6, 3) for s in range(2)])
+    first = [generation(p, s) for p in (1, 6, 3) for s in range(2)]
+    start = Answered([1, 6, 3], first, score([1, 6, 3], first))
     settings: dict[str, Any] = {"samples": 2, "rounds": rounds, "count": count, "seed": (1, 4)}
     actual = replace_uniform(start, answer, score, PLAIN, **settings)
     assert actual.prompts[1] == 6 and len(set(actual.prompts)) == 3
@@ -63,9 +64,9 @@ def test_uniform_prompts_are_replaced_in_place(rounds: int, count: int) -> None:
 
 
 def test_prompts_with_different_scores_are_not_replaced() -> None:
-    start = Answered([1], [generation(1), generation(2)])
+    start = Answered([1], [generation(1), generation(2)], Scores([1.0, 2.0], None, {}))
     actual = replace_uniform(
-        start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: Scores([1.0, 2.0], None, {}), PLAIN,
+        start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: pytest.fail("no answer is scored"), PLAIN,
         samples=2, rounds=3, count=9, seed=(1, 1),
     )  # fmt: skip
     assert actual.prompts == [1] and actual.replaced == 0 and actual.scores == Scores([1.0, 2.0], None, {})

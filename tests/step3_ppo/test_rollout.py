@@ -17,7 +17,7 @@ from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
 from step3_ppo import rollout
 from step3_ppo.batches import collate, local_microbatches
-from step3_ppo.rollout import Rollout, collect, ended_answers, ensemble_scores, generate
+from step3_ppo.rollout import Rollout, collect, ended_answers, ensemble_scores, generate, score_answers
 from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.pipeline.models.tiny import frozen, source_in
@@ -130,7 +130,8 @@ def test_the_reward_model_scores_the_ended_answers_and_the_others_the_generated_
     saved_models(tmp_path)
     prompts, drawn = generations()
     models, ended = models_in(tmp_path), [[*each.token_ids[:-1], 7] for each in drawn]
-    actual = collect(models, prompts, drawn, ended=ended, temperature=1.0, pad_id=0, budget=20)
+    scores = score_answers(models, prompts, ended, pad_id=0, budget=20)
+    actual = collect(models, prompts, drawn, scores=scores, temperature=1.0, pad_id=0, budget=20)
     plain = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=20)
     others = [replace(each, token_ids=ids) for each, ids in zip(drawn, ended, strict=True)]
     expected = collect(models, prompts, others, temperature=1.0, pad_id=0, budget=20)

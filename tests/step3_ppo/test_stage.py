@@ -30,7 +30,7 @@ from step3_ppo.evaluate import build_evaluator, evaluate_policy
 from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
-from step3_ppo.rollout import collect
+from step3_ppo.rollout import collect, score_answers
 from step3_ppo.setup import Ppo
 from step3_ppo.update import PtxMix
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
@@ -384,8 +384,9 @@ def test_prompts_whose_answers_score_the_same_are_replaced(run_folder: Path) -> 
         Generation(ids, [0.0] * len(ids), finished)
         for ids, finished in zip(actual.responses, actual.finished.tolist(), strict=True)
     ]
-    again = ppo._collect(ppo.models, actual.prompts, answers, ended=ppo._ended(answers), budget=stage.budget)
-    torch.testing.assert_close(again.scores, actual.scores)
+    cut = {"pad_id": ppo.tokenizer.pad_id, "budget": stage.budget}
+    again = score_answers(ppo.models, actual.prompts, ppo._ended(answers), **cut)
+    torch.testing.assert_close(torch.tensor(again.total), actual.scores)
     learned = learn(ppo, 1, rollouts[1], ppo.compute_advantages(rollouts[1]), stage.budget)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
 
