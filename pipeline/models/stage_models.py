@@ -32,7 +32,7 @@ def run_tokenizer(
     if given is not None:
         return load_tokenizer(str(model_folder(given)), chat_template=None)
     if distributed.is_rank_zero() and not (tokenizer_dir / "tokenizer_config.json").exists():
-        tokenizer = _make_tokenizer(config, trained_on)
+        tokenizer = make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
         shutil.rmtree(staging, ignore_errors=True)  # a killed start may have left files of another tokenizer
         tokenizer.save(staging)
@@ -42,7 +42,7 @@ def run_tokenizer(
     return load_tokenizer(str(tokenizer_dir), chat_template=None)
 
 
-def _make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatTokenizer:
+def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatTokenizer:
     """Return the configured tokenizer, the tokenizer of the pretrained model, or one trained on records."""
     model = config.model
     if model.tokenizer not in (None, "train"):

@@ -3,9 +3,8 @@
 `stage=plan` contacts no hub. The option of a hub data set records the set's size (`data.sources[].size`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -15,8 +14,8 @@ from pipeline.data.encode import LabelledItem, PairItem, TokenItem
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import configured_sources, is_remote
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
-from pipeline.models.source import model_folder
+from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.models.stage_models import make_tokenizer
 
 ASSUMED_ROWS = 50_000
 SAMPLE, TRAINED_ON = 256, 2000  # records whose lengths count, and those that a new tokenizer is trained on
@@ -105,20 +104,8 @@ def _share(config: RunConfig, stage: str, source: SourceConfig) -> float:
 def _local_tokenizer(config: RunConfig, records: Sequence[Any]) -> ChatTokenizer | None:
     """Return the tokenizer of the run; None if only the hub has it."""
     model = config.model
-    if model.tokenizer == "train" or (model.weights == "random" and model.tokenizer is None):
-        size = int((model.architecture or {}).get("vocab_size", 1024))
-        return train_tokenizer((text for record in records[:TRAINED_ON] for text in _texts(record)), size)
-    if model.tokenizer is not None:
-        return load_tokenizer(model.tokenizer, chat_template=model.chat_template)
-    if model.path is None:
-        return None
-    return load_tokenizer(str(model_folder(Path(model.path))), chat_template=model.chat_template)
-
-
-def _texts(record: Any) -> Iterator[str]:
-    yield from (m.content for m in (record.prompt if isinstance(record, Preference) else record.messages))
-    if isinstance(record, Preference):
-        yield record.chosen
+    is_on_hub = model.weights == "pretrained" and model.tokenizer is None and model.path is None
+    return None if is_on_hub else make_tokenizer(config, records[:TRAINED_ON])
 
 
 def _lengths(record: Any, tokenizer: ChatTokenizer | None) -> tuple[float, float | None]:
