@@ -45,11 +45,14 @@ def _reduces_int8(compress: Compress) -> bool:
 
 
 class Gather(DefaultAllGather):
-    """The all-gather of the backend."""
+    """The all-gather of NCCL, which overlaps with computation, or the exchange of CPU ranks."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
+        if input_tensor.device.type == "cpu":
+            collectives.all_gather(output_tensor, input_tensor, group)
+            return None
         collectives.count_bytes("gather", output_tensor.nbytes - input_tensor.nbytes)
         with dist.observed("all_gather", input_tensor.shape):
             return super().__call__(output_tensor, input_tensor, group, async_op)

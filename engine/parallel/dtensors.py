@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from engine import kernels
 from engine.parallel import collectives, dist, zero
@@ -62,39 +62,32 @@ def is_full(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor on every rank. If the local shard is the full tensor, return it without a copy."""
+    """Return the full tensor on every rank. If the local shard is the full tensor, return it without a copy.
+
+    Tensor parallelism splits before FSDP2 shards the rows, so the shards are joined first. `DTensor.full_tensor` does
+    not support all of these placements in every version of torch.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     if is_full(tensor):
         return local(tensor)
-    on_device: Any = tensor.to(dist.world().device)  # NCCL cannot gather shards that offload has on the host
-    if "tensor" in (tensor.device_mesh.mesh_dim_names or ()):
-        return _gather_2d(on_device)
-    with dist.observed("all_gather", local(tensor).shape):
-        full: Tensor = on_device.full_tensor()
-    collectives.count_bytes("gather", full.nbytes - local(tensor).nbytes)
-    return full
-
-
-def _gather_2d(tensor: DTensor) -> Tensor:
-    """Gather a tensor that tensor parallelism split before FSDP2 sharded the rows, in the reverse order.
-
-    `DTensor.full_tensor` does not support all of these placements in every version of torch.
-    """
-    shard, mesh = local(tensor), tensor.device_mesh
-    last: Any = tensor.placements[-1]  # of the `tensor` dimension
-    rows = tensor.shape[0]
-    if not last.is_replicate() and last.dim == 0:
+    shard = local(tensor).to(dist.world().device)  # NCCL cannot gather shards that offload has on the host
+    mesh, rows = tensor.device_mesh, tensor.shape[0]
+    names = mesh.mesh_dim_names or ()
+    split: Any = tensor.placements[names.index("tensor")] if "tensor" in names else Replicate()
+    if not split.is_replicate() and split.dim == 0:
         rows //= mesh["tensor"].size()
     if (ranks := mesh["shard"].size()) > 1:
-        padded = shard.new_zeros(-(-rows // ranks), *shard.shape[1:])
-        padded[: len(shard)] = shard
-        shard = torch.cat(collectives.gather_tensors(padded, mesh.get_group("shard")))[:rows]
-    if last.is_replicate():
+        missing = -(-rows // ranks) - len(shard)  # the last shards may be shorter
+        if missing:
+            shard = torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])])
+        shard = collectives.gather_tensors(shard, mesh.get_group("shard"), kind="gather").flatten(0, 1)[:rows]
+    if split.is_replicate():
         return shard
-    matrices = getattr(last, "split_factor", 1)  # concatenated along the split dimension
-    by_rank = [each.chunk(matrices, last.dim) for each in collectives.gather_tensors(shard, mesh.get_group("tensor"))]
-    return torch.cat([chunks[matrix] for matrix in range(matrices) for chunks in by_rank], last.dim)
+    matrices = getattr(split, "split_factor", 1)  # concatenated along the split dimension
+    by_rank = collectives.gather_tensors(shard, mesh.get_group("tensor"), kind="gather")
+    chunks = [each.chunk(matrices, split.dim) for each in by_rank]
+    return torch.cat([of_rank[matrix] for matrix in range(matrices) for of_rank in chunks], split.dim)
 
 
 def shard_rank(tensor: Tensor) -> int:

@@ -70,9 +70,9 @@ def train_case(ranks: int, family: str, more: dict[str, Any], layout: dict[str, 
     lm: Any = engine.module.lm
     gather, gathered = collectives.gather_tensors, [0]
 
-    def watched(tensor: Tensor, group: Any) -> list[Tensor]:
+    def watched(tensor: Tensor, group: Any, **more: Any) -> Tensor:
         gathered.append(tensor.numel())
-        return gather(tensor, group)
+        return gather(tensor, group, **more)
 
     collectives.gather_tensors = watched
     updates = [engine.update([batch(step)], loss_of, 4) for step in range(3)]
