@@ -42,8 +42,8 @@ def find(path: Path) -> ChatModel:
         raise UserError(f"{path} has only adapters; give the run, or a folder of `{EXPORT} RUN --to folder`")
     if _is_run(path):
         raise UserError(
-            f"{path} has no finished stage to talk to (ppo, dpo or sft); run the command that started the run again to "
-            "resume it"
+            f"{path} has no finished stage to talk to (ppo, dpo or sft): resume the run with the training command that "
+            "started it"
         )
     raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages{_runs_in(path)}")
 

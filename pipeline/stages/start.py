@@ -75,7 +75,8 @@ def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
         return
     unit, kind = STAGES[stage].step, STAGES[stage].examples
     counted_steps = f"{steps} {unit}{'s' if steps > 1 else ''}"
-    batch_size, passes = section.batch_size, f"{steps * section.batch_size / examples:.2g}"
+    batch_size, count = section.batch_size, steps * section.batch_size / examples
+    passes = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
     passes += " pass" if passes == "1" else " passes"
     cut = section.steps is not None and steps < section.steps
     limit = f"; {stage}.epochs={section.epochs:g} ends before {stage}.steps={section.steps}" if cut else ""

@@ -15,8 +15,10 @@ def test_a_stage_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
     )
     log_steps("sft", section.model_copy(update={"steps": 2}), 2, 85)
     log_steps("ppo", section, 20, 1280)
+    log_steps("sft", section, 375, 139)
     output = capsys.readouterr()
-    assert output.out.endswith("ppo: 20 rollouts of 64 prompts, 1 pass over 1280\n") and output.err == ""
+    assert output.out.splitlines()[-1] == "sft: 375 steps of 64 conversations, 173 passes over 139"
+    assert "\nppo: 20 rollouts of 64 prompts, 1 pass over 1280\n" in output.out and output.err == ""
 
 
 def test_a_stage_that_its_epochs_end_names_both_keys(capsys: pytest.CaptureFixture[str]) -> None:
