@@ -1,4 +1,4 @@
-"""The start, the log and the end of PPO: evaluation on held-out prompts, the metrics of a step, the export."""
+"""The start and the end of PPO, and its evaluation on held-out prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -12,12 +12,11 @@ from pipeline.evaluation.samples import BEST_OF, GRADES
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
-from step3_ppo.advantages import Advantages
 from step3_ppo.guard import Guard, evaluation_metrics
 from step3_ppo.guard_rules import Finding
-from step3_ppo.log import ROLLOUTS, UpdateMetrics, log_generator_gap, rollout_metrics
+from step3_ppo.log import ROLLOUTS
 from step3_ppo.models import Models, ModelSources
-from step3_ppo.rollout import Rollout, score_answers
+from step3_ppo.rollout import score_answers
 from step3_ppo.setup import Ppo
 
 if TYPE_CHECKING:
@@ -69,38 +68,6 @@ def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> Non
     elif guard.stopped_step is not None:
         stage.stop_after(guard.stopped_step)
     stage.find_micro_batch_size(ppo.dry_run)  # after the evaluation: the generator has its memory
-
-
-def log_step(
-    ppo: Ppo,
-    evaluator: Evaluator,
-    guard: Guard,
-    stage: StageRun,
-    step: int,
-    rollout: Rollout,
-    advantages: Advantages,
-    updates: UpdateMetrics,
-) -> None:
-    """Log a step, adapt the weight of the KL, evaluate if an evaluation is due, and let the guard act.
-
-    Raises SharedError if a loss is not finite, and RestartStage if the guard rolls back.
-    """
-    ppo.log_rollout(step, rollout, advantages)
-    update_metrics = updates.summary()
-    loss = update_metrics.get("policy_loss", 0.0) + update_metrics.get("value_loss", 0.0)
-    stage.require_finite(step, loss, rollout.responses)
-    stage.clock.tokens += rollout.tokens()
-    line = rollout_metrics(rollout, advantages) | update_metrics | ppo.metrics() | stage.clock.lap()
-    if "kl" in line:
-        ppo.kl = ppo.kl.after(line["kl"], len(rollout))
-    log_generator_gap(line["generator_gap"])
-    findings = guard.watch(step, line, len(rollout))
-    if stage.evaluates(step):
-        evaluations, more = evaluate_policy(ppo, evaluator, guard, stage, step, line, findings)
-        line |= metrics_of(evaluations) | evaluation_metrics(evaluations)
-        findings += more
-    stage.log(step, line, guard.report(step, findings))
-    guard.act(stage, step, findings)
 
 
 def evaluate_policy(

@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
-from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator
+from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of
 from pipeline.evaluation.judge import load_judge, load_pair_judge
 from pipeline.models.stage_models import require_context
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import open_stage, plan_stage, sampling
-from step3_ppo.evaluate import build_evaluator, finish, log_step, resume
-from step3_ppo.guard import Guard, open_guard
-from step3_ppo.log import UpdateMetrics
+from step3_ppo.advantages import Advantages
+from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish, resume
+from step3_ppo.guard import Guard, evaluation_metrics, open_guard
+from step3_ppo.log import UpdateMetrics, log_generator_gap, rollout_metrics
 from step3_ppo.models import load_models
+from step3_ppo.rollout import Rollout
 from step3_ppo.setup import Ppo, load_prompts
 
 
@@ -28,6 +30,38 @@ def train(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None
                 ppo.update(step, minibatch, rollout, advantages, updates)  # clipped policy and value losses
         log_step(ppo, evaluator, guard, stage, step, rollout, advantages, updates)
         stage.save(step)
+
+
+def log_step(
+    ppo: Ppo,
+    evaluator: Evaluator,
+    guard: Guard,
+    stage: StageRun,
+    step: int,
+    rollout: Rollout,
+    advantages: Advantages,
+    updates: UpdateMetrics,
+) -> None:
+    """Log a step, adapt the weight of the KL, evaluate if an evaluation is due, and let the guard act.
+
+    Raises SharedError if a loss is not finite, and RestartStage if the guard rolls back.
+    """
+    ppo.log_rollout(step, rollout, advantages)
+    update_metrics = updates.summary()
+    loss = update_metrics.get("policy_loss", 0.0) + update_metrics.get("value_loss", 0.0)
+    stage.require_finite(step, loss, rollout.responses)
+    stage.clock.tokens += rollout.tokens()
+    line = rollout_metrics(rollout, advantages) | update_metrics | ppo.metrics() | stage.clock.lap()
+    if "kl" in line:
+        ppo.kl = ppo.kl.after(line["kl"], len(rollout))
+    log_generator_gap(line["generator_gap"])
+    findings = guard.watch(step, line, len(rollout))
+    if stage.evaluates(step):
+        evaluations, more = evaluate_policy(ppo, evaluator, guard, stage, step, line, findings)
+        line |= metrics_of(evaluations) | evaluation_metrics(evaluations)
+        findings += more
+    stage.log(step, line, guard.report(step, findings))
+    guard.act(stage, step, findings)
 
 
 def run(config: RunConfig, folder: Path) -> None:
