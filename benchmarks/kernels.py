@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.record import Result
 from engine import kernels
-from engine.kernels_cpu import decode_attention as in_c
+from engine.kernels_cpu import attention as in_c
 
 CASES = ("logprobs", "logprobs_backward", "attention", "sample", "sample_filtered")
 

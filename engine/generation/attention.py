@@ -28,8 +28,8 @@ from engine.internals import attention_name
 from engine.kernels import decode_attention
 from engine.kernels.decode_attention import Prompts
 from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
-from engine.kernels_cpu import decode_attention as in_c
-from engine.kernels_cpu.ragged_attention import Families, ragged_attention
+from engine.kernels_cpu import attention as in_c
+from engine.kernels_cpu.attention import Families, ragged_attention
 
 __all__ = ["UnsupportedModel", "attend", "attention_name", "check_arguments", "max_positions"]  # as `engine.attention`
 

@@ -9,8 +9,8 @@ from engine.kernels.decode_attention import Prompts, decode_attention
 from engine.kernels.sample import sample
 from engine.kernels.token_logprobs import VocabularyShard, token_logprobs
 from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
+from engine.kernels_cpu.attention import Families, ragged_attention
 from engine.kernels_cpu.library import load_libraries
-from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 
 __all__ = [
     "Families",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.decode_attention import Prompts
-from engine.kernels_cpu import decode_attention as host
+from engine.kernels_cpu import attention as host
 from tests.engine.kernels.oracle import attention_in_float64, no_prompts, ragged_cache, with_prompts
 
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C compiler")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels_cpu.attention import Families, ragged_attention
 from engine.kernels_cpu.library import library
-from engine.kernels_cpu.ragged_attention import Families, ragged_attention
 
 pytestmark = pytest.mark.skipif(library("ragged_attention") is None, reason="no C compiler, or switched off")
 

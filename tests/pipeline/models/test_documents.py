@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from engine import Engine
 from engine.kernels.varlen import varlen_kernel
+from engine.kernels_cpu.attention import ragged_attention
 from engine.kernels_cpu.library import library
-from engine.kernels_cpu.ragged_attention import ragged_attention
 from engine.parallel import dist, dtensors
 from pipeline.data.batch import Documents
 from pipeline.errors import UserError
