@@ -1,7 +1,7 @@
 """Stage 1, supervised fine-tuning: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from engine import Engine, distributed
 from pipeline.config.schema import RunConfig
-from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
+from pipeline.data.batch import TokenBatch, batch_indices, token_batch
 from pipeline.data.encode import TokenItem, encode_conversations
-from pipeline.data.microbatches import largest_microbatch, local_microbatches
+from pipeline.data.microbatches import largest_microbatch, token_microbatches
 from pipeline.data.rendering import example_lines
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of, write_table
@@ -98,12 +98,13 @@ class SftBatches:
     def step(self, step: int, budget: int) -> StepBatch[TokenBatch]:
         """Return the batch of a step, counted from 0; the loss runs over its target tokens."""
         items = [self.items[i] for i in batch_indices(len(self.items), self.batch_size, self.seed, step)]
-        batches, count = micro_batches(items, budget=budget, packing=self.packing, pad_id=self.pad_id)
+        batches, count = token_microbatches(items, budget=budget, packing=self.packing, pad_id=self.pad_id)
         return StepBatch(batches, count, sum(len(item.ids) for item in items))
 
     def largest_microbatch(self, budget: int) -> TokenBatch:
         """Return the largest micro-batch that a step can have."""
-        collate, lengths = _collate(self.packing, self.pad_id), [len(item.ids) for item in self.items]
+        lengths = [len(item.ids) for item in self.items]
+        collate = partial(token_batch, pad_id=self.pad_id, packing=self.packing)
         return largest_microbatch(self.items, lengths, collate, budget=budget, packing=self.packing)
 
     def evaluate(self, engine: Engine, held_out: Sequence[TokenItem], budget: int) -> dict[str, float]:
@@ -114,18 +115,9 @@ class SftBatches:
         return {"eval_loss": loss}
 
 
-def micro_batches(
-    items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int
-) -> tuple[list[TokenBatch], int]:
-    """Return this rank's micro-batches of a global batch, and the number of target tokens of the global batch."""
-    collate, lengths = _collate(packing, pad_id), [len(item.ids) for item in items]
-    batches, _ = local_microbatches(items, lengths, collate, budget=budget, packing=packing)
-    return batches, sum(int(item.counts[1:].sum()) for item in items)
-
-
 def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int) -> float:
     """Return the mean cross-entropy per target token, in nats; nan without target tokens."""
-    batches, count = micro_batches(items, budget=budget, packing=packing, pad_id=pad_id)
+    batches, count = token_microbatches(items, budget=budget, packing=packing, pad_id=pad_id)
 
     def loss(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
@@ -134,11 +126,6 @@ def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, pa
     total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
     total = distributed.sum_over_ranks({"loss": total})["loss"]
     return total / count if count else float("nan")
-
-
-def _collate(packing: bool, pad_id: int) -> Callable[[Sequence[TokenItem]], TokenBatch]:
-    make = pack_tokens if packing else collate_tokens
-    return lambda items: make(items, pad_id)
 
 
 def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Update, distributed
-from pipeline.data import microbatches
-from pipeline.data.batch import TokenBatch, batch_indices, collate_tokens, pack_tokens
+from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import TokenItem
+from pipeline.data.microbatches import token_microbatches
 from pipeline.errors import UserError
 from step3_ppo.advantages import Advantages, loss_kl
 from step3_ppo.batches import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
@@ -116,10 +116,8 @@ class PtxMix:
     def batch(self, step: int, *, packing: bool = False) -> PtxBatch:
         """Return the conversations of optimizer step `step`, counted from 0."""
         items = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
-        lengths = [len(item.ids) for item in items]
-        collate = partial(pack_tokens if packing else collate_tokens, pad_id=self.pad_id)
-        batches, _ = microbatches.local_microbatches(items, lengths, collate, budget=self.budget, packing=packing)
-        return PtxBatch(batches, sum(int(item.counts[1:].sum()) for item in items), self.coef)
+        batches, tokens = token_microbatches(items, budget=self.budget, packing=packing, pad_id=self.pad_id)
+        return PtxBatch(batches, tokens, self.coef)
 
 
 @dataclass(frozen=True)

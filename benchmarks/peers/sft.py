@@ -13,9 +13,10 @@ from benchmarks.peers.environments import TRL, environment
 from benchmarks.record import Result
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import TokenItem
+from pipeline.data.microbatches import token_microbatches
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from step1_sft.train import loss_of, micro_batches
+from step1_sft.train import loss_of
 
 CONVERSATIONS, STEPS, WARMUP = 12, 2, 1
 
@@ -75,7 +76,7 @@ def main() -> None:
     for step in range(task["warmup"] + task["steps"]):
         start_time = time.perf_counter()
         batch = [items[i] for i in batch_indices(len(items), task["conversations"], 0, step)]
-        batches, count = micro_batches(batch, budget=task["budget"], packing=packing, pad_id=1)
+        batches, count = token_microbatches(batch, budget=task["budget"], packing=packing, pad_id=1)
         engine.update(batches, loss_of, count)
         seconds.append(time.perf_counter() - start_time)
         tokens.append(float(sum(len(item.ids) for item in batch)))

@@ -177,6 +177,11 @@ def batch_indices(n: int, batch_size: int, seed: int, step: int) -> list[int]:
     return [epoch_order(n, seed, i // n)[i % n] for i in range(start, start + batch_size)]
 
 
+def token_batch(items: Sequence[TokenItem], pad_id: int, *, packing: bool) -> TokenBatch:
+    """Return a batch of conversations: one packed row, or one padded row per item."""
+    return (pack_tokens if packing else collate_tokens)(items, pad_id)
+
+
 def collate_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
     """Return a batch with one padded row per item. Without items it has one unscored padding token."""
     ids = padded([item.ids for item in items], pad_id)[0]

@@ -6,14 +6,15 @@ each forward and backward pass contains collectives. The division is determinist
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from engine import Engine, distributed
-from pipeline.data.batch import Movable, shared_tokens
-from pipeline.data.encode import PairItem
+from pipeline.data.batch import Movable, TokenBatch, shared_tokens, token_batch
+from pipeline.data.encode import PairItem, TokenItem
 
 MAX_ITEMS = 1024  # of the longest items that `largest_microbatch` considers
 
@@ -55,6 +56,16 @@ def largest_microbatch(
     order = sorted(range(len(items)), key=lambda index: -lengths[index])[:MAX_ITEMS]
     first = divide_batch([lengths[index] for index in order], ranks=1, budget=budget, packing=packing)[0][0]
     return collate([items[order[index]] for index in first]).to(distributed.world().device)
+
+
+def token_microbatches(
+    items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int
+) -> tuple[list[TokenBatch], int]:
+    """Return this rank's micro-batches of conversations, and the number of target tokens of the global batch."""
+    lengths = [len(item.ids) for item in items]
+    collate = partial(token_batch, pad_id=pad_id, packing=packing)
+    batches, _ = local_microbatches(items, lengths, collate, budget=budget, packing=packing)
+    return batches, sum(int(item.counts[1:].sum()) for item in items)
 
 
 def largest_share(count: int) -> int:

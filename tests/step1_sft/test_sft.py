@@ -17,6 +17,7 @@ from engine import Engine, Sampling
 from engine.parallel import dtensors
 from pipeline.config.schema import RolloutSection
 from pipeline.data.encode import TokenItem
+from pipeline.data.microbatches import token_microbatches
 from pipeline.data.records import Message, Prompt
 from pipeline.evaluation.evaluator import Evaluator, answers_of
 from pipeline.evaluation.samples import read_samples
@@ -26,7 +27,7 @@ from pipeline.models.checks import verify
 from pipeline.stages.start import prepare_generation, sampling
 from step1_sft import train
 from step1_sft.loss import sft_loss
-from step1_sft.train import held_out_loss, loss_of, micro_batches, record_answers
+from step1_sft.train import held_out_loss, loss_of, record_answers
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 from tests.tiny import tiny_config
 
@@ -65,7 +66,7 @@ def update(folder: Path, *, packing: bool, budget: int) -> tuple[Engine, float, 
     engine = build_policy(source_in(folder), trained())
     if packing:
         assert verify(engine, max_length=16).packing
-    batches, count = micro_batches(items(), budget=budget, packing=packing, pad_id=0)
+    batches, count = token_microbatches(items(), budget=budget, packing=packing, pad_id=0)
     done = engine.update(batches, loss_of, count)
     return engine, done.loss, done.grad_norm, len(batches)
 
@@ -93,7 +94,7 @@ def test_gradients_equal_those_of_the_plain_path(folder: Path, key: str, monkeyp
         choice = trained()
         engine = build_policy(source_in(folder), replace(choice, settings=choice.settings.model_copy(update=settings)))
         assert verify(engine, max_length=16).packing
-        batches, count = micro_batches(items(), budget=1000 if packing else 1, packing=packing, pad_id=0)
+        batches, count = token_microbatches(items(), budget=1000 if packing else 1, packing=packing, pad_id=0)
         kept: dict[str, torch.Tensor] = {}
 
         def keep(sums: Any, kept: dict[str, torch.Tensor] = kept, engine: Engine = engine) -> None:
@@ -105,7 +106,7 @@ def test_gradients_equal_those_of_the_plain_path(folder: Path, key: str, monkeyp
     if called:  # other lengths and numbers of documents cause one more compilation, but not another one later
         graphs = []
         for some in (items()[:2], items()[1:], [*items(), *items()[:1]]):
-            batches, count = micro_batches(some, budget=1000, packing=True, pad_id=0)
+            batches, count = token_microbatches(some, budget=1000, packing=True, pad_id=0)
             engine.update(batches, loss_of, count)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert graphs[0] > 0 and len(set(graphs[1:])) == 1, graphs
@@ -116,7 +117,7 @@ def test_gradients_equal_those_of_the_plain_path(folder: Path, key: str, monkeyp
 def test_counts_and_masks_agree() -> None:
     expected = sum(int(item.counts[1:].sum()) for item in items())
     for packing in (True, False):
-        batches, count = micro_batches(items(), budget=24, packing=packing, pad_id=0)
+        batches, count = token_microbatches(items(), budget=24, packing=packing, pad_id=0)
         assert count == expected == sum(len(batch.scored) for batch in batches)
         assert all((batch.documents is not None) == packing for batch in batches)
         real = sum(len(item.ids) for item in items())
@@ -140,7 +141,7 @@ def test_the_loss_is_a_sum() -> None:
 def test_training_lowers_the_loss(folder: Path) -> None:
     engine = build_policy(source_in(folder), trained(lr=0.02))
     assert verify(engine, max_length=16).packing
-    batches, count = micro_batches(items(), budget=64, packing=True, pad_id=0)
+    batches, count = token_microbatches(items(), budget=64, packing=True, pad_id=0)
     losses = [engine.update(batches, loss_of, count).loss for _ in range(12)]
     assert losses[-1] < 0.5 * losses[0]
 
