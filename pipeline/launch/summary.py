@@ -1,6 +1,5 @@
 """The text that ends a run: metrics of each stage, verdict, paths of model and report, and the chat command."""
 
-import json
 import shlex
 import sys
 import textwrap
@@ -11,9 +10,8 @@ from typing import Any
 from pipeline.config.messages import format_time
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES, STAGES
-from pipeline.files import read_plan
+from pipeline.files import read_object, read_plan
 from pipeline.installation import CHAT
-from pipeline.launch.fingerprint import flatten
 from pipeline.launch.manifest import Manifest
 
 VERDICT_WIDTH = 92  # columns; 8 more for the word "verdict" or its indentation
@@ -43,8 +41,8 @@ def summarize_run(run_dir: Path, verdict: str | None = None) -> str:
 
 def planned_time(run_dir: Path, stage: str) -> str:
     """Return one line with the planned and the measured time of a stage; "" without a plan."""
-    planned, summary = read_plan(run_dir / stage).get("stage_seconds"), read_summary(run_dir / stage)
-    took = figure(summary or {}, "seconds")
+    planned = read_plan(run_dir / stage).get("stage_seconds")
+    took = figure(read_object(run_dir / stage / "summary.json"), "seconds")
     if not isinstance(planned, int | float) or planned <= 0 or not took:
         return ""
     return f"time    {stage} planned {format_time(planned)}, took {format_time(took)} ({took / planned:.2f} x)"
@@ -96,29 +94,17 @@ def compare_runs(runs: Mapping[str, tuple[str, Path | None]]) -> str:
 
 def stage_figures(run_dir: Path, stage: str) -> str | None:
     """Return the main metrics of a finished stage in one line; None if the stage has no summary.json."""
-    summary = read_summary(run_dir / stage)
-    if summary is None:
+    summary = read_object(run_dir / stage / "summary.json")
+    if not summary:
         return None
     values = ((name, figure(summary, name)) for name in STAGES[stage].closing)
     return "  ".join(f"{name} {value:.4g}" for name, value in values if value is not None)
 
 
-def read_summary(stage_dir: Path) -> dict[str, Any] | None:
-    """Return the content of a stage's summary.json; None if the file is missing or unreadable."""
-    try:
-        summary = json.loads((stage_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
-
-
 def figure(summary: dict[str, Any], name: str) -> float | None:
-    """Return one metric of summary.json: from its top level, from "final", or from "evaluation"; else None."""
-    final = summary.get("final")
-    for section in (summary, final if isinstance(final, dict) else {}):
-        if isinstance(section.get(name), int | float):
-            return float(section[name])
-    return next((float(value) for key, value in flatten(summary).items() if key == f"evaluation.{name}"), None)
+    """Return one metric of summary.json: from its top level, else from "final"; None if neither has it."""
+    value = {**summary.get("final", {}), **summary}.get(name)
+    return value if isinstance(value, int | float) else None
 
 
 def judge_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]) -> str:
