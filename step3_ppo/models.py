@@ -12,9 +12,10 @@ from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
+from pipeline.models.folder import model_folder
 from pipeline.models.internals import adapters_off
 from pipeline.models.modules import Policy, Scorer
-from pipeline.models.source import ModelSource, check_kind, model_folder, resolve
+from pipeline.models.source import ModelSource, check_kind, resolve
 from pipeline.models.stage_models import actor_folder, base_source, policy_to_tune
 from pipeline.stages.start import optimizer_config
 

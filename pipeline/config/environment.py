@@ -1,6 +1,5 @@
 """Check a configuration against the machine: the number of ranks, and the files and folders that the keys name."""
 
-import shlex
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
+from pipeline.models.folder import model_folder
 from pipeline.tracking.trackers import require_tensorboard
 
 
@@ -102,41 +102,3 @@ def _data_paths(data: DataConfig, kinds: Set[str]) -> Iterator[tuple[str, str]]:
             continue
         paths = {"path": source.path, "eval_path": source.eval_path}
         yield from ((f"data.sources.{number}.{key}", path) for key, path in paths.items() if path is not None)
-
-
-def model_folder(location: str, key: str) -> Path:
-    """Return the Hugging Face folder at a path: the path itself, or `model` in a stage folder. Raises UserError."""
-    folder = Path(location).expanduser()
-    for candidate in (folder, folder / "model"):
-        if (candidate / "config.json").is_file():
-            return candidate
-    if folder.suffix == ".gguf" or (folder.is_dir() and any(folder.glob("*.gguf"))):
-        raise UserError(
-            f"{key}={location} is in GGUF format, which cannot be trained: set the folder of the original model in "
-            "Hugging Face format (config.json and safetensors)"
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{key}={location} has only adapters: merge them into their base model, and set {key} to the new folder: "
-            f"{merge_command(location)}"
-        )
-    if not folder.is_dir():
-        raise UserError(f"{key}={location}: there is no such folder (relative paths start at {Path.cwd()})")
-    likely = {"actor": ANSWERING, "reward": ("reward",)}.get(key, reversed(STAGES))
-    stages = [stage for stage in likely if (folder / stage / "model" / "config.json").is_file()]
-    if stages:
-        raise UserError(f"{key}={location} is a run folder: select one of its stages, {key}={folder / stages[0]}")
-    if any((folder / name).is_dir() for name in ("checkpoints", "model")):
-        raise UserError(f"{key}={location} is an unfinished stage: run its command again to finish it")
-    raise UserError(f"{key}={location} is not a model folder: it has no config.json (Hugging Face format, safetensors)")
-
-
-def merge_command(adapters: str) -> str:
-    """Return the command that merges a folder of adapters into their base model."""
-    program = (
-        "import sys; from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer; "
-        "old, new = sys.argv[1:]; model = Model.from_pretrained(old); "
-        "base = next(iter(model.peft_config.values())).base_model_name_or_path; "
-        "AutoTokenizer.from_pretrained(base).save_pretrained(new); model.merge_and_unload().save_pretrained(new)"
-    )
-    return shlex.join(["python", "-c", program, adapters, f"{Path(adapters).name}-merged"])

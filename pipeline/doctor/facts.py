@@ -13,7 +13,8 @@ from pipeline.data.load import StageRecords, load_stage
 from pipeline.data.records import Conversation, Document, Message, Preference, Prompt, labelled_answers
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.models.source import ModelSource, build_config, download, model_folder, resolve
+from pipeline.models.folder import model_folder
+from pipeline.models.source import ModelSource, build_config, download, resolve
 from pipeline.models.stage_models import (
     actor_folder,
     adopt_special_ids,

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.environment import model_folder
 from pipeline.config.schema import DataConfig, ModelConfig, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
 from pipeline.data.files import find
 from pipeline.files import read_object
+from pipeline.models.folder import model_folder
 
 MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
 MONITORING_KEYS |= {"keep_answers", "keep_tokens"}

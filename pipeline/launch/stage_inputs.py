@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.environment import model_folder
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, function_file
@@ -18,6 +17,7 @@ from pipeline.launch.fingerprint import (
     tokenizer_content,
 )
 from pipeline.launch.manifest import Manifest
+from pipeline.models.folder import model_folder
 
 
 def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:

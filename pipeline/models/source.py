@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.errors import UserError
+from pipeline.models.folder import model_folder
 
 if TYPE_CHECKING:
     from pipeline.config.schema import ModelConfig
@@ -80,7 +81,7 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> M
             raise UserError(f"model.architecture: {error}") from error
         return ModelSource.of(model, config, None, seed)
     if model.path is not None:
-        return _from_folder(model, seed, model_folder(Path(model.path)))
+        return _from_folder(model, seed, model_folder(model.path, "model.path"))
     if model.hub is not None:
         return _from_folder(model, seed, download(model.hub))
     raise UserError(f"model {model.name} has neither model.path nor model.hub: set model.path=FOLDER")
@@ -133,24 +134,6 @@ def _check_sizes(config: PretrainedConfig) -> None:
     architectures = config.architectures or []
     if not (isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)):
         raise ValueError(f"architectures={str(architectures)[:40]}: must be a list of class names")
-
-
-def model_folder(path: Path) -> Path:
-    """Return the folder with config.json: `path` itself, or `path`/model for the folder of a stage.
-
-    Raises UserError if neither has a config.json.
-    """
-    path = path.expanduser()
-    for candidate in (path, path / "model"):
-        if (candidate / "config.json").is_file():
-            return candidate
-    if not path.exists():
-        raise UserError(
-            f"{path} does not exist: set a folder in Hugging Face format, or the folder of a finished stage"
-        )
-    raise UserError(
-        f"{path} has no config.json: set a folder in Hugging Face format, or the folder of a finished stage"
-    )
 
 
 def download(hub: str, *, weights: bool = True) -> Path:

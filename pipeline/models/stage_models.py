@@ -14,7 +14,8 @@ from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokeniz
 from pipeline.errors import UserError
 from pipeline.files import sync
 from pipeline.models.build import check_adapters, check_scores
-from pipeline.models.source import ModelSource, check_kind, download, model_folder, resolve
+from pipeline.models.folder import model_folder
+from pipeline.models.source import ModelSource, check_kind, download, resolve
 
 
 def run_tokenizer(
@@ -48,7 +49,7 @@ def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToken
     if model.tokenizer not in (None, "train"):
         return load_tokenizer(str(model.tokenizer), chat_template=model.chat_template)
     if model.weights == "pretrained" and model.tokenizer is None:
-        folder = model_folder(Path(model.path)) if model.path else download(str(model.hub), weights=False)
+        folder = model_folder(model.path, "model.path") if model.path else download(str(model.hub), weights=False)
         return load_tokenizer(str(folder), chat_template=model.chat_template)
     size = int((model.architecture or {}).get("vocab_size", 1024))
     records = trained_on or next(

@@ -18,7 +18,8 @@ from pipeline.config.messages import format_time
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
-from pipeline.models.source import ModelSource, build_config, model_folder, resolve
+from pipeline.models.folder import model_folder
+from pipeline.models.source import ModelSource, build_config, resolve
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, data_sizes
 from pipeline.planning.planner import measure, more_memory
@@ -131,7 +132,8 @@ def _tasks(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize]) -
 def architecture(model: ModelConfig, seed: int) -> ModelSource:
     """Return a model's source without its weights. Only a model without `architecture` needs the hub or its cache."""
     if model.path is not None:
-        config = AutoConfig.from_pretrained(model_folder(Path(model.path)), trust_remote_code=model.trust_remote_code)
+        folder = model_folder(model.path, "model.path")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     elif model.architecture and "model_type" in model.architecture:
         try:
             config = build_config(model.architecture)

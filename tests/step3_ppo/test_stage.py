@@ -88,7 +88,7 @@ def test_a_missing_model_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         stage_inputs(config(tmp_path), tmp_path, "ppo")
     with pytest.raises(UserError, match=r"no finished sft stage.* set actor=FOLDER"):
         stage_inputs(config(tmp_path).model_copy(update={"actor": None}), tmp_path, "ppo")
-    with pytest.raises(UserError, match=r"sft does not exist: set a folder in Hugging Face format"):
+    with pytest.raises(UserError, match=r"sft: there is no such folder"):
         load_models(config(tmp_path), tmp_path)
 
 
