@@ -72,7 +72,8 @@ def minibatches(
 ) -> list[Minibatch]:
     """Divide a rollout into `count` optimizer steps, in an order that depends on `seed`, the same on every rank.
 
-    only_finished: leave out the answers without an end token, and the optimizer steps for which no answer is left
+    only_finished: leave out the answers without an end token (overlong filtering; Yu et al., 2025, arXiv:2503.14476,
+        section 3.4), and the optimizer steps for which no answer is left
     """
     order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(seed)).tolist()
     if only_finished:
