@@ -81,7 +81,8 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
 
 def missing(path: str, key: str) -> str:
     """Return the error message for a path that does not exist. `key` is the configuration key."""
-    message = f"{key}={path}: there is no such file or folder (searched in {Path.cwd()} and {ROOT})."
+    folders = " and ".join(dict.fromkeys([str(Path.cwd()), str(ROOT)]))
+    message = f"{key}={path}: there is no such file or folder (searched in {folders})."
     if "://" in path:
         return f"{message} URLs are not supported: download the file, and set {key} to its path."
     if re.search(r"[*?,]", path):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def upload(stage: FinishedStage, options: argparse.Namespace) -> str:
 def write_gguf(stage: FinishedStage, output: Path, converter: Path | None) -> Path:
     """Convert the model with llama.cpp's converter. Raises UserError, with the commands, if there is none."""
     script = converter or _find_converter()
+    arguments = [str(stage.model), "--outfile", str(output), "--outtype", "auto"]
     if script is None or not script.is_file():
         if stage.config.model.tokenizer == "train":
             raise UserError(f"llama.cpp's {CONVERTER} {TRAINED_TOKENIZER.format(model=stage.model)}")
@@ -134,11 +136,11 @@ def write_gguf(stage: FinishedStage, output: Path, converter: Path | None) -> Pa
             f"llama.cpp's {CONVERTER} was not found (--converter, LLAMA_CPP, PATH). Run these commands:\n"
             "  git clone --depth 1 https://github.com/ggml-org/llama.cpp\n"
             f"  pip install -r llama.cpp/requirements/requirements-{CONVERTER.removesuffix('.py')}.txt\n"
-            f"  python llama.cpp/{CONVERTER} {stage.model} --outfile {output} --outtype auto"
+            f"  {shlex.join(['python', f'llama.cpp/{CONVERTER}', *arguments])}"
         )
     if output.exists():
         raise UserError(f"{output} exists: set another --output")
-    command = [sys.executable, str(script), str(stage.model), "--outfile", str(output), "--outtype", "auto"]
+    command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or not output.is_file():
         output.unlink(missing_ok=True)
@@ -146,7 +148,7 @@ def write_gguf(stage: FinishedStage, output: Path, converter: Path | None) -> Pa
         if "pre-tokenizer was not recognized" in done.stderr:
             raise UserError(f"{script} {TRAINED_TOKENIZER.format(model=stage.model)}")
         raise UserError(
-            f"{script} failed: {lines[-1] if lines else 'without a message'}. Run it yourself: {' '.join(command)}"
+            f"{script} failed: {lines[-1] if lines else 'without a message'}. Run it yourself: {shlex.join(command)}"
         )
     return output
 

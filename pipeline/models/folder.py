@@ -26,6 +26,8 @@ def model_folder(location: str | Path, key: str = "model") -> Path:
             f"{key}={location} has only adapters: merge them into their base model, and set {key} to the new folder: "
             f"{merge_command(location)}"
         )
+    if folder.is_file():
+        raise UserError(f"{key}={location} is a file: set the folder of the model, {key}={folder.parent}")
     if not folder.is_dir():
         raise UserError(f"{key}={location}: there is no such folder (relative paths start at {Path.cwd()})")
     likely = {"actor": ANSWERING, "reward": ("reward",)}.get(key, reversed(STAGES))

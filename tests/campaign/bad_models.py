@@ -109,7 +109,7 @@ def cases() -> list[Case]:
         case("settings of the tokenizer as a list", "tokenizer", writes("model/tokenizer_config.json", "[1]")),
         case("an unknown tokenizer class", "", _settings(tokenizer_class="NobodyTokenizer"), status=0),
         case("a larger vocabulary", "embedding rows", _larger_vocabulary),
-        case("model.path is a file", "there is no such folder", lambda: None, "model.path=a.jsonl"),
+        case("model.path is a file", "is a file: set the folder of the model", lambda: None, "model.path=a.jsonl"),
         case("model.path is no model", "not a model folder", lambda: None, "model.path=/usr"),
     ]
     reward = ("stage=ppo", "actor=model", *SHORT, *PPO, "data.path=a.jsonl", "name=x")

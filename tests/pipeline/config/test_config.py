@@ -515,6 +515,10 @@ def test_paths_are_checked_before_any_work(tmp_path):
     with pytest.raises(UserError, match=f"model.path={tmp_path}/sft"):
         check_paths(config_of(f"model.path={tmp_path}"))
     check_paths(config_of(f"model.path={tmp_path}/sft"))
+    with pytest.raises(
+        UserError, match=f"json is a file: set the folder of the model, model.path={tmp_path}/sft/model$"
+    ):
+        check_paths(config_of(f"model.path={tmp_path}/sft/model/config.json"))
     with pytest.raises(UserError, match=r"^actor=none"):
         check_paths(config_of("stage=ppo", "actor=none", "reward=none"))
     (tmp_path / "adapter").mkdir()

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.data.files import data_files, read_table
+from pipeline.data.files import ROOT, data_files, read_table
 from pipeline.errors import UserError
 
 ROWS = [{"prompt": "eins", "completion": 'une\nligne, "ja"'}, {"prompt": "zwei — 二", "completion": "deux"}]
@@ -162,8 +162,9 @@ def test_invalid_paths_are_refused_with_the_correct_form(path: str, output: str)
         data_files(path, "data.path")
 
 
-def test_a_missing_path_names_its_key(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.path=.*nowhere.*no such file"):
+def test_a_missing_path_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=rf"data\.path=.*nowhere.*no such file or folder \(searched in {ROOT}\)\."):
         data_files(str(tmp_path / "nowhere"), "data.path")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="the folder has no"):

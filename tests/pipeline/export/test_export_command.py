@@ -148,11 +148,11 @@ def test_gguf_runs_the_converter_or_prints_the_commands(
 ) -> None:
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    output = tmp_path / "m.gguf"
+    output = tmp_path / "my model.gguf"
     assert main([str(run), "--to", "gguf", "--output", str(output)]) == 2
     printed = capsys.readouterr().err
     model = (run / "dpo" / "model").resolve()
-    assert f"python llama.cpp/convert_hf_to_gguf.py {model} --outfile {output} --outtype auto" in printed
+    assert f"python llama.cpp/convert_hf_to_gguf.py {model} --outfile '{output}' --outtype auto" in printed
     assert "pip install -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt" in printed
     script = tmp_path / "convert_hf_to_gguf.py"
     script.write_text("import sys\nfrom pathlib import Path\nPath(sys.argv[3]).write_text(' '.join(sys.argv[1:]))\n")
