@@ -14,7 +14,7 @@ from pipeline.data.records import Conversation, Document, Message, Preference, P
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
-from pipeline.models.source import ModelSource, build_config, download, resolve
+from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     actor_folder,
     adopt_special_ids,
@@ -91,21 +91,16 @@ def _policy(config: RunConfig, first: str) -> ModelSource:
 
 
 def _without_weights(model: ModelConfig, seed: int) -> ModelSource:
-    """Return the source of a model. Only text files of a hub model are downloaded.
+    """Return the source of a model, without its weights if they are on a hub.
 
     `conf/model` replaces the configuration of a hub model that is not on this machine.
     """
-    if model.weights == "random" or model.path is not None or model.hub is None:
-        return resolve(model, seed)
-    from transformers import AutoConfig
-
     try:
-        folder = download(model.hub, weights=False)
-        return ModelSource.of(model, AutoConfig.from_pretrained(folder), None, seed)
-    except (UserError, OSError, ValueError):
-        if not model.architecture:
+        return resolve(model, seed, weights=model.path is not None)
+    except UserError:
+        if model.path is not None or model.hub is None or not model.architecture:
             raise
-        return ModelSource.of(model, build_config(model.architecture), None, seed)
+        return resolve(model.model_copy(update={"weights": "random"}), seed)
 
 
 def _tokenizer(

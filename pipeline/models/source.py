@@ -63,10 +63,11 @@ class ModelSource:
         )
 
 
-def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> ModelSource:
+def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None, weights: bool = True) -> ModelSource:
     """Return the source of a model. `folder` (the output of a stage) replaces the configured source of the weights.
 
-    Raises UserError if the model is missing or its configuration or weights are not usable.
+    `weights=False` reads the configuration only: the source has no folder, and of a hub model only text files are
+    downloaded. Raises UserError if the model is missing or its configuration or weights are not usable.
     """
     if folder is not None:
         return _from_folder(model, seed, model_folder(folder))
@@ -76,18 +77,18 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None) -> M
                 f"model.weights=random needs model.architecture, which conf/model/{model.name}.yaml does not set"
             )
         try:
-            config = build_config(model.architecture)
+            config = _build_config(model.architecture)
         except ValueError as error:
             raise UserError(f"model.architecture: {error}") from error
         return ModelSource.of(model, config, None, seed)
     if model.path is not None:
-        return _from_folder(model, seed, model_folder(model.path, "model.path"))
+        return _from_folder(model, seed, model_folder(model.path, "model.path"), weights=weights)
     if model.hub is not None:
-        return _from_folder(model, seed, download(model.hub))
+        return _from_folder(model, seed, download(model.hub, weights=weights), weights=weights)
     raise UserError(f"model {model.name} has neither model.path nor model.hub: set model.path=FOLDER")
 
 
-def build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
+def _build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
     """Return the configuration of an architecture: `model_type` and fields of the family in transformers.
 
     Raises ValueError for an unknown family or field.
@@ -208,7 +209,7 @@ def _converted_name(model: str) -> str:
     return f"{Path(model).name}-safetensors"
 
 
-def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
+def _from_folder(model: "ModelConfig", seed: int, folder: Path, *, weights: bool = True) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
         _check_sizes(config)
@@ -217,8 +218,9 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path) -> ModelSource:
         is_field = lines[0].startswith("Validation error")  # the next line names the expected type
         reason = " ".join(lines[: 2 if is_field else 1])  # other lines are advice on installing transformers
         raise UserError(f"{folder}/config.json is not supported by transformers: {reason}") from error
-    _check_weights(folder)
-    return ModelSource.of(model, config, folder, seed)
+    if weights:
+        _check_weights(folder)
+    return ModelSource.of(model, config, folder if weights else None, seed)
 
 
 def _check_weights(folder: Path) -> None:

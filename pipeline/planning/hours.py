@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from engine import distributed
 from engine.memory import GPUS, Rates, tabulated_rates
@@ -18,8 +17,7 @@ from pipeline.config.messages import format_time
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import wanted_stages
 from pipeline.errors import UserError
-from pipeline.models.folder import model_folder
-from pipeline.models.source import ModelSource, build_config, resolve
+from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, data_sizes
 from pipeline.planning.planner import measure, more_memory
@@ -131,17 +129,9 @@ def _tasks(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize]) -
 
 def architecture(model: ModelConfig, seed: int) -> ModelSource:
     """Return a model's source without its weights. Only a model without `architecture` needs the hub or its cache."""
-    if model.path is not None:
-        folder = model_folder(model.path, "model.path")
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    elif model.architecture and "model_type" in model.architecture:
-        try:
-            config = build_config(model.architecture)
-        except ValueError as error:
-            raise UserError(f"model.architecture: {error}") from error
-    else:
-        return resolve(model, seed)
-    return ModelSource.of(model, config, None, seed)
+    if model.path is None and "model_type" in (model.architecture or {}):
+        model = model.model_copy(update={"weights": "random"})
+    return resolve(model, seed, weights=False)
 
 
 def _settings(tasks: Mapping[str, StageTask], capacity: Capacity, rates: Rates) -> list[Setting]:

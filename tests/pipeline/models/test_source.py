@@ -220,3 +220,21 @@ def test_a_hub_model_without_safetensors_has_a_remedy(tmp_path: Path, monkeypatc
     Hub(tmp_path, {3: ("somebody", "newest")}).install(monkeypatch)
     with pytest.raises(UserError, match=r"a/b has no safetensors .* model\.path=b-safetensors: python -c .* a/b b-saf"):
         download("a/b")
+
+
+def test_a_configuration_alone_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    language_model(config_of("llama")).config.save_pretrained(tmp_path)
+    patterns: list[str] = []
+
+    def snapshot(hub: str, *, allow_patterns: list[str], **_: object) -> str:
+        patterns.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    for model in (model_config(path=str(tmp_path)), model_config(hub="nobody/model")):
+        source = resolve(model, 1, weights=False)
+        assert source.folder is None and source.config.model_type == "llama"
+    assert "*.json" in patterns and "*.safetensors" not in patterns
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json is not supported by transformers"):
+        resolve(model_config(path=str(tmp_path)), 1, weights=False)
