@@ -29,13 +29,16 @@ SIMULATED = {"SIMULATED_GPUS": "2", "TRITON_INTERPRET": "1"}
 """The environment of processes on simulated devices (tests/simulated_gpu)."""
 
 
-def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, device: str = "cpu", store: TCPStore | None = None
+) -> list[Any]:
     """Call `function(*arguments)` on `size` ranks with a process group. Return the results in rank order.
 
     `function` must be importable (top level of a test module). An exception of a rank raises AssertionError with its
-    traceback. `device="cuda"` gives each rank one of two simulated devices (tests/simulated_gpu).
+    traceback. `device="cuda"` gives each rank one of two simulated devices (tests/simulated_gpu). `store` is a store
+    that other ranks have used before.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",

@@ -2,14 +2,13 @@
 
 import os
 import socket
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine.parallel import dist, dtensors, meshes
@@ -17,21 +16,16 @@ from tests.ranks import run_ranks
 from tests.simulated_gpu import building
 
 
-def sum_after_restart() -> float:
-    """Start the ranks again on the store of the first start, as torchrun does after a failure.
-
-    Rank 1 starts later, so that rank 0 would read the address from rank 1's first start.
-    """
-    late = dist.world().rank == 1
-    dist.stop()
-    time.sleep(late)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    dist.start("test", device="cpu")
+def sum_of_ranks() -> float:
     return dist.sum_over_ranks({"rank": float(dist.world().rank + 1)})["rank"]
 
 
-def test_restarted_ranks_ignore_the_keys_of_the_first_attempt() -> None:
-    assert run_ranks(sum_after_restart, 2) == [pytest.approx(3.0)] * 2
+def test_restarted_ranks_ignore_the_keys_of_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure, torchrun starts new processes on the store that has the addresses of the first ones."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert run_ranks(sum_of_ranks, 2, store=store) == [3.0] * 2
 
 
 @pytest.mark.parametrize(("own", "set_by_user", "expected"), [

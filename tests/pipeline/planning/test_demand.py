@@ -86,6 +86,8 @@ def test_ppo_counts_only_the_models_that_it_needs(opt: ModelShape) -> None:
     four = ppo(opt, work())
     assert four.phases["generate"]["cache"] == ALL_SLOTS * 2 * 12 * 768
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
+    # Graphs of two settings hold the logits of 64 rows in bf16, and the tensors of a block.
+    assert four.phases["generate"]["decode_graphs"] > 2 * 64 * 2 * 50272
     held = sum(four.phases["generate"][owner] for owner in ("inference_model", "decode_graphs", "cache"))
     freed = ppo(opt, work(), keep=False)
     assert freed.phases["generate"] == four.phases["generate"]
