@@ -1,5 +1,6 @@
 """Data sets of the hub: the real client with a hub on loopback, with a cache, and without a connection."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,24 +12,31 @@ from tests.stand_in_hub import StandInHub, hh_rlhf, serve, ultrafeedback
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 240  # limit of one process
-STAGES = """
-import sys
+COMMANDS = """
+import contextlib, io, json, sys
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.config.environment import hub_data
 from pipeline.data.load import load_stage
 from pipeline.errors import UserError
-words = sys.argv[1:]
-config = validate(compose(words))
-try:
-    print(*hub_data(config, words), sep="\\n")
-except UserError as problem:
-    print(problem)
-    sys.exit(2)
-for stage in ("sft", "reward", "ppo"):
-    records = load_stage(config.data, stage, 1)
-    print(stage, type(records.train[0]).__name__, len(records.train), len(records.held_out))
+results = []
+for words in json.loads(sys.argv[1]):
+    config, status = validate(compose(words)), 0
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            print(*hub_data(config, words), sep="\\n")
+            for stage in ("sft", "reward", "ppo"):
+                records = load_stage(config.data, stage, 1)
+                print(stage, type(records.train[0]).__name__, len(records.train), len(records.held_out))
+        except UserError as problem:
+            print(problem)
+            status = 2
+    results.append((status, output.getvalue()))
+print(json.dumps(results))
 """
+PREFERENCES = ["model=opt-1.3b"]
+DIALOGUES = ["model=opt-1.3b", "data=hh-rlhf"]
+NOTHING = ["model=opt-1.3b", "data.sources=[{hub: me/nothing}]"]
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +46,26 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInHub]:
         yield server
 
 
-def run(environment: dict[str, str], *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-c", STAGES, *words]
+@pytest.fixture(scope="module")
+def online(hub: StandInHub) -> list[tuple[int, str]]:
+    """The results of three commands in a process that reaches the hub."""
+    return run(hub.environment, PREFERENCES, DIALOGUES, NOTHING)
+
+
+def run(environment: dict[str, str], *commands: list[str]) -> list[tuple[int, str]]:
+    """Return the exit status and the output of each command. All commands run in one new process."""
+    command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     path = {"PATH": "", "PYTHONPATH": str(ROOT), "HOME": "/nowhere"}
     result = subprocess.run(
         command, env=path | environment, capture_output=True, text=True, timeout=SECONDS, check=False
     )
-    assert result.returncode in (0, 2), result.stderr
-    return result.returncode, result.stdout
+    assert result.returncode == 0, result.stderr
+    return [(status, output) for status, output in json.loads(result.stdout.splitlines()[-1])]
 
 
-def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub) -> None:
-    """A second process reads them from the cache without the hub. The stages divide the rows."""
-    status, output = run(hub.environment, "model=opt-1.3b")
+def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub, online: list[tuple[int, str]]) -> None:
+    """A process without the hub reads them from the cache. The stages divide the rows."""
+    status, output = online[0]
     first, *stages = output.splitlines()
     assert status == 0
     assert first == (
@@ -60,21 +75,21 @@ def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub) -> No
     assert [row[:2] for row in rows] == [["sft", "Conversation"], ["reward", "Preference"], ["ppo", "Prompt"]]
     assert sum(int(row[2]) for row in rows) == 1000 and all(row[3] == "7" for row in rows)
     offline = hub.environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # no process listens on this port
-    assert run(offline, "model=opt-1.3b") == (0, output)
-    status, output = run(offline, "model=opt-1.3b", "data=hh-rlhf")
-    assert status == 2 and "python train.py model=opt-1.3b data=ultrafeedback\n" in output
-    assert "a data set in the cache of this machine (ultrafeedback)" in output
+    cached, (status, output) = run(offline, PREFERENCES, ["model=opt-1.3b", "data=rm-static"])
+    assert cached == online[0]
+    assert status == 2 and "python train.py model=opt-1.3b data=hh-rlhf\n" in output
+    assert "a data set in the cache of this machine (hh-rlhf, ultrafeedback)" in output
 
 
-def test_dialogues_of_hh_rlhf_serve_all_stages(hub: StandInHub) -> None:
-    status, output = run(hub.environment, "model=opt-1.3b", "data=hh-rlhf")
+def test_dialogues_of_hh_rlhf_serve_all_stages(online: list[tuple[int, str]]) -> None:
+    status, output = online[1]
     assert status == 0
     assert output.startswith("data: hh-rlhf (Anthropic/hh-rlhf), 60 rows and 5 held-out rows, licence mit\n")
 
 
 def test_without_a_hub_three_commands_are_offered(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    status, output = run(environment, "model=opt-1.3b", "data=ultrafeedback", "stage=all")
+    ((status, output),) = run(environment, ["model=opt-1.3b", "data=ultrafeedback", "stage=all"])
     assert status == 2
     assert output.startswith("HuggingFaceH4/ultrafeedback_binarized (split train_prefs) cannot be downloaded")
     commands = [line.strip() for line in output.splitlines() if line.startswith("  python")]
@@ -85,6 +100,6 @@ def test_without_a_hub_three_commands_are_offered(tmp_path: Path) -> None:
     assert "--include '*train_prefs*' '*test_prefs*' --local-dir FOLDER" in output
 
 
-def test_a_data_set_that_is_not_on_the_hub_is_refused(hub: StandInHub) -> None:
-    status, output = run(hub.environment, "model=opt-1.3b", "data.sources=[{hub: me/nothing}]")
+def test_a_data_set_that_is_not_on_the_hub_is_refused(online: list[tuple[int, str]]) -> None:
+    status, output = online[2]
     assert status == 2 and "me/nothing (split train) cannot be downloaded from the hub: DatasetNotFoundError" in output
