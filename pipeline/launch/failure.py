@@ -29,6 +29,7 @@ PIPE_BYTES = 32_000
 PIPE_CAPACITY = 65_536  # of a pipe on Linux and macOS
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # RuntimeErrors of Python and of C++
+PANIC = "PanicException"  # a BaseException of libraries in Rust, such as tokenizers
 
 END_ORDER = {
     "user": 0,
@@ -90,7 +91,8 @@ def advise(problem: BaseException) -> str | None:
         return (
             f"too many open files ({text}): raise the limit (ulimit -n 4096), then run the same command again to resume"
         )
-    if isinstance(problem, RuntimeError) and text.startswith(NO_THREAD):
+    is_panic = type(problem).__name__ == PANIC and NO_THREAD[1] in text
+    if is_panic or (isinstance(problem, RuntimeError) and text.startswith(NO_THREAD)):
         return (
             f"no thread can be started ({text}), because memory or the number of processes is limited: raise the limit "
             "(ulimit -v, ulimit -u), or use fewer ranks; then run the same command again to resume"

@@ -151,6 +151,10 @@ def test_the_lost_rank_is_the_cause_of_several_ends():
             RuntimeError("Resource temporarily unavailable"),
             "no thread can be started (Resource temporarily unavailable)",
         ),
+        (
+            type("PanicException", (BaseException,), {})('IOError(Os { message: "Resource temporarily unavailable" })'),
+            'no thread can be started (IOError(Os { message: "Resource temporarily unavailable" }))',
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
     ],
 )
