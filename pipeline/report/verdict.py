@@ -7,6 +7,7 @@ held-out prompts of one run. They do not cover other training seeds, and the tex
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,11 +189,22 @@ def combine(verdicts: Mapping[float, Verdict]) -> Verdict:
     for temperature, verdict in verdicts.items():
         temperatures.setdefault(verdict.headline, []).append(temperature)
     headlines = [f"{headline} at {format_temperatures(equal)}." for headline, equal in temperatures.items()]
-    evidence = [f"Temperature {temperature:g}: {verdict.evidence}" for temperature, verdict in verdicts.items()]
+    own, shared = _shared_ending([verdict.evidence for verdict in verdicts.values()])
+    evidence = [f"Temperature {temperature:g}: {text}" for temperature, text in zip(verdicts, own, strict=True)]
+    evidence += [shared] if shared else []
     outcomes = {verdict.outcome for verdict in verdicts.values()}
     outcome: Outcome = "bad" if "bad" in outcomes else "open" if "open" in outcomes else "good"
     caveats = dict.fromkeys(verdict.caveat for verdict in verdicts.values() if verdict.caveat)
     return Verdict(outcome, " ".join(headlines), "\n".join(evidence), " ".join(caveats))
+
+
+def _shared_ending(texts: Sequence[str]) -> tuple[list[str], str]:
+    """Return texts without the last sentences that are equal in all of them, and these sentences as one text."""
+    sentences, shared = [re.split(r"(?<=\.) (?=[A-Z])", text) for text in texts], list[str]()
+    while len(texts) > 1 and min(map(len, sentences)) > 1 and len({each[-1] for each in sentences}) == 1:
+        shared.insert(0, sentences[0][-1])
+        sentences = [each[:-1] for each in sentences]
+    return [" ".join(each) for each in sentences], " ".join(shared)
 
 
 def format_temperatures(temperatures: Sequence[float]) -> str:

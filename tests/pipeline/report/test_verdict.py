@@ -11,7 +11,7 @@ from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import summarize_run
 from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.report import render_report
-from pipeline.report.verdict import change, conclusion, judge, standings
+from pipeline.report.verdict import Verdict, change, combine, conclusion, judge, standings
 from tests.pipeline.report.example_runs import write_demo_run, write_stage
 
 PROMPT = (Message("user", "hi"),)
@@ -111,6 +111,16 @@ def test_without_gold_the_reward_score_is_not_called_success() -> None:
     stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows[:4])}
     verdict = judge(RunReading("run", stages, {}))
     assert "did not clearly change" in verdict.headline and "too few" in verdict.evidence
+
+
+def test_equal_last_sentences_of_all_temperatures_are_written_once() -> None:
+    texts = ["It rose by 0.5. Too few prompts. Read the answers.", "It fell by 1.5. Too few prompts. Read the answers."]
+    found = {temperature: Verdict("open", "Unclear", text) for temperature, text in zip((1.0, 0.0), texts, strict=True)}
+    first, second, *rest = combine(found).evidence.splitlines()
+    assert (first, second) == ("Temperature 1: It rose by 0.5.", "Temperature 0: It fell by 1.5.")
+    assert rest == ["Too few prompts. Read the answers."]
+    assert combine({1.0: found[1.0]}).evidence == f"Temperature 1: {texts[0]}"
+    assert combine({1.0: found[1.0], 0.0: found[1.0]}).evidence.count("It rose by 0.5.") == 2
 
 
 BY_FUNCTION = {"ppo": {"reward_function": "mine.py:score", "reward_model": False}}
