@@ -172,7 +172,10 @@ class ChatTemplate:
         raise jinja2.TemplateRuntimeError("it supports neither texts nor content parts, or it omits a content")
 
     def _apply(self, roles: Sequence[str], contents: Sequence[Any], generation_prompt: bool) -> str:
-        """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError."""
+        """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError.
+
+        A template reads no files, so an OSError, such as too many open files, is not an error of the template.
+        """
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
             with bounded():
@@ -183,7 +186,7 @@ class ChatTemplate:
                     add_generation_prompt=generation_prompt,
                     date_string=_TODAY,
                 )
-        except (jinja2.TemplateError, TypeError):
+        except (jinja2.TemplateError, TypeError, OSError):
             raise
         except MemoryError as error:
             raise jinja2.TemplateRuntimeError(f"it needs more than {_MOST_BYTES // 2**20} MiB of memory") from error

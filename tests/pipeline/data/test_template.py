@@ -1,5 +1,6 @@
 """Chat templates of the usual kinds are split so that training and generation see the same text."""
 
+import errno
 import logging
 import resource
 import sys
@@ -147,6 +148,15 @@ def test_templates_are_bounded(template: str, output: str) -> None:
     with pytest.raises(UserError, match=output):
         segments(tokenizer(template + "{% for m in messages %}{{ m.content }}{% endfor %}"), chat("a"))
     assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == (limits, tracer)
+
+
+def test_a_limit_of_the_machine_is_not_an_error_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: tuple[int, int]) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "/proc/self/statm")
+
+    monkeypatch.setattr(templates, "_limit_memory", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        segments(tokenizer(CHATML), chat("a"))
 
 
 def test_filter_output_and_processor_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
