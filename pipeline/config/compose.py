@@ -93,7 +93,7 @@ def _recipe_line(overrides: Sequence[str]) -> str:
     if recipe is None:
         return ""
     line = f"recipe={recipe.name}: {recipe.reason} (settings on the command line win; ~recipe uses none)"
-    if keys & {"model", "model.path", "model.hub"} or not keys & {"data.path", "data.sources"}:
+    if keys & {"actor", "model", "model.path", "model.hub"} or not keys & {"data.path", "data.sources"}:
         return line
     model = default_options()["model"]
     return f"model={model}, the default, has random weights: set model.path=FOLDER for a base model\n{line}"

@@ -126,9 +126,12 @@ def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
     assert compose_jobs(parse_command(["model=opt-30b", "~recipe"]))[0].recipe == ""
 
 
-def test_the_default_model_is_named_if_it_trains_on_other_data():
-    for words, is_named in ((["data.path=x.jsonl"], True), (["data.path=x.jsonl", "model=tiny"], False), ([], False)):
-        line = compose_jobs(parse_command(words))[0].recipe
+def test_the_default_model_is_named_if_it_trains_on_other_data(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}))
+    cases = {("data.path=x.jsonl",): True, ("data.path=x.jsonl", "model=tiny"): False, (): False}
+    cases[("stage=ppo", "data.path=x.jsonl", f"actor={tmp_path}")] = False
+    for words, is_named in cases.items():
+        line = compose_jobs(parse_command(list(words)))[0].recipe
         assert ("model=tiny, the default, has random weights: set model.path=FOLDER" in line) == is_named
 
 
