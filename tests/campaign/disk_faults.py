@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.campaign.hang_faults import GRPO, call, function
-from tests.campaign.scenes import HANG_SECONDS, Fault, NotPossible, Scene
+from tests.campaign.scenes import HANG_SECONDS, STEPS, Fault, Missed, NotPossible, Scene
 
 FULL = "the disk is full|No space left"
 ADVICE_ON_DISKS = "Free some space|free some space"
@@ -155,8 +155,12 @@ def block(scene: Scene) -> None:
     """Block the disk until the command has printed its error message."""
     with ext4_disk(scene) as disk:
         worker = scene.start()
-        scene.reach_any()
-        run_tool("fsfreeze", "-f", str(disk))
+        scene.reach(1)  # before the first step and after the last one, the limit is half an hour
+        run_tool("fsfreeze", "-f", str(disk))  # writes all data first, so it may take as long as some steps
+        if scene.lines() >= STEPS:
+            run_tool("fsfreeze", "-u", str(disk))
+            scene.end()
+            raise Missed("the last step was logged before the disk was blocked")
         thaw = threading.Timer(HANG_SECONDS + 90, run_tool, ["fsfreeze", "-u", str(disk)])
         thaw.start()
         seen = b""
