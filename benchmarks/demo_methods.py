@@ -52,7 +52,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "ppo.reward_weights={brief: 0.5, ended: 0.5, model: 1}",
     ),
     "ema": (*GRPO, "ppo.ema=0.9"),
-    "online-dpo": ("-m", "step3_ppo", "ppo=online-dpo", "ppo.batch_size=64", "ppo.steps=10"),
+    "online-dpo": ("-m", "step3_ppo", "ppo=online-dpo", "ppo.batch_size=64", "ppo.steps=10", "ppo.lr=2e-4"),
     "simpo": ("-m", "step2_dpo", "dpo=simpo", "dpo.lr=2e-4"),
     "orpo": ("-m", "step2_dpo", "dpo=orpo", "dpo.lr=2e-4"),
     "kto": ("-m", "step2_dpo", "dpo=kto", "dpo.lr=2e-4"),

@@ -25,7 +25,7 @@ FOLDER = ROOT / "runs" / "demo-seeds"
 LIMIT_SECONDS = 4 * 3600.0
 METHODS = {
     "ppo": ("train.py",),
-    "grpo": ("-m", "step3_ppo", "ppo=grpo", "ppo.samples=8", "ppo.steps=10", "ppo.kl_coef=0.04"),
+    "grpo": ("-m", "step3_ppo", "ppo=grpo", "ppo.samples=8", "ppo.steps=10", "ppo.kl_coef=0.04", "ppo.lr=2e-4"),
     "dpo": ("-m", "step2_dpo"),
 }
 TEMPERATURES = (1.0, 0.0)

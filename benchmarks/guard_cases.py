@@ -33,12 +33,19 @@ FOLDER = ROOT / "runs" / "guard-cases"
 FLIPPED = FOLDER / "flipped-reward"
 DEMO = demo_seeds.folder("seed-1", "ppo")
 OPTIONS = {
-    "learning-rate": ("ppo.lr=2e-3",),
+    "learning-rate": ("ppo.lr=1e-3",),
     "no-kl": ("ppo.kl_coef=0", "ppo.steps=64"),
     "length": ("ppo.reward_model=false", f"ppo.reward_function={FOLDER}/length.py:score"),
     "flipped": (),
     "cut": ("rollout.max_new_tokens=6",),
-    "long-grpo": ("ppo=grpo", "ppo.samples=8", "ppo.kl_coef=0.04", "ppo.steps=32", "evaluation.prompts=256"),
+    "long-grpo": (
+        "ppo=grpo",
+        "ppo.samples=8",
+        "ppo.kl_coef=0.04",
+        "ppo.lr=2e-4",
+        "ppo.steps=32",
+        "evaluation.prompts=256",
+    ),
 }
 CASES = tuple(OPTIONS)
 COMMON = ("seed=1", "tracking=none", "ppo.guard=stop", "ppo.eval_every=4", "evaluation.best_of=1")

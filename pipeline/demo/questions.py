@@ -76,7 +76,7 @@ BAD_MOODS = ("sad", "ill", "lonely", "tired", "upset", "worried")
 
 
 # The share of questions without their last mark, and the shares of the cases: as written, small and capital letters.
-TYPED = {"small_talk": (0.3, (0.50, 0.24, 0.26)), "other": (0.1, (0.79, 0.13, 0.08))}
+TYPED = {"small_talk": (0.3, (0.50, 0.24, 0.26)), "other": (0.1, (0.70, 0.14, 0.16))}
 
 
 def with_article(noun: str) -> str:

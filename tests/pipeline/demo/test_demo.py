@@ -38,9 +38,9 @@ def test_rows_depend_only_on_the_seed():
 
 
 def test_the_rows_are_those_that_the_published_figures_come_from():
-    """The digest is of 2026-11-23. Rows that change on purpose make the figures in README and docs old."""
+    """The digest is of 2026-11-24. Rows that change on purpose make the figures in README and docs old."""
     text = json.dumps(demo_rows(200))
-    assert sha256(text.encode()).hexdigest() == "6a5c258ef6fa58f0730204fd37fa532ed4852f961bec0cab6df1834f587d5e7c"
+    assert sha256(text.encode()).hexdigest() == "522b43fb6a74ef0521e40bbd0ad26f14c55767752143e2969b1458c3362dfeae"
 
 
 def test_no_held_out_question_is_in_training_rows():
@@ -95,7 +95,7 @@ def test_every_case_of_letters_occurs():
     texts = [questions(row)[-1] for row in ROWS["prompts"]]
     small = sum(text.islower() for text in texts) / len(texts)
     capital = sum(text.isupper() for text in texts) / len(texts)
-    assert 0.08 < small < 0.25 and 0.06 < capital < 0.12
+    assert 0.08 < small < 0.25 and 0.12 < capital < 0.22
 
 
 def test_short_small_talk_occurs_in_every_case_without_its_mark():
