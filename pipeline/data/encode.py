@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.load import first_turn
 from pipeline.data.records import Conversation, Document, LabelledAnswer, Preference, Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
@@ -86,13 +87,17 @@ class TokenItem:
 
 @dataclass(frozen=True, eq=False)
 class PairItem:
-    """A pair. chosen (T1,) and rejected (T2,): ids of prompt and answer; prompt: number of tokens of the prompt."""
+    """A pair. chosen (T1,) and rejected (T2,): ids of prompt and answer; prompt: number of tokens of the prompt.
+
+    conversation: pairs with equal values belong to one conversation (they have the same first turn); None if unknown
+    """
 
     chosen: Ids
     rejected: Ids
     margin: float
     source: str
     prompt: int
+    conversation: bytes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +207,7 @@ def encode_preferences(
                 continue
             notes["cut to max_length"] += len(chosen) > limit or len(rejected) > limit
             sides = [*prompt, *chosen[:limit]], [*prompt, *rejected[:limit]]
-            pairs.append(*sides, labels=(record.margin, record.source, len(prompt)))
+            pairs.append(*sides, labels=(record.margin, record.source, len(prompt), first_turn(record)[:8]))
     _check(pairs, records, f"{name} has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
 

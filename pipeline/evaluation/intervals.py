@@ -6,7 +6,8 @@ The module depends on the standard library only. Every function takes numbers an
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,19 +60,42 @@ def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     return sum(term / freedom**power for power, term in enumerate(terms))
 
 
-def wilson_interval(successes: float, count: int) -> tuple[float, float]:
+def wilson_interval(successes: float, count: float) -> tuple[float, float]:
     """Return the ends of the 95% interval of a share, `successes / count`, by Wilson's score method.
 
     The interval stays within [0, 1] and has a width above 0 for shares of 0 and 1 (Wilson, 1927; equation 4 of Brown,
     Cai & DasGupta, 2001, doi:10.1214/ss/1009213286). A tie may count as half a success, which makes the interval
-    slightly too wide. Raise ValueError without values.
+    slightly too wide. `count` may be an effective number of outcomes. Raise ValueError without values.
     """
-    if count < 1:
+    if count <= 0:
         raise ValueError("the share of no values is undefined")
     z, share = statistics.NormalDist().inv_cdf(0.975), successes / count
     middle = (successes + z**2 / 2) / (count + z**2)
     half = z * math.sqrt(count * share * (1 - share) + z**2 / 4) / (count + z**2)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def grouped_share_interval(outcomes: Sequence[bool], groups: Sequence[Hashable]) -> tuple[float, float]:
+    """Return the ends of the 95% interval of a share of outcomes that may be alike within groups.
+
+    outcomes: (N,)
+    groups: (N,) the group of each outcome, for example its conversation
+
+    It is Wilson's interval for N / d outcomes. The design effect d is the variance of the share with the groups as the
+    sample, divided by the variance with N independent outcomes (Rao & Scott, 1992, doi:10.2307/2532311). If all
+    outcomes are equal, d is unknown and each group counts once. Raise ValueError without values.
+    """
+    count, wins = len(outcomes), sum(outcomes)
+    sizes, sums = Counter(groups), Counter(group for group, won in zip(groups, outcomes, strict=True) if won)
+    if len(sizes) == count:
+        return wilson_interval(wins, count)
+    share = wins / count
+    effective = float(len(sizes))
+    if 0 < wins < count and len(sizes) > 1:
+        squares = sum((sums[group] - share * size) ** 2 for group, size in sizes.items())
+        variance = len(sizes) / (len(sizes) - 1) * squares / count**2
+        effective = min(float(count), share * (1 - share) / variance) if variance else float(count)
+    return wilson_interval(share * effective, effective)
 
 
 def grade_interval(values: Sequence[float]) -> tuple[float, float, float]:

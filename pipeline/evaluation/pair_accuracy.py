@@ -1,10 +1,10 @@
 """Compute the accuracy on held-out preference pairs: overall, by data source, and by which answer is longer."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from pipeline.data.encode import PairItem
-from pipeline.evaluation.intervals import wilson_interval
+from pipeline.evaluation.intervals import grouped_share_interval
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,24 @@ class Scored:
     def right(self) -> bool:
         return self.chosen > self.rejected
 
+    @property
+    def group(self) -> Hashable:
+        """What pairs of the same conversation have in common. Their outcomes are not independent."""
+        return id(self) if self.pair.conversation is None else self.pair.conversation
+
 
 def accuracies(scored: Sequence[Scored]) -> dict[str, float | dict[str, float] | None]:
     """Return the fractions of pairs whose chosen answer scores higher. A fraction of no pairs is None.
 
-    `eval_accuracy_low` to `eval_accuracy_high` is Wilson's 95% interval of the fraction of all pairs.
+    `eval_accuracy_low` to `eval_accuracy_high` is the 95% interval of the fraction of all pairs. Conversations are its
+    independent units.
     """
     longer = [s for s in scored if len(s.pair.chosen) > len(s.pair.rejected)]
     shorter = [s for s in scored if len(s.pair.chosen) < len(s.pair.rejected)]
     sources = sorted({s.pair.source for s in scored})
     by_source = {name: _accuracy([s for s in scored if s.pair.source == name]) or 0.0 for name in sources}
-    low, high = wilson_interval(sum(s.right for s in scored), len(scored)) if scored else (None, None)
+    right, groups = [s.right for s in scored], [s.group for s in scored]
+    low, high = grouped_share_interval(right, groups) if scored else (None, None)
     return {
         "eval_accuracy": _accuracy(scored),
         "eval_accuracy_low": low,

@@ -1,6 +1,7 @@
 """The report card of a reward model, as one JSON object (card.json): how far its scores deserve trust.
 
-The functions take scores and return JSON. A share has Wilson's 95% interval. A part without data is None.
+The functions take scores and return JSON. A share has Wilson's 95% interval. The sample
+of an accuracy are conversations, because their pairs are not independent. A part without data is None.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation, wilson_interval
+from pipeline.evaluation.intervals import correlation_interval, grouped_share_interval, mean_interval, rank_correlation
 from pipeline.evaluation.pair_accuracy import Scored
 
 CONFIDENCE_BINS = 5
@@ -27,22 +28,29 @@ class Judged:
     gold: float
 
 
-def share(outcomes: Sequence[bool]) -> Card | None:
-    """Return the share of True with its interval and the number of outcomes."""
+def share(outcomes: Sequence[bool], groups: Sequence[Hashable] | None = None) -> Card | None:
+    """Return the share of True with its interval and the number of outcomes.
+
+    groups: the group of each outcome, if outcomes of a group are not independent
+    """
     if not outcomes:
         return None
-    low, high = wilson_interval(sum(outcomes), len(outcomes))
+    low, high = grouped_share_interval(outcomes, range(len(outcomes)) if groups is None else groups)
     return {"share": sum(outcomes) / len(outcomes), "low": low, "high": high, "count": len(outcomes)}
 
 
 def accuracy(scored: Sequence[Scored]) -> Card:
     """Return the share of pairs whose chosen answer scores higher: of all, by source, and by which answer is longer."""
     sources = sorted({each.pair.source for each in scored})
+
+    def of(members: Sequence[Scored]) -> Card | None:
+        return share([each.right for each in members], [each.group for each in members])
+
     return {
-        "all": share([each.right for each in scored]),
-        "by_source": {name: share([each.right for each in scored if each.pair.source == name]) for name in sources},
-        "chosen_longer": share([each.right for each in scored if _extra_tokens(each) > 0]),
-        "rejected_longer": share([each.right for each in scored if _extra_tokens(each) < 0]),
+        "all": of(scored),
+        "by_source": {name: of([each for each in scored if each.pair.source == name]) for name in sources},
+        "chosen_longer": of([each for each in scored if _extra_tokens(each) > 0]),
+        "rejected_longer": of([each for each in scored if _extra_tokens(each) < 0]),
     }
 
 

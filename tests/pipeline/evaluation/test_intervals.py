@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.intervals import (
+    grouped_share_interval,
     mean_interval,
     mean_over_seeds,
     paired_difference,
@@ -77,6 +78,30 @@ def test_wilsons_interval_by_hand() -> None:
     assert wilson_interval(4.5, 9) == pytest.approx((0.5 - 0.273470, 0.5 + 0.273470), abs=1e-5)
     with pytest.raises(ValueError, match="no values"):
         wilson_interval(0, 0)
+
+
+def test_the_interval_of_grouped_outcomes_by_hand() -> None:
+    """2, 0 and 2 of 2: the share 2/3 has the variance 3/2 (4/9 + 16/9 + 4/9) / 36 = 1/9, that of 2 outcomes."""
+    outcomes = [True, True, False, False, True, True]
+    assert grouped_share_interval(outcomes, "aabbcc") == pytest.approx(wilson_interval(4 / 3, 2))
+    assert grouped_share_interval(outcomes, "abcdef") == wilson_interval(4, 6)
+    assert grouped_share_interval([True] * 6, "aabbcc") == wilson_interval(3, 3)
+
+
+def test_the_interval_of_grouped_outcomes_covers_the_true_share() -> None:
+    """60 conversations of 5 pairs, each right with probability 0.5 or 1. Wilson's interval is too narrow."""
+    noise = np.random.default_rng(7)
+    groups = [group for group in range(60) for _ in range(5)]
+    grouped = plain = 0
+    for _ in range(1000):
+        chance = np.repeat(noise.choice([0.5, 1.0], 60), 5)
+        outcomes = (noise.random(300) < chance).tolist()
+        low, high = grouped_share_interval(outcomes, groups)
+        grouped += low < 0.75 < high
+        low, high = wilson_interval(sum(outcomes), 300)
+        plain += low < 0.75 < high
+    assert grouped / 1000 == pytest.approx(0.95, abs=0.02)
+    assert plain / 1000 < 0.9
 
 
 def test_seeds_with_different_prompts_by_hand() -> None:
