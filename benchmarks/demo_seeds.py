@@ -12,9 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from benchmarks.measure import BenchFailed, run_command
 from benchmarks.record import ROOT, Result
+from pipeline.evaluation.intervals import SeedEffect, mean_over_seeds
 from pipeline.evaluation.samples import BEST_OF
 from pipeline.report.data import RunReading, mapping, read_run
 from pipeline.report.seeds import effect
@@ -39,7 +41,8 @@ def run(cases: Sequence[str], rounds: int) -> Iterator[Result]:
             yield seed_result(case, method, read_run(folder(case, method)), read_run(folder(case, "ppo")))
     if len(cases) > 1:
         for method in METHODS:
-            yield pooled_result(method, [read_run(folder(case, method)) for case in cases])
+            runs, demos = ([read_run(folder(case, kind)) for case in cases] for kind in (method, "ppo"))
+            yield pooled_result(method, runs, demos)
 
 
 def folder(case: str, method: str) -> Path:
@@ -92,13 +95,24 @@ def seed_result(case: str, method: str, trained: RunReading, demo: RunReading) -
     )
 
 
-def describe(found: Change) -> str:
+def above_best(trained: RunReading, demo: RunReading, temperature: float) -> dict[Any, float]:
+    """Return the gold scores of a method by prompt, less those of the best of four SFT answers at temperature 1."""
+    bests = {sample.prompt: sample.gold[BEST_OF] for sample in demo.samples(TEMPERATURES[0]) if BEST_OF in sample.gold}
+    own = {sample.prompt: sample.gold.get(trained.policy) for sample in trained.samples(temperature)}
+    return {prompt: gold - bests[prompt] for prompt, gold in own.items() if gold is not None and prompt in bests}
+
+
+def describe(found: Change | SeedEffect) -> str:
     """Return a change with its interval."""
     return f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
 
 
-def pooled_result(method: str, runs: Sequence[RunReading]) -> Result:
-    """Return the figures of a method over several seeds. The intervals also cover other seeds."""
+def pooled_result(method: str, runs: Sequence[RunReading], demos: Sequence[RunReading]) -> Result:
+    """Return the figures of a method over several seeds. The intervals also cover other seeds.
+
+    runs: the runs of the method by seed
+    demos: the runs of PPO with these seeds, which have the best of four SFT answers
+    """
     policy = runs[0].policy
     detail: dict[str, float | str] = {"seeds": len(runs)}
     for name, temperature in zip(("sampled", "greedy"), TEMPERATURES, strict=True):
@@ -108,8 +122,10 @@ def pooled_result(method: str, runs: Sequence[RunReading]) -> Result:
         overall, changes = found.over_seeds, [one.mean for one in found.changes]
         detail[f"SFT_{name}"] = fmean(one.old_mean for one in found.changes)
         detail[name] = fmean(one.new_mean for one in found.changes)
-        detail[f"change_{name}"] = f"{overall.mean:+.2f} ({overall.low:+.2f} to {overall.high:+.2f})"
+        detail[f"change_{name}"] = describe(overall)
         detail[f"seeds_{name}"] = f"{min(changes):+.2f} to {max(changes):+.2f}"
+        ahead = [above_best(run, demo, temperature) for run, demo in zip(runs, demos, strict=True)]
+        detail[f"from_best_{name}"] = describe(mean_over_seeds(ahead))
     return Result(
         bench="demo_seeds",
         case=f"{method}, {len(runs)} seeds",

@@ -54,12 +54,16 @@ def test_a_run_without_gold_scores_is_refused(tmp_path: Path) -> None:
 
 def test_the_pooled_figures_are_means_over_seeds(tmp_path: Path) -> None:
     for seed, gain in ((1, 0.25), (2, 0.5)):
-        both = {1.0: [{"sft": 0.25, "ppo": 0.25 + gain}] * 2, 0.0: [{"sft": 0.5, "ppo": 0.75}] * 2}
-        write_run(tmp_path / str(seed), "ppo", both, seed)
-    found = demo_seeds.pooled_result("ppo", [read_run(tmp_path / "1"), read_run(tmp_path / "2")])
+        sampled = {"sft": 0.25, "ppo": 0.25 + gain, "best_of": 0.375}
+        write_run(tmp_path / str(seed), "ppo", {1.0: [sampled] * 2, 0.0: [{"sft": 0.5, "ppo": 0.75}] * 2}, seed)
+    runs = [read_run(tmp_path / "1"), read_run(tmp_path / "2")]
+    found = demo_seeds.pooled_result("ppo", runs, runs)
     assert (found.case, found.ours, found.detail["SFT_sampled"]) == ("ppo, 2 seeds", 0.625, 0.25)
     assert (found.detail["seeds_sampled"], found.detail["seeds_greedy"]) == ("+0.25 to +0.50", "+0.25 to +0.25")
     assert found.detail["change_greedy"] == "+0.25 (+0.25 to +0.25)"
+    # At temperature 1, 0.125 and 0.375 above the best of four answers: their mean is 0.25. Greedy, 0.375 on each seed.
+    assert str(found.detail["from_best_sampled"]).startswith("+0.25 (")
+    assert found.detail["from_best_greedy"] == "+0.38 (+0.38 to +0.38)"
 
 
 def test_methods_start_from_the_models_of_the_demo() -> None:
