@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMALLEST_DIVISOR = 1e-5  # smaller settings would overflow the logits or vanish in fp32, and make NaN
 _mixed_seeds: dict[int, int] = {}
 Sampled = tuple[int, int, float]  # the index of the request, the token, its log-probability
 RawLogprobs = tuple[float, list[tuple[int, float]]]  # log-probability of the token; the likeliest tokens with theirs
@@ -49,16 +50,21 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        if self.temperature != 0 and not SMALLEST_DIVISOR <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or a number from {SMALLEST_DIVISOR:g}, not {self.temperature}"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or a positive number, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not SMALLEST_DIVISOR <= self.top_p <= 1:
+            raise ValueError(f"top_p must be a number from {SMALLEST_DIVISOR:g} to 1, not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be between 0 (off) and 1, not {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty must be a positive number, 1 for none, not {self.repetition_penalty}")
+        if not SMALLEST_DIVISOR <= self.repetition_penalty <= 1 / SMALLEST_DIVISOR:
+            raise ValueError(
+                f"repetition_penalty must be a number from {SMALLEST_DIVISOR:g} to {1 / SMALLEST_DIVISOR:g}, 1 for none, "
+                f"not {self.repetition_penalty}"
+            )
         if not all(self.stop):
             raise ValueError("stop must not hold the empty string: it would end every answer at once")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:

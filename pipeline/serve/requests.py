@@ -69,7 +69,7 @@ class SharedFields(BaseModel):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in stop if text)
+        return tuple(whole_characters(text) for text in stop if text)
 
     @property
     def limit(self) -> int | None:
@@ -82,7 +82,10 @@ class SharedFields(BaseModel):
         raise NotImplementedError
 
     def sampling(self, room: int, end_ids: tuple[int, ...], pad_id: int) -> Sampling:
-        """Return the settings of the sampler for an answer of at most `room` tokens."""
+        """Return the settings of the sampler for an answer of at most `room` tokens.
+
+        Raises ServeError if the sampler refuses a setting.
+        """
         longest = room if self.limit is None else self.limit
         if longest > room:
             raise ServeError(
@@ -91,20 +94,23 @@ class SharedFields(BaseModel):
                 "context_length_exceeded",
                 "max_tokens",
             )
-        return Sampling(
-            max_new_tokens=longest,
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            min_new_tokens=min(self.min_tokens or 0, longest),
-            stop=self.stops,
-            seed=secrets.randbits(62) if self.seed is None else self.seed,
-            end_ids=end_ids,
-            pad_id=pad_id,
-            top_logprobs=self.likeliest,
-        )
+        try:
+            return Sampling(
+                max_new_tokens=longest,
+                temperature=_or(self.temperature, 1.0),
+                top_p=_or(self.top_p, 1.0),
+                top_k=self.top_k or 0,
+                min_p=self.min_p or 0.0,
+                repetition_penalty=_or(self.repetition_penalty, 1.0),
+                min_new_tokens=min(self.min_tokens or 0, longest),
+                stop=self.stops,
+                seed=secrets.randbits(62) if self.seed is None else self.seed,
+                end_ids=end_ids,
+                pad_id=pad_id,
+                top_logprobs=self.likeliest,
+            )
+        except ValueError as problem:
+            raise ServeError(400, str(problem), param=str(problem).partition(" ")[0]) from problem
 
 
 class ChatRequest(SharedFields):
@@ -193,6 +199,8 @@ def parse(kind: type[Body], content: Any) -> Body:
 def _first_error(errors: Sequence[Any]) -> ServeError:
     """Return the error of the first wrong field."""
     error = errors[0]
+    if not error["loc"]:  # the name of the field is not a text
+        return ServeError(400, "the name of a field has an incomplete character; send complete characters")
     name = str(error["loc"][0])
     reason = "there is no such field" if error["type"] == "extra_forbidden" else error["msg"]
     return ServeError(400, f"{name}: {reason}", param=name)

@@ -143,6 +143,12 @@ def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
     assert ask(client, seed=3, max_tokens=2).choices[0].finish_reason == "length"
 
 
+def test_a_stop_string_with_half_a_character_is_accepted(url: str) -> None:
+    body = json.dumps({"messages": HELLO, "max_tokens": 4, "stop": "\ud83d"}).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+    assert json.load(urllib.request.urlopen(request))["choices"]
+
+
 def test_several_choices_differ_and_repeat(client: openai.OpenAI) -> None:
     first, second = (ask(client, n=3, seed=9) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
@@ -194,6 +200,9 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: Cha
     ("fields", "param", "message"),
     [
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"temperature": 1e-300}, "temperature", "0 (greedy) or a number from 1e-05"),
+        ({"top_p": 1e-300}, "top_p", "from 1e-05 to 1"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty", "from 1e-05 to 100000"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 5000}, "max_tokens", "tokens remain after this prompt"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "is not supported"),
@@ -227,6 +236,8 @@ def test_annotating_fields_are_ignored(client: openai.OpenAI) -> None:
         (b"[" * 100_000, "application/json", 400),
         (b"{}", "text/plain", 415),
         (b'{"messages": "hello"}', "application/json", 400),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "\\ud800": 1}', "application/json", 400),
+        (b'{"messages": [{"role": "user", "content": "hi"}], "model": "\\ud800"}', "application/json", 404),
         (b" " * (8 * 2**20 + 1), "application/json", 413),
     ],
 )
