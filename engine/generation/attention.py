@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engine.generation.kv_cache import KVCache, LayerCache
-from engine.generation.parity_check import UnsupportedModel, max_positions
+from engine.generation.model_support import UnsupportedModel, max_positions
 from engine.generation.scheduler import Chunk
 from engine.host_memory import upload
 from engine.internals import attention_name

@@ -17,13 +17,13 @@ from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_session import DecodeSession
 from engine.generation.decode_step import DecodeState, DecodeStep, SlotModel
 from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, free_bytes
-from engine.generation.parity_check import (
+from engine.generation.model_support import (
     UnsupportedModel,
     check_model,
     counts_from_zero,
-    far_apart,
     fixed_prompts,
     has_window,
+    logits_differ,
     plain_logits,
 )
 from engine.generation.sampling import Sampled, Sampling
@@ -182,6 +182,6 @@ class DecodeLoop:
             raise UnsupportedModel("its layers do not pass their sliding window to the registered attention")
         if not are_from_zero:
             raise UnsupportedModel("its own positions do not count from 0")
-        if far_apart(module, torch.cat(logits), plain):
+        if logits_differ(module, torch.cat(logits), plain):
             raise UnsupportedModel("its logits differ from those of its plain forward")
         return cache.token_bytes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_session import DecodeSession
-from engine.generation.parity_check import UnsupportedModel, frequency_change, max_positions
+from engine.generation.model_support import UnsupportedModel, frequency_change, max_positions
 from engine.generation.sampling import Ending, Sampled, Sampling
 from engine.parallel import dist
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from engine.generation.decode_step import COUNT, ENDED, LIMIT, NOTHING, DecodeState, Sampler
-from engine.generation.parity_check import NEW_TOKENS, counts_from_zero, far_apart, fixed_prompts, plain_logits
+from engine.generation.model_support import NEW_TOKENS, counts_from_zero, fixed_prompts, logits_differ, plain_logits
 from engine.generation.sampling import Sampled, Sampling
 from engine.generation.scheduler import ActiveSequence, CachedPrompt
 from engine.internals import attention_name, inputs_of_next_step
@@ -152,7 +152,7 @@ class TransformersFallback:
         answers = torch.stack(logits, dim=1)  # (b, NEW_TOKENS, V)
         for prompt, own in zip(prompts, answers, strict=True):
             plain = plain_logits(self.module, self.device, prompt + own.argmax(-1).tolist())[len(prompt) - 1 : -1]
-            if far_apart(self.module, own, plain) and not bool(plain.isnan().any()):  # `Generator.run` reports NaN
+            if logits_differ(self.module, own, plain) and not bool(plain.isnan().any()):  # `Generator.run` reports NaN
                 return False
         return True
 

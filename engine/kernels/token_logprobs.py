@@ -25,19 +25,18 @@ Shapes: N tokens, D hidden size, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.kernels.products import Products, product_of
-from engine.kernels_triton.device import has_triton
+from engine.kernels_triton.device import ALIGNMENT, has_triton
 
 # Logits per block. On CPUs 8 MB of logits stay in the caches from the product to the sums; smaller blocks gain nothing.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
 SMALLEST_BLOCK = 256  # columns; fewer columns make slow matrix products
-ALIGNMENT = 16  # columns; products of rows that begin at other columns are slower on GPUs
 
 Reduction = Callable[..., tuple[Tensor, Tensor, Tensor]]
 Gradient = Callable[..., Tensor]
@@ -132,8 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, (None if d_weight is None else d_weight.to(weight.dtype)), None, d_bias, None, None
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """The operations between the head's matrix product and the softmax."""
 
     temperature: float

@@ -109,7 +109,7 @@ static void tile(int rows, long width, int pairs, long depth, struct matrix a, c
 }
 
 /* Copy b (depth, width) into panel (depth, PANEL). Further columns are zeros. */
-static void write_stage_configs(struct matrix b, long depth, long width, float *panel) {
+static void pack_panel(struct matrix b, long depth, long width, float *panel) {
     long c = 0;
     if (b.column == 1) {
         for (long k = 0; k < depth; k++) memcpy(panel + k * PANEL, b.data + k * b.row, width * sizeof(float));
@@ -163,7 +163,7 @@ int product(const struct call *w) {
 #pragma omp for schedule(static)
         for (long j = 0; j < width; j += PANEL) {
             struct matrix b = {w->b.data + k * w->b.row + j * w->b.column, w->b.row, w->b.column};
-            write_stage_configs(b, depth, at_most(w->n - j, PANEL), room + j * depth);
+            pack_panel(b, depth, at_most(w->n - j, PANEL), room + j * depth);
         }
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < w->m; i += tall)

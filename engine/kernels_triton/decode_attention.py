@@ -13,6 +13,7 @@ sequence (Juravsky et al., 2024, arXiv:2402.05099, "Hydragen").
 Left out: gradients, a paged cache, quantized keys and values.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.decode_attention import Prompts
 from engine.kernels_triton.device import SHARED_MEMORY, dot_precision, shared_memory_and_multiprocessors
 
 MOST_SPLITS = 64
@@ -33,25 +33,25 @@ def decode_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    prompts: Prompts,
+    prompts: Sequence[Tensor],
     slots: Tensor,
     lengths: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute `engine.kernels.decode_attention` for tensors on a GPU."""
+    """Compute `engine.kernels.decode_attention` for tensors on a GPU. prompts: the fields of `Prompts`, in order."""
     (batch, heads, width), (_, key_heads, capacity, of_values) = query.shape, values.shape
     out = query.new_empty(batch, heads, of_values)
     if batch == 0:
         return out
-    tensors = query, keys, values, prompts.keys, prompts.values
-    query, keys, values, *of_prompts = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values, *prompts[:2]))
+    query, keys, values, prompt_keys, prompt_values = tensors
     shared, processors = shared_memory_and_multiprocessors(query.device)
     options = launch_options(width, of_values, heads // key_heads, keys.dtype, shared)
     keys_a_step = options["BT"]
     blocks = triton.cdiv(batch, options["SEQUENCES"])
-    prompt_splits = _splits(blocks * key_heads, prompts.keys.shape[2], keys_a_step, processors)
+    prompt_splits = _splits(blocks * key_heads, prompt_keys.shape[2], keys_a_step, processors)
     splits = prompt_splits + _splits(batch * key_heads, capacity, keys_a_step, processors)
     partial = query.new_empty(batch * heads, splits, of_values, dtype=torch.float32)
     highest, totals = query.new_empty(2, batch * heads, splits, dtype=torch.float32)
@@ -61,7 +61,8 @@ def decode_attention(
         values,
         slots,
         lengths,
-        *of_prompts,
+        prompt_keys,
+        prompt_values,
         *prompts[2:],
         partial,
         highest,
@@ -75,8 +76,8 @@ def decode_attention(
         query.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
-        *of_prompts[0].stride()[:3],
-        *of_prompts[1].stride()[:3],
+        *prompt_keys.stride()[:3],
+        *prompt_values.stride()[:3],
         splits,
         prompt_splits,
         scale,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.token_logprobs import ALIGNMENT, Head
+from engine.kernels_triton.device import ALIGNMENT
 
 ROWS, COLUMNS = 8, 256  # a tile of products: 16 in each thread
 LOWEST = tl.constexpr(-1e30)  # instead of -inf, because 0 * inf is NaN
@@ -168,9 +168,12 @@ def constants(bias: Tensor | None, softcap: float | None) -> dict[str, Any]:
     }
 
 
-def reduce_block(head: Head, products: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `engine.kernels.token_logprobs.reduce_block`."""
+def reduce_block(
+    head: tuple[float, float | None], products: Tensor, bias: Tensor | None, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `engine.kernels.token_logprobs.reduce_block`. head: its temperature and soft cap."""
     tokens, columns = products.shape
+    temperature, softcap = head
     out = products.new_empty(3, tokens)
     if tokens:
         reduce_kernel[(triton.cdiv(tokens, ROWS),)](
@@ -181,15 +184,15 @@ def reduce_block(head: Head, products: Tensor, bias: Tensor | None, targets: Ten
             tokens,
             columns,
             products.stride(0),
-            1.0 / head.temperature,
-            head.softcap or 0.0,
-            **constants(bias, head.softcap),
+            1.0 / temperature,
+            softcap or 0.0,
+            **constants(bias, softcap),
         )
     return out[0], out[1], out[2]
 
 
 def block_gradient(
-    head: Head,
+    head: tuple[float, float | None],
     products: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -199,8 +202,9 @@ def block_gradient(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `engine.kernels.token_logprobs.block_gradient`."""
+    """Compute `engine.kernels.token_logprobs.block_gradient`. head: its temperature and soft cap."""
     tokens, columns = products.shape
+    temperature, softcap = head
     stride = -(-columns // ALIGNMENT) * ALIGNMENT
     d_products = products.new_empty(tokens, stride, dtype=dtype)[:, :columns]
     if tokens:
@@ -217,9 +221,9 @@ def block_gradient(
             columns,
             products.stride(0),
             d_products.stride(0),
-            1.0 / head.temperature,
-            head.softcap or 0.0,
+            1.0 / temperature,
+            softcap or 0.0,
             HAS_ENTROPY=d_entropy is not None,
-            **constants(bias, head.softcap),
+            **constants(bias, softcap),
         )
     return d_products

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.generation.parity_check import LENGTHS
+from engine.generation.model_support import LENGTHS
 from engine.generation.sampling import Sampling
 from engine.parallel import dtensors
 from tests.engine.generation.families import ENDS, FAMILIES, build, ragged_prompts

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.generation import attention, parity_check
+from engine.generation import attention, model_support, parity_check
 from engine.generation.generator import Generator
 from engine.parallel import comm_hooks
 from tests.engine.generation.families import FAMILIES, build
@@ -25,7 +25,7 @@ def test_every_family_passes_in_bf16(family: str) -> None:
     """The flips of test_families.py run the check in fp32."""
     checked = parity_check.check_generator(Generator(in_dtype(build(family), torch.bfloat16), "cpu"))
     assert [len(answer.prompt) for answer in checked] == [5, 12, 10]
-    assert all(len(answer.answer.token_ids) == parity_check.NEW_TOKENS for answer in checked)
+    assert all(len(answer.answer.token_ids) == model_support.NEW_TOKENS for answer in checked)
 
 
 def test_a_short_context_shortens_the_prompts() -> None:

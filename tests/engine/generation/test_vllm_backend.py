@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.generation import parity_check, vllm_backend
+from engine.generation import model_support, parity_check, vllm_backend
 from engine.generation.generator import Generator
 from engine.generation.sampling import Ending, Sampling
 from engine.generation.vllm_backend import VllmEngine, VllmGenerator, sampling_settings, take_step
@@ -204,7 +204,7 @@ def change_weights(module: nn.Module) -> None:
 
 
 def plain_logits(generator: Generator, token_ids: list[int], answer: list[int]) -> torch.Tensor:
-    return parity_check.plain_logits(generator.module, generator.device, token_ids + answer)[len(token_ids) - 1 : -1]
+    return model_support.plain_logits(generator.module, generator.device, token_ids + answer)[len(token_ids) - 1 : -1]
 
 
 def test_vllm_computes_the_module(generator: VllmGenerator) -> None:
