@@ -1,4 +1,4 @@
-"""Draw path charts, scatter charts, interval charts, and bar charts."""
+"""Draw scatter charts, interval charts, and histograms."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,6 @@ from pipeline.report.axes import MINUS, Axis, axis, format_number
 from pipeline.report.html import Child, Markup, element
 from pipeline.report.svg import (
     BOTTOM,
-    HEIGHT,
-    LEFT,
     TOP,
     WIDTH,
     Series,
@@ -34,55 +32,6 @@ class Interval:
     tone: str
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One bar with its label and the text after it."""
-
-    label: str
-    value: float
-    text: str
-    tone: str = "plain"
-
-
-def path_chart(
-    title: str,
-    points: Sequence[tuple[float, float, float]],
-    *,
-    x_name: str,
-    y_name: str,
-    note: Child = "",
-    y_bounds: tuple[float | None, float | None] = (None, None),
-) -> Markup | None:
-    """Draw the path of two measures over steps, from points (step, x, y). Return None for fewer than two points."""
-    path = [point for point in points if all(math.isfinite(value) for value in point)]
-    if len(path) < 2:
-        return None
-    across, up = axis([x for _, x, _ in path]), axis([y for _, _, y in path], bounds=y_bounds)
-    right = WIDTH - 16
-    pixels = [(x_pixel(across, x, right), y_pixel(up, y)) for _, x, y in path]
-    parts: list[Child] = [scaffold(across, up, right, x_name, y_name), polyline(pixels, "curve tone-ppo faint")]
-    for at, ((step, x, y), (left, top)) in enumerate(zip(path, pixels, strict=True)):
-        share = at / (len(path) - 1)
-        dot = element(
-            "circle",
-            cx=left,
-            cy=top,
-            r=4 if at in (0, len(path) - 1) else 3,
-            class_="dot tone-ppo",
-            fill_opacity=round(0.25 + 0.75 * share, 2),
-        )
-        hint = f"rollout {step:g}: {x_name} {format_number(x)}, {y_name} {format_number(y)}"
-        parts.append(element("g", element("title", hint), dot))
-    for at, neighbour, word in ((0, 1, "start"), (-1, -2, "end")):
-        (left, top), (_, other) = pixels[at], pixels[neighbour]
-        anchor = "start" if left < (LEFT + right) / 2 else "end"
-        below = other < top and top < HEIGHT - BOTTOM - 20  # Place the label on the side without the path.
-        label = f"{word}, rollout {path[at][0]:g}"
-        y = top + 18 if below else top - 10
-        parts.append(element("text", label, x=left, y=y, text_anchor=anchor, class_="label halo"))
-    return figure(title, note, f"{title}: {len(path)} evaluations", parts)
-
-
 def scatter_chart(
     title: str,
     groups: Sequence[Series],
@@ -92,7 +41,10 @@ def scatter_chart(
     note: Child = "",
     y_bounds: tuple[float | None, float | None] = (None, None),
 ) -> Markup | None:
-    """Draw the dots of one or more groups, with a legend above them. Return None without dots."""
+    """Draw the dots of one or more groups, with a legend above them. Return None without dots.
+
+    A thin line connects the dots of a group with `sparse` in their order.
+    """
     shown = [one for one in groups if one.points]
     if not shown:
         return None
@@ -101,21 +53,13 @@ def scatter_chart(
     right = WIDTH - 16
     parts: list[Child] = [scaffold(across, up, right, x_name, y_name)]
     for one in shown:
+        pixels = [(x_pixel(across, x, right), y_pixel(up, y)) for x, y in one.points[:MOST_DOTS]]
+        if one.sparse:
+            parts.append(polyline(pixels, f"curve tone-{one.tone} faint"))
         parts += [
-            element(
-                "circle",
-                cx=x_pixel(across, x, right),
-                cy=y_pixel(up, y),
-                r=3,
-                class_=f"dot tone-{one.tone}",
-                fill_opacity=0.55,
-            )
-            for x, y in one.points[:MOST_DOTS]
+            element("circle", cx=x, cy=y, r=3, class_=f"dot tone-{one.tone}", fill_opacity=0.55) for x, y in pixels
         ]
-    x_end = float(right)
-    for one in reversed(shown):
-        parts.append(element("text", one.label, x=x_end, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
-        x_end -= 6.5 * len(one.label) + 12
+    parts.append(_legend(shown, right))
     count = sum(len(one.points) for one in shown)
     return figure(title, note, f"{title}: {count} answers", parts)
 
@@ -155,30 +99,6 @@ def interval_chart(
     return figure(title, note, f"{title}: {spoken}", parts, height)
 
 
-def bar_chart(
-    title: str, rows: Sequence[Bar], *, note: Child = "", full: float | None = None, reference: float | None = None
-) -> Markup | None:
-    """Draw horizontal bars from 0 to `full` (default: the largest value). Return None without rows."""
-    if not rows:
-        return None
-    row_height, right = 34, WIDTH - 104
-    height = row_height * len(rows) + 4
-    across = Axis(0.0, full or max(row.value for row in rows) or 1.0, ())
-    parts: list[Child] = []
-    for at, row in enumerate(rows):
-        top = row_height * at + 17
-        width = max(across.pixel(row.value, 0, right), 1)
-        parts.append(element("text", row.label, x=0, y=top - 4, class_="label"))
-        parts.append(element("rect", x=0, y=top, width=right, height=9, rx=2, class_="track"))
-        parts.append(element("rect", x=0, y=top, width=width, height=9, rx=2, class_=f"bar tone-{row.tone}"))
-        if reference is not None:
-            x = across.pixel(reference, 0, right)
-            parts.append(element("line", x1=x, x2=x, y1=top - 2, y2=top + 11, class_="mark"))
-        parts.append(element("text", row.text, x=right + 8, y=top + 9, class_="label"))
-    spoken = ", ".join(f"{row.label} {row.text}" for row in rows)
-    return figure(title, note, f"{title}: {spoken}", parts, height)
-
-
 def histogram_chart(
     title: str, groups: Sequence[Series], *, x_name: str, note: Child = "", bins: int = 16
 ) -> Markup | None:
@@ -195,7 +115,6 @@ def histogram_chart(
     up = axis([0, *(count for found in counts.values() for count in found)])
     right = WIDTH - 16
     parts: list[Child] = [scaffold(across, up, right, x_name, "answers")]
-    x_end = float(right)
     for one in shown:
         corners = [(x_pixel(across, across.low, right), y_pixel(up, 0))]
         for at, count in enumerate(counts[one.label]):
@@ -204,11 +123,18 @@ def histogram_chart(
         corners.append((x_pixel(across, across.high, right), y_pixel(up, 0)))
         shape = " ".join(f"{x:g},{y:.1f}" for x, y in corners)
         parts.append(element("polyline", points=shape, class_=f"area tone-{one.tone}"))
-    for one in reversed(shown):
-        parts.append(element("text", one.label, x=x_end, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
-        x_end -= 6.5 * len(one.label) + 12
+    parts.append(_legend(shown, right))
     spoken = ", ".join(f"{one.label}: {len(values[one.label])} answers" for one in shown)
     return figure(title, note, f"{title}, {spoken}", parts)
+
+
+def _legend(groups: Sequence[Series], right: float) -> list[Markup]:
+    """Draw the labels of groups in one line, which ends at `right`."""
+    labels = []
+    for one in reversed(groups):
+        labels.append(element("text", one.label, x=right, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
+        right -= 6.5 * len(one.label) + 12
+    return labels
 
 
 def bin_counts(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:

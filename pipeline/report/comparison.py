@@ -12,7 +12,7 @@ from pipeline.report.charts import histogram_chart, interval_chart, meter
 from pipeline.report.data import SHOWN_MODELS, RunReading
 from pipeline.report.html import Child, Markup, element, grid, section, table
 from pipeline.report.svg import Series
-from pipeline.report.verdict import Change, Measure, change, judge, standings
+from pipeline.report.verdict import Change, Measure, Verdict, change, judge, standings
 from pipeline.report.win_rate import win_rate
 
 LONGEST_TEXT = 4000
@@ -39,15 +39,6 @@ def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
 
 def verdict_header(run: RunReading, facts: Markup) -> Markup:
     """Build the top of the page: the verdict, its evidence, and the scores of the models."""
-    verdict = judge(run)
-    summary = element(
-        "div",
-        element("p", "zerochat run report", class_="kicker"),
-        element("h1", verdict.headline, class_=f"outcome-{verdict.outcome}"),
-        [element("p", line, class_="evidence") for line in verdict.evidence.splitlines()],
-        element("p", verdict.caveat, class_="caveat") if verdict.caveat else None,
-        facts,
-    )
     charts = [
         interval_chart(
             f"{title} at temperature {temperature:g}",
@@ -59,8 +50,20 @@ def verdict_header(run: RunReading, facts: Markup) -> Markup:
         for measure, title, note in measures(run)
         for temperature in run.temperatures
     ]
-    shown = [chart for chart in charts if chart]
-    return element("header", summary, element("div", shown, class_="scores") if shown else None)
+    return page_header("zerochat run report", judge(run), facts, [chart for chart in charts if chart])
+
+
+def page_header(kind: str, verdict: Verdict, facts: Child, charts: Sequence[Markup]) -> Markup:
+    """Build the top of a page: its kind, the verdict with its evidence, facts about the runs, and charts of scores."""
+    summary = element(
+        "div",
+        element("p", kind, class_="kicker"),
+        element("h1", verdict.headline, class_=f"outcome-{verdict.outcome}"),
+        [element("p", line, class_="evidence") for line in verdict.evidence.splitlines()],
+        element("p", verdict.caveat, class_="caveat") if verdict.caveat else None,
+        facts,
+    )
+    return element("header", summary, element("div", charts, class_="scores") if charts else None)
 
 
 def changes_section(run: RunReading) -> Markup | None:

@@ -6,7 +6,6 @@ from typing import Any
 from pipeline.config.messages import format_bytes
 from pipeline.config.stages import STAGES
 from pipeline.report.axes import format_number, format_seconds
-from pipeline.report.charts import Bar, bar_chart
 from pipeline.report.curves import line_chart
 from pipeline.report.data import MANIFEST, RunReading, StageReading, finite, is_number, mapping
 from pipeline.report.html import Markup, element, grid, section, table
@@ -28,43 +27,43 @@ def speed_section(run: RunReading) -> Markup | None:
     ppo = run.stage("ppo")
     phases = [Series(label, ppo.series(key), tone) for key, label, tone in PPO_PHASES if ppo.series(key)]
     rate = ppo.series("tokens_per_second")
-    figures = [_phase_chart(stage) for stage in run.stages.values()]
-    figures.append(line_chart("PPO: seconds per rollout", phases, x_name="rollout", bounds=(0, None)))
-    figures.append(
-        line_chart("PPO: tokens per second", [Series("", rate, "plain")], x_name="rollout", bounds=(0, None))
+    figures = (
+        line_chart("PPO: seconds per rollout", phases, x_name="rollout", bounds=(0, None)),
+        line_chart("PPO: tokens per second", [Series("", rate, "plain")], x_name="rollout", bounds=(0, None)),
     )
-    found = [chart for chart in figures if chart]
-    if not rows and not found:
+    charts = grid(chart for chart in figures if chart)
+    if not rows and not charts:
         return None
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
     lead = "Wall time over all ranks. Tokens per second exclude evaluation, saving and export."
     stages = table(head, rows, numbers=range(1, 5)) if rows else None
-    return section("speed", "Speed", lead, stages, grid(found), predicted_seconds(run))
+    return section("speed", "Speed", lead, stages, charts, phases_table(run))
 
 
-def predicted_seconds(run: RunReading) -> Markup | None:
-    """Build the table of seconds per step and phase: the prediction of plan.json and the measured mean."""
+def phases_table(run: RunReading) -> Markup | None:
+    """Build the table of the seconds of each phase: measured, and per step also the prediction of plan.json."""
     rows = []
     for stage in run.stages.values():
         steps, took = stage.number("steps") or 0.0, stage.numbers("seconds_by_phase")
         planned = finite(stage.planned.get("seconds"))
         planned["train"] = planned.get("train", 0.0) + planned.pop("step", 0.0)
-        for phase, seconds in planned.items():
-            each = took.get(phase, 0.0) / steps if steps > 0 else 0.0
-            if seconds > 0 and each > 0:
-                shown = (format_seconds(seconds), format_seconds(each), f"{seconds / each:.2g} x")
-                rows.append((STAGES[stage.name].title, phase, *shown))
+        for phase, seconds in sorted(took.items(), key=lambda item: -item[1]):
+            if seconds <= 0:
+                continue
+            before, measured = planned.get(phase, 0.0), seconds / max(steps, 1.0)
+            ratio = (format_seconds(before), f"{before / measured:.2g} x") if before > 0 else ("", "")
+            shown = (format_seconds(seconds), f"{seconds / sum(took.values()):.0%}", format_seconds(measured))
+            rows.append((STAGES[stage.name].title, phase.replace("_", " "), *shown, *ratio))
     if not rows:
         return None
     lead = (
-        "Seconds per step: the prediction from the start of the stage, and the measured mean. A ratio "
-        "below 1 means that the run was slower than the short measurement before it. Possible causes are other work "
-        "on the machine, compilation in the first steps, and a restart with smaller micro-batches after an "
-        "out-of-memory error."
+        "A ratio below 1 means that a step was slower than the prediction from the start of the stage, which is a "
+        "short measurement. Possible causes are other work on the machine, compilation in the first steps, and a "
+        "restart with smaller micro-batches after an out-of-memory error."
     )
-    head = ("Stage", "Phase", "Predicted", "Measured", "Predicted / measured")
-    numbers = table(head, rows, numbers=(2, 3, 4))
-    return element("div", element("h3", "Predicted and measured"), element("p", lead), numbers)
+    head = ("Stage", "Phase", "Time", "Share", "Per step", "Predicted per step", "Predicted / measured")
+    numbers = table(head, rows, numbers=range(2, 7))
+    return element("div", element("h3", "Where the time goes"), element("p", lead), numbers)
 
 
 def _speed_row(stage: StageReading) -> tuple[str, ...]:
@@ -83,18 +82,6 @@ def _number(stage: StageReading, key: str) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) < 1e4 else format_number(value)
-
-
-def _phase_chart(stage: StageReading) -> Markup | None:
-    phases = stage.numbers("seconds_by_phase")
-    total = sum(phases.values())
-    if total <= 0:
-        return None
-    rows = [
-        Bar(name.replace("_", " "), seconds, f"{format_seconds(seconds)}, {seconds / total:.0%}")
-        for name, seconds in sorted(phases.items(), key=lambda item: -item[1])
-    ]
-    return bar_chart(f"{STAGES[stage.name].title}: where the time goes", rows)
 
 
 def memory_section(run: RunReading) -> Markup | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation, ranks
 from pipeline.evaluation.samples import Sample
 from pipeline.report.axes import MINUS, format_interval, format_signed
-from pipeline.report.charts import path_chart, scatter_chart
+from pipeline.report.charts import scatter_chart
 from pipeline.report.comparison import answer_card
 from pipeline.report.curves import line_chart
 from pipeline.report.data import RunReading
@@ -172,9 +172,9 @@ def gaming_section(run: RunReading) -> Markup | None:
     lengths = [Series(g.label, [(len(s.answers[g.tone]), s.scores[g.tone]) for s in _graded(samples, g.tone)], g.tone)
                for g in judged]  # fmt: skip
     figures = (
-        path_chart(
+        scatter_chart(
             "Gold against reward over PPO",
-            path,
+            _path(path),
             x_name="reward score",
             y_name="gold score",
             note=f"Up and right: both scores rise. Right and down: the reward is gamed.{at}",
@@ -220,6 +220,17 @@ def gaming_section(run: RunReading) -> Markup | None:
         grid(chart for chart in figures if chart),
         answers,
     )
+
+
+def _path(evaluations: Sequence[tuple[float, float, float]]) -> list[Series]:
+    """Return the groups of a chart of evaluations (rollout, x, y): all with a line, the first, and the last."""
+    if len(evaluations) < 2:
+        return []
+    ends = [
+        Series(f"rollout {step:g}", [(x, y)], tone)
+        for (step, x, y), tone in zip((evaluations[0], evaluations[-1]), ("sft", "ppo"), strict=True)
+    ]
+    return [Series("evaluations", [(x, y) for _, x, y in evaluations], "plain", sparse=True), *ends]
 
 
 def _kl_chart(rollouts: Sequence[tuple[float, float, float, float]]) -> Markup | None:

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import html
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 STYLE_SHEET = Path(__file__).with_name("report.css")
@@ -85,6 +85,18 @@ def document(title: str, *body: Child) -> Markup:
         element("style", sheet),
     )
     return Markup(f"<!doctype html>\n{element('html', head, element('body', body), lang='en')}\n")
+
+
+def page(title: str, header: Child, sections: Mapping[str, tuple[str, Markup | None]], footer: str) -> Markup:
+    """Build a page of a header, links to its sections, and the sections.
+
+    sections: the text of the link and the section by anchor; a section of None is left out
+    """
+    shown = {anchor: (name, part) for anchor, (name, part) in sections.items() if part}
+    links = [element("a", name, href=f"#{anchor}") for anchor, (name, _) in shown.items()]
+    contents = element("nav", links, aria_label="Contents") if links else None
+    main = element("main", header, contents, (part for _, part in shown.values()))
+    return document(f"{title} - zerochat report", main, element("footer", footer))
 
 
 def table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, numbers: Iterable[int] = ()) -> Markup:

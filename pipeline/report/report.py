@@ -6,7 +6,7 @@ running stages show their results so far.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
@@ -14,24 +14,13 @@ from pipeline.files import write_whole
 from pipeline.report import comparison, costs
 from pipeline.report.data import RunReading, read_run
 from pipeline.report.gaming import gaming_section
-from pipeline.report.html import Markup, document, element
+from pipeline.report.html import Markup, page
+from pipeline.report.reward_card import accuracy_chart
 from pipeline.report.seeds import write_seed_report
-from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, accuracy_chart, stage_section
+from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, stage_section
 from pipeline.report.verdict import format_temperatures
 
 REPORT = "report.html"
-NAMES = {
-    "changes": "Changes",
-    "gaming": "Gaming",
-    "answers": "Answers",
-    "ppo": "PPO",
-    "dpo": "DPO",
-    "reward": "Reward model",
-    "sft": "SFT",
-    "speed": "Speed",
-    "memory": "Memory",
-    "configuration": "Configuration",
-}
 
 
 def write_report(run_dir: Path) -> Path:
@@ -45,55 +34,47 @@ def write_report(run_dir: Path) -> Path:
 
 def render_report(run: RunReading) -> Markup:
     """Build the report page of `run`."""
-    parts = {name: part for name, part in _parts(run).items() if part}
-    links = [element("a", NAMES[name], href=f"#{name}") for name in parts]
-    contents = element("nav", links, aria_label="Contents") if links else None
-    return document(
-        f"{run.name} - zerochat report",
-        element("main", comparison.verdict_header(run, costs.facts(run)), contents, parts.values()),
-        element("footer", "Written by zerochat. All figures of this page are in the run folder, as JSON and YAML."),
-    )
-
-
-def _parts(run: RunReading) -> Mapping[str, Markup | None]:
-    reward, dpo = run.stage("reward"), run.stage("dpo")
+    dpo, reward = run.stage("dpo"), run.stage("reward")
     unused = " PPO did not use it." if run.rewarder == "reward function" else ""
     dots = f" at {format_temperatures(run.temperatures[:1])}" if run.temperatures else ""
-    return {
-        "changes": comparison.changes_section(run),
-        "gaming": gaming_section(run),
-        "answers": comparison.answers_section(run),
-        "sft": stage_section(
-            run.stage("sft"),
-            "Stage 1: supervised fine-tuning",
-            "Trained to imitate the answers of the data.",
-            SFT_PLOTS,
-        ),
-        "reward": stage_section(
-            reward,
-            "Stage 2: reward model",
-            f"Trained to score the preferred answer of a pair higher.{unused}",
-            REWARD_PLOTS,
-            accuracy_chart(reward),
-        ),
-        "dpo": stage_section(
-            dpo,
-            "Stage 2: direct preference optimisation",
-            "Trained to prefer the chosen answer of a pair to the rejected one, more than the start model does.",
-            DPO_PLOTS,
-            accuracy_chart(dpo),
-        ),
-        "ppo": stage_section(
-            run.stage("ppo"),
-            "Stage 3: PPO",
-            "Thin lines: single rollouts. Thick lines: centred running mean. Dots: evaluations on held-out prompts"
-            f"{dots}.",
-            PPO_PLOTS,
-        ),
-        "speed": costs.speed_section(run),
-        "memory": costs.memory_section(run),
-        "configuration": costs.configuration_section(run),
+    sft_section = stage_section(
+        run.stage("sft"), "Stage 1: supervised fine-tuning", "Trained to imitate the answers of the data.", SFT_PLOTS
+    )
+    reward_section = stage_section(
+        reward,
+        "Stage 2: reward model",
+        f"Trained to score the preferred answer of a pair higher.{unused}",
+        REWARD_PLOTS,
+        accuracy_chart(reward),
+    )
+    dpo_section = stage_section(
+        dpo,
+        "Stage 2: direct preference optimisation",
+        "Trained to prefer the chosen answer of a pair to the rejected one, more than the start model does.",
+        DPO_PLOTS,
+        accuracy_chart(dpo),
+    )
+    ppo_section = stage_section(
+        run.stage("ppo"),
+        "Stage 3: PPO",
+        f"Thin lines: single rollouts. Thick lines: centred running mean. Dots: evaluations on held-out prompts{dots}.",
+        PPO_PLOTS,
+    )
+    sections = {
+        "changes": ("Changes", comparison.changes_section(run)),
+        "gaming": ("Gaming", gaming_section(run)),
+        "answers": ("Answers", comparison.answers_section(run)),
+        "sft": ("SFT", sft_section),
+        "reward": ("Reward model", reward_section),
+        "dpo": ("DPO", dpo_section),
+        "ppo": ("PPO", ppo_section),
+        "speed": ("Speed", costs.speed_section(run)),
+        "memory": ("Memory", costs.memory_section(run)),
+        "configuration": ("Configuration", costs.configuration_section(run)),
     }
+    header = comparison.verdict_header(run, costs.facts(run))
+    footer = "Written by zerochat. All figures of this page are in the run folder, as JSON and YAML."
+    return page(run.name, header, sections, footer)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,14 +1,16 @@
-"""Draw the report card of the reward model (card.json): accuracy, calibration, length, agreement, kinds of answers.
+"""Draw the accuracy on held-out pairs, and the report card of the reward model (card.json): calibration, length,
+agreement, kinds of answers.
 
 A part that is missing or malformed is left out.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.report.axes import format_interval, format_number
 from pipeline.report.charts import Interval, interval_chart
-from pipeline.report.data import finite, is_number, mapping
+from pipeline.report.data import StageReading, finite, is_number, mapping
 from pipeline.report.html import Markup, element, grid, table
 from pipeline.report.verdict import format_temperatures
 
@@ -32,23 +34,39 @@ SAMPLED = ("sft", "base")
 
 def reward_card(card: Mapping[str, Any]) -> Markup | None:
     """Build the part of the reward model's section that shows its report card. Return None without a card."""
-    charts = [_accuracy_chart(card), _calibration_chart(card), _length_chart(card)]
+    charts = [_calibration_chart(card), _length_chart(card)]
     parts = [grid(chart for chart in charts if chart), _agreement(card), _kinds(card)]
     return element("div", element("h3", "Report card"), parts) if any(parts) else None
 
 
-def _accuracy_chart(card: Mapping[str, Any]) -> Markup | None:
-    shares = mapping(card.get("accuracy"))
+def accuracy_chart(stage: StageReading) -> Markup | None:
+    """Draw the held-out pair accuracy of a stage: overall, by data source, and by which answer is longer.
+
+    The card has the interval of each share. The summary of DPO has one of all pairs.
+    """
+    shares = mapping(stage.card.get("accuracy")) or _summary_shares(stage)
     named = [(label, shares.get(key)) for key, label in SHARES.items()]
     named[1:1] = [(f"source {name}", value) for name, value in mapping(shares.get("by_source")).items()]
+    pairs = stage.number("eval_pairs")
     return interval_chart(
-        "Held-out accuracy with intervals",
+        "Held-out accuracy",
         [row for label, value in named if (row := _share_row(label, value))],
         x_name="share of right pairs, 95% interval",
-        note="0.5 is a random choice. Compare the two groups by length: a much lower share for longer rejected answers "
-        "means that the model prefers length.",
+        note=("" if pairs is None else f"{pairs:.0f} pairs. ")
+        + "0.5 is a random choice. A much lower share for longer rejected answers means that the model prefers length. "
+        "Pairs of equal length are in neither group.",
         bounds=(None, 1),
     )
+
+
+def _summary_shares(stage: StageReading) -> Mapping[str, Any]:
+    """Return the accuracies of summary.json in the form of those of a card."""
+    ends = {end: stage.number(f"eval_accuracy_{end}") for end in ("low", "high")}
+    return {
+        "all": {"share": stage.number("eval_accuracy"), **ends},
+        "by_source": {name: {"share": value} for name, value in stage.numbers("eval_accuracy_by_source").items()},
+        **{name: {"share": stage.number(f"eval_accuracy_{name}")} for name in ("chosen_longer", "rejected_longer")},
+    }
 
 
 def _calibration_chart(card: Mapping[str, Any]) -> Markup | None:
@@ -140,6 +158,6 @@ def _list(value: Any) -> list[Any]:
 
 def _share_row(label: str, value: Any) -> Interval | None:
     numbers = finite(value)
-    if not {"share", "low", "high"} <= numbers.keys():
+    if "share" not in numbers:
         return None
-    return Interval(label, numbers["share"], numbers["low"], numbers["high"], "plain")
+    return Interval(label, numbers["share"], numbers.get("low", math.nan), numbers.get("high", math.nan), "plain")

@@ -7,7 +7,7 @@ from statistics import fmean
 from pipeline.evaluation.intervals import mean_interval, mean_over_seeds, shared_prompts
 from pipeline.evaluation.samples import Sample
 from pipeline.report.html import Markup, section, table
-from pipeline.report.verdict import FEWEST_PROMPTS, TOO_FEW, Verdict
+from pipeline.report.verdict import FEWEST_PROMPTS, TOO_FEW, Verdict, verdict_by_pairs
 from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, outcomes_by_prompt, win_rate
 
 LEAD = (
@@ -55,22 +55,13 @@ def describe_pooled(wins: SeedWins, label: str, start: str) -> str:
     )
 
 
-def verdict_by_pairs(wins: SeedWins, label: str, start: str, caveat: str) -> Verdict:
-    """Return the verdict of the pair judge: good only if it prefers the model also at equal length."""
-    evidence, over = describe_pooled(wins, label, start), f"over {len(wins.by_seed)} seeds"
-    few = min(found.pairs for found in wins.by_seed) < FEWEST_PROMPTS
+def judge_wins(wins: SeedWins, label: str, start: str, caveat: str) -> Verdict:
+    """Return the verdict of the pair judge over all seeds, see `verdict_by_pairs`."""
+    few, doubt = min(found.pairs for found in wins.by_seed) < FEWEST_PROMPTS, ""
     if few or any(found.unusable > MOST_UNUSABLE * (found.pairs + found.unusable) for found in wins.by_seed):
-        reason = TOO_FEW if few else f"In a seed, more than {MOST_UNUSABLE:.0%} of the pairs have no verdict."
-        return Verdict("open", f"No verdict of the judge on {label} {over}", f"{evidence} {reason}", caveat)
-    if wins.plain.high < 0.5:
-        return Verdict("bad", f"The judge prefers {start} to {label} {over}", evidence, caveat)
-    if wins.plain.low > 0.5 and wins.controlled.low > 0.5:
-        return Verdict("good", f"The judge prefers {label} to {start} {over}", evidence, caveat)
-    if wins.plain.low > 0.5:
-        return Verdict(
-            "open", f"The judge prefers {label} to {start} {over}, but not at equal length", evidence, caveat
-        )
-    return Verdict("open", f"The judge sees no clear difference between {start} and {label} {over}", evidence, caveat)
+        doubt = TOO_FEW if few else f"In a seed, more than {MOST_UNUSABLE:.0%} of the pairs have no verdict."
+    evidence, runs = describe_pooled(wins, label, start), f" over {len(wins.by_seed)} seeds"
+    return verdict_by_pairs(wins.plain, wins.controlled, label, start, evidence, doubt=doubt, runs=runs, caveat=caveat)
 
 
 def wins_section(wins_by_temperature: dict[float, SeedWins], seeds: Sequence[object], title: str) -> Markup | None:

@@ -18,10 +18,11 @@ from pipeline.evaluation.samples import BEST_OF
 from pipeline.files import write_whole
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval, interval_chart
+from pipeline.report.comparison import page_header
 from pipeline.report.curves import line_chart
 from pipeline.report.data import SHOWN_MODELS, RunReading, mapping, read_run
-from pipeline.report.html import Markup, document, element, grid, section, table
-from pipeline.report.seed_wins import describe_pooled, pool_wins, verdict_by_pairs, wins_section
+from pipeline.report.html import Markup, element, grid, page, section, table
+from pipeline.report.seed_wins import describe_pooled, judge_wins, pool_wins, wins_section
 from pipeline.report.svg import Point, Series
 from pipeline.report.verdict import (
     FEWEST_PROMPTS,
@@ -39,6 +40,7 @@ from pipeline.report.verdict import (
     guard_signs,
     is_selected,
     not_proven,
+    outcome_of,
 )
 
 OWN_KEYS = {"seed", "name", "run_dir"}
@@ -77,11 +79,8 @@ class Effect:
 
     @property
     def outcome(self) -> Outcome:
-        """Return "good" or "bad" if the interval excludes zero and there are enough prompts, else "open"."""
-        low, high = self.over_seeds.low, self.over_seeds.high
-        if self.prompts < FEWEST_PROMPTS or not (low > 0 or high < 0):
-            return "open"
-        return "good" if low > 0 else "bad"
+        """See `outcome_of`."""
+        return outcome_of(self.over_seeds.low, self.over_seeds.high, self.prompts)
 
     @property
     def risen(self) -> int:
@@ -199,7 +198,7 @@ def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
         }
         return Verdict(gold.outcome, headlines[gold.outcome], evidence, METHOD)
     if wins is not None:
-        return verdict_by_pairs(wins, label, start, METHOD)
+        return judge_wins(wins, label, start, METHOD)
     reward = effect(runs, "scores", "sft", policy, temperature)
     if reward is None:
         return None
@@ -226,33 +225,17 @@ def _evidence(found: Effect, measure: str, label: str, start: str) -> str:
 
 def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict) -> Markup:
     """Build the page about `runs`."""
-    summary = element(
-        "div",
-        element("p", "zerochat report over seeds", class_="kicker"),
-        element("h1", verdict.headline, class_=f"outcome-{verdict.outcome}"),
-        [element("p", line, class_="evidence") for line in verdict.evidence.splitlines()],
-        element("p", verdict.caveat, class_="caveat") if verdict.caveat else None,
-        element("p", differences, class_="caveat") if (differences := _differences(runs)) else None,
-    )
-    parts = {
+    differences = _differences(runs)
+    caveat = element("p", differences, class_="caveat") if differences else None
+    charts = _difference_charts(runs, "gold") or _difference_charts(runs, "scores")
+    sections = {
         "changes": ("Changes", _changes(runs)),
         "wins": ("Win rates", _wins(runs)),
         "seeds": ("Each seed", _by_seed(runs)),
         "curves": ("Curves", _curves(runs)),
     }
-    shown = {anchor: part for anchor, part in parts.items() if part[1]}
-    links = element(
-        "nav", [element("a", name, href=f"#{at}") for at, (name, _) in shown.items()], aria_label="Contents"
-    )
-    charts = _difference_charts(runs, "gold") or _difference_charts(runs, "scores")
-    scores = element("div", charts, class_="scores") if charts else None
-    return document(
-        f"{title} - zerochat report",
-        element(
-            "main", element("header", summary, scores), links if shown else None, (part for _, part in shown.values())
-        ),
-        element("footer", "Written by zerochat from the run folders. Each run also has its own report.html."),
-    )
+    footer = "Written by zerochat from the run folders. Each run also has its own report.html."
+    return page(title, page_header("zerochat report over seeds", verdict, caveat, charts), sections, footer)
 
 
 def _differences(runs: Sequence[RunReading]) -> str:

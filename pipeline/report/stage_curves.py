@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config.stages import STAGES
-from pipeline.report.charts import Bar, bar_chart
 from pipeline.report.curves import line_chart
 from pipeline.report.data import StageReading
 from pipeline.report.html import Markup, grid, section
@@ -276,28 +275,3 @@ def stage_section(
     text = " ".join([lead, *notes])
     figures = grid([*plots(stage, wanted), *(chart for chart in more if chart)])
     return section(stage.name, title, text, figures, reward_card(stage.card))
-
-
-def accuracy_chart(stage: StageReading) -> Markup | None:
-    """Draw a stage's held-out pair accuracy: overall, by data source, and by which answer is longer."""
-    named = [
-        ("All pairs", stage.number("eval_accuracy")),
-        ("Chosen answer is longer", stage.number("eval_accuracy_chosen_longer")),
-        ("Rejected answer is longer", stage.number("eval_accuracy_rejected_longer")),
-    ]
-    tones, low, high = {"All pairs": "strong"}, stage.number("eval_accuracy_low"), stage.number("eval_accuracy_high")
-    by_source = [(f"Source: {name}", value) for name, value in stage.numbers("eval_accuracy_by_source").items()]
-    rows = [
-        Bar(label, value, f"{value:.1%}", tones.get(label, "plain"))
-        for label, value in named[:1] + by_source + named[1:]
-        if value is not None
-    ]
-    note = (
-        "The mark is a random choice. A much lower value for longer rejected answers means that the model prefers "
-        "length. Pairs of equal length are in neither group."
-    )
-    if low is not None and high is not None:
-        note = f"95% interval over all pairs: {low:.1%} to {high:.1%}. {note}"
-    if pairs := stage.number("eval_pairs"):
-        note = f"{pairs:.0f} pairs. {note}"
-    return bar_chart("Held-out accuracy", rows, note=note, full=1.0, reference=0.5)

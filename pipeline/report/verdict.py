@@ -19,7 +19,7 @@ from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
 from pipeline.report.data import RunReading, StageReading, is_number, mapping, read_run
-from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, win_rate
+from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, describe_wins, win_rate
 
 Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
@@ -64,10 +64,15 @@ class Change:
 
     @property
     def outcome(self) -> Outcome:
-        """Return "good" or "bad" if the interval excludes zero and there are enough prompts, else "open"."""
-        if self.prompts < FEWEST_PROMPTS or not (self.low > 0 or self.high < 0):
-            return "open"
-        return "good" if self.low > 0 else "bad"
+        """See `outcome_of`."""
+        return outcome_of(self.low, self.high, self.prompts)
+
+
+def outcome_of(low: float, high: float, prompts: int) -> Outcome:
+    """Return "good" or "bad" if the interval of a change excludes zero and there are enough prompts, else "open"."""
+    if prompts < FEWEST_PROMPTS or not (low > 0 or high < 0):
+        return "open"
+    return "good" if low > 0 else "bad"
 
 
 @dataclass(frozen=True)
@@ -237,13 +242,9 @@ def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
 
 
 def _judge_without_grades(run: RunReading) -> Verdict:
-    """Return the verdict on a finished policy without graded answers: by the summaries of the stages, if possible."""
-    policy = run.stage(run.policy)
-    sft_gold, policy_gold = run.stage("sft").number("gold_score"), policy.number("gold_score")
-    if sft_gold is not None and policy_gold is not None:
-        return _by_summary(sft_gold, policy_gold, run.labels[policy.name])
-    if policy.name == "dpo":
-        return _by_nobody(policy)
+    """Return the verdict on a finished policy without graded answers."""
+    if run.policy == "dpo":
+        return _by_nobody(run.stage("dpo"))
     return Verdict("open", "PPO has finished.", "This folder has no scored held-out answers.")
 
 
@@ -287,32 +288,42 @@ def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, run: R
 
 
 def _by_pairs(wins: WinRate, label: str, start: str) -> Verdict:
-    """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length."""
-    evidence = describe_wins(wins, label, start)
     few, unusable = wins.pairs < FEWEST_PROMPTS, wins.unusable > MOST_UNUSABLE * (wins.pairs + wins.unusable)
+    doubt = ""
     if few or unusable:
         pairs = f"There are too few pairs for a verdict (at least {FEWEST_PROMPTS})."
-        reason = pairs if few else f"For more than {MOST_UNUSABLE:.0%} of the pairs the judge gave no verdict."
-        return Verdict("open", f"No verdict of the judge on {label}", f"{evidence} {reason}", ONE_RUN)
-    if wins.plain.low > 0.5 and wins.controlled.low > 0.5:
-        return Verdict("good", f"The judge prefers {label} to {start}", evidence, ONE_RUN)
-    if wins.plain.high < 0.5:
-        return Verdict("bad", f"The judge prefers {start} to {label}", evidence, ONE_RUN)
-    if wins.plain.low > 0.5:
-        reason = "Among answers of equal length the difference is not clear."
-        return Verdict(
-            "open", f"The judge prefers {label} to {start}, but not at equal length", f"{evidence} {reason}", ONE_RUN
-        )
-    return Verdict("open", f"The judge sees no clear difference between {start} and {label}", evidence, ONE_RUN)
+        doubt = pairs if few else f"For more than {MOST_UNUSABLE:.0%} of the pairs the judge gave no verdict."
+    return verdict_by_pairs(wins.plain, wins.controlled, label, start, describe_wins(wins, label, start), doubt=doubt)
 
 
-def _by_summary(sft: float, policy: float, label: str) -> Verdict:
-    rose = "rose" if policy > sft else "fell" if policy < sft else "stayed"
-    evidence = (
-        f"From {sft:.2f} after SFT to {policy:.2f} after {label}, by the summaries of the stages. This folder "
-        "does not have the answers, so there is no interval."
-    )
-    return Verdict("open", f"The gold score {rose} with {label}, without an interval.", evidence)
+def verdict_by_pairs(
+    plain: Rate,
+    controlled: Rate,
+    label: str,
+    start: str,
+    evidence: str,
+    *,
+    doubt: str,
+    runs: str = "",
+    caveat: str = ONE_RUN,
+) -> Verdict:
+    """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length.
+
+    doubt: why the rates allow no verdict; "" if they allow one
+    runs: the end of the headline
+    """
+    if doubt:
+        return Verdict("open", f"No verdict of the judge on {label}{runs}", f"{evidence} {doubt}", caveat)
+    if plain.high < 0.5:
+        return Verdict("bad", f"The judge prefers {start} to {label}{runs}", evidence, caveat)
+    if plain.low <= 0.5:
+        headline = f"The judge sees no clear difference between {start} and {label}{runs}"
+        return Verdict("open", headline, evidence, caveat)
+    if controlled.low > 0.5:
+        return Verdict("good", f"The judge prefers {label} to {start}{runs}", evidence, caveat)
+    reason = "Among answers of equal length the difference is not clear."
+    headline = f"The judge prefers {label} to {start}{runs}, but not at equal length"
+    return Verdict("open", headline, f"{evidence} {reason}", caveat)
 
 
 def _by_function(reward: Change, before: Interval, after: Interval) -> Verdict:

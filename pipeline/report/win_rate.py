@@ -11,11 +11,16 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline.data.records import Message
 from pipeline.evaluation.intervals import t_quantile, wilson_interval
 from pipeline.evaluation.samples import Sample
 
+Array = npt.NDArray[Any]
 RIDGE = 0.01
 """The weight of the squared coefficient of the length, which keeps it finite if the length decides every pair.
 
@@ -133,48 +138,28 @@ def length_controlled(outcomes: Sequence[float], differences: Sequence[float]) -
     if count < 3 or len(set(outcomes)) == 1 or spread == 0:
         one_sided = min(differences) > 0 or max(differences) < 0
         return Rate(plain.mean, 0.0, 1.0) if one_sided else plain
-    x = [math.tanh(difference / spread) for difference in differences]
-    a = b = 0.0
+    x = np.stack([np.ones(count), np.tanh(np.array(differences) / spread)], axis=1)  # (N, 2)
+    y, ridge = np.array(outcomes), np.diag([0.0, RIDGE])
+    coefficients = np.zeros(2)  # a, b
     for _ in range(NEWTON_STEPS):
-        wins = [_sigmoid(a + b * value) for value in x]
-        residuals = [y - p for y, p in zip(outcomes, wins, strict=True)]
-        gradient = sum(residuals), sum(r * v for r, v in zip(residuals, x, strict=True)) - RIDGE * b
-        step_a, step_b = _solve(_hessian(wins, x), gradient)
-        size = max(1.0, abs(step_a), abs(step_b))  # at most 1 per step, because far steps may diverge
-        a, b = a + step_a / size, b + step_b / size
-        if max(abs(step_a), abs(step_b)) < 1e-10:
+        wins = _sigmoid(x @ coefficients)
+        gradient = x.T @ (y - wins) - ridge @ coefficients
+        step = np.linalg.solve(_hessian(wins, x) + ridge, gradient)
+        coefficients += step / max(1.0, abs(step).max())  # at most 1 per step, because far steps may diverge
+        if abs(step).max() < 1e-10:
             break
-    wins = [_sigmoid(a + b * value) for value in x]
-    squares = [(y - p) ** 2 for y, p in zip(outcomes, wins, strict=True)]
-    meat = (
-        sum(squares),
-        sum(s * v for s, v in zip(squares, x, strict=True)),
-        sum(s * v * v for s, v in zip(squares, x, strict=True)) + RIDGE,  # without pairs of equal length, b is a guess
-    )
-    weights = _solve(_hessian(wins, x), (1.0, 0.0))  # the first row of the inverse
-    variance = weights[0] ** 2 * meat[0] + 2 * weights[0] * weights[1] * meat[1] + weights[1] ** 2 * meat[2]
-    half = t_quantile(count - 2) * math.sqrt(variance)
-    return Rate(_sigmoid(a), _sigmoid(a - half), _sigmoid(a + half))
+    wins = _sigmoid(x @ coefficients)
+    meat = x.T @ (x * ((y - wins) ** 2)[:, None]) + ridge  # without pairs of equal length, b is a guess
+    inverse = np.linalg.inv(_hessian(wins, x) + ridge)
+    half = t_quantile(count - 2) * math.sqrt((inverse @ meat @ inverse)[0, 0])
+    a = coefficients[0]
+    return Rate(*(float(_sigmoid(value)) for value in (a, a - half, a + half)))
 
 
-def _hessian(wins: Sequence[float], x: Sequence[float]) -> tuple[float, float, float]:
-    """Return the entries aa, ab and bb of the negative second derivative of the log-likelihood."""
-    weights = [p * (1 - p) for p in wins]
-    return (
-        sum(weights),
-        sum(w * v for w, v in zip(weights, x, strict=True)),
-        sum(w * v * v for w, v in zip(weights, x, strict=True)) + RIDGE,
-    )
+def _hessian(wins: Array, x: Array) -> Array:
+    """Return the negative second derivative (2, 2) of the log-likelihood, from P(win) (N,) and x (N, 2)."""
+    return x.T @ (x * (wins * (1 - wins))[:, None])
 
 
-def _solve(matrix: tuple[float, float, float], right: tuple[float, float]) -> tuple[float, float]:
-    """Solve a symmetric system of two equations."""
-    aa, ab, bb = matrix
-    determinant = aa * bb - ab * ab
-    return (bb * right[0] - ab * right[1]) / determinant, (aa * right[1] - ab * right[0]) / determinant
-
-
-def _sigmoid(value: float) -> float:
-    if value < 0:
-        return math.exp(value) / (1 + math.exp(value))
-    return 1 / (1 + math.exp(-value))
+def _sigmoid(values: Array) -> Array:
+    return np.exp(-np.logaddexp(0.0, -values))

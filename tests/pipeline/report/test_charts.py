@@ -5,13 +5,10 @@ from itertools import pairwise
 import pytest
 
 from pipeline.report.charts import (
-    Bar,
     Interval,
-    bar_chart,
     bin_counts,
     histogram_chart,
     interval_chart,
-    path_chart,
     scatter_chart,
 )
 from pipeline.report.curves import MOST_POINTS, line_chart
@@ -44,10 +41,8 @@ def test_a_curve_breaks_where_a_value_is_not_finite() -> None:
 
 def test_without_finite_values_there_is_no_chart() -> None:
     assert line_chart("t", [Series("", [(1, math.nan)], "plain"), Series("", [], "sft")], x_name="step") is None
-    assert path_chart("t", [(1, 2, 3)], x_name="x", y_name="y") is None
     assert scatter_chart("t", [], x_name="x", y_name="y") is None
     assert interval_chart("t", [], x_name="x") is None
-    assert bar_chart("t", []) is None
 
 
 def test_a_single_step_gives_a_chart() -> None:
@@ -110,11 +105,14 @@ def test_interval_chart_without_an_interval_shows_the_mean() -> None:
     assert "interval tone" not in page
 
 
-def test_bars_are_shares_of_the_full_length() -> None:
-    page = bar_chart("t", [Bar("a", 0.5, "50%"), Bar("b", 1.0, "100%")], full=1.0)
+def test_a_line_connects_the_dots_of_a_sparse_group() -> None:
+    path = Series("evaluations", [(0, 0.0), (5, 1.0), (10, 0.5)], "plain", sparse=True)
+    page = scatter_chart("t", [path, Series("end", [(10, 0.5)], "ppo")], x_name="x", y_name="y", y_bounds=(0, 1))
     assert page is not None
-    widths = [float(width) for width in re.findall(r'width="([^"]*)" height="9" rx="2" class="bar', page)]
-    assert widths[0] * 2 == widths[1] == WIDTH - 104
+    right, bottom = WIDTH - 16, HEIGHT - BOTTOM
+    middle = ((LEFT + right) / 2, TOP)
+    assert places(page, "curve tone-plain faint") == [[(LEFT, bottom), middle, (right, (TOP + bottom) / 2)]]
+    assert page.count("<circle") == 4 and f'cx="{right}' in page
 
 
 def test_a_histogram_counts_the_values_of_each_group_in_the_same_bins() -> None:

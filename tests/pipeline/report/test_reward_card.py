@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.data import read_run
+from pipeline.report.data import StageReading, read_run
 from pipeline.report.report import render_report
-from pipeline.report.reward_card import reward_card
+from pipeline.report.reward_card import accuracy_chart, reward_card
 from tests.pipeline.report.example_runs import HOSTILE, write_demo_run
 from tests.pipeline.report.test_report import check
 
@@ -31,7 +31,7 @@ def test_the_page_shows_each_part(tmp_path: Path) -> None:
     (tmp_path / "reward" / "card.json").write_text(json.dumps(CARD))
     text = check(render_report(read_run(tmp_path))).text
     for words in (
-        "Report card", "Held-out accuracy with intervals", "source mine", "chosen is longer", "55% sure",
+        "Report card", "Held-out accuracy", "source mine", "chosen is longer", "55% sure",
         "Expected calibration error: 0.042.", "-4.5 tokens", "rank correlation 0.62, 95% interval +0.47 to +0.73",
         "over 90 answers of the SFT model at temperature 0.7, score",
         "Of 40 pairs of answers to the same prompt at temperatures 0.7 and 0",
@@ -42,10 +42,15 @@ def test_the_page_shows_each_part(tmp_path: Path) -> None:
     assert "answers of the base model" not in text
 
 
-@pytest.mark.parametrize("part", ["accuracy", "calibration", "margin_by_length", "judge", "scores", "temperatures"])
+@pytest.mark.parametrize("part", ["calibration", "margin_by_length", "judge", "scores", "temperatures"])
 @pytest.mark.parametrize("value", [None, 7, "text", [], {"all": 3, "bins": [4], "chosen": {"mean": None}}])
 def test_a_malformed_part_is_left_out(part: str, value: Any) -> None:
     assert "Report card" in str(reward_card({**CARD, part: value}))
+
+
+@pytest.mark.parametrize("shares", [None, 7, [], {"all": 3}, {"all": {"share": "x"}}])
+def test_without_usable_shares_there_is_no_chart_of_accuracy(shares: Any) -> None:
+    assert accuracy_chart(StageReading("reward", card={"accuracy": shares})) is None
 
 
 def test_without_a_card_there_is_no_part() -> None:

@@ -175,13 +175,6 @@ def test_the_gamed_scorer_is_named(settings: dict[str, Any], headline: str, scor
     assert verdict.headline == headline and f" {score}which PPO was trained on, changed by" in verdict.evidence
 
 
-def test_without_samples_the_verdict_uses_summaries_without_interval() -> None:
-    verdict = judge(finished([]))
-    assert verdict.outcome == "open"
-    assert "0.40" in verdict.evidence
-    assert "0.60" in verdict.evidence
-
-
 def test_an_unfinished_run_shows_its_progress() -> None:
     ppo = StageReading("ppo", rows=[{"step": 7.0}])
     verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
