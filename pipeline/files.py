@@ -57,6 +57,20 @@ def read_object(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file; none if the file is missing. A line that is no object gives an empty one.
+
+    A killed process or a full disk may have cut a line anywhere, also inside a character.
+    """
+    lines = file.read_bytes().split(b"\n") if file.is_file() else []
+    for line in filter(bytes.strip, lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError
+            row = {}
+        yield row if isinstance(row, dict) else {}
+
+
 def read_plan(folder: Path) -> dict[str, Any]:
     """Return the prediction in a stage's folder; empty if it has none."""
     return read_object(folder / PLAN)

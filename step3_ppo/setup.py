@@ -34,7 +34,6 @@ from step3_ppo.models import ModelSources, build_models
 from step3_ppo.rollout import Rollout, Scores, collect, ended_answers, generate, score_answers
 from step3_ppo.update import (
     Minibatch,
-    PolicyLoss,
     PtxMix,
     check_first_ratio,
     dry_run,
@@ -61,6 +60,7 @@ class Ppo:
         """Build the models. `rows` are the data rows of the prompts, for a reward function."""
         ppo, rollout, pad_id = config.ppo, config.rollout, sources.tokenizer.pad_id
         self.prompts, self.rows, self.tokenizer = prompts, rows, sources.tokenizer
+        self.section, self.temperature = ppo, rollout.temperature
         self.seed, self.batch_size, self.samples = config.seed, ppo.batch_size, ppo.samples
         self.epochs, self.minibatch_count = ppo.update_epochs, ppo.minibatches
         self.critic_warmup, self.value_clip, self.max_new_tokens = (
@@ -80,7 +80,6 @@ class Ppo:
             self.models.actor.start_averaging(ppo.ema)
         self.ptx = ptx_mix(config, sources.tokenizer)
         self.kl = KlController(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
-        self.policy_loss = policy_loss_settings(ppo, rollout.temperature)
         self.shaping = reward_shaping(ppo, unit=self.models.score_unit)
         self._estimate = advantage_estimator(ppo)
         self._generate = partial(
@@ -122,10 +121,8 @@ class Ppo:
             budget,
             packing=self.models.packing,
         )
-        loss = self.policy_loss
-        dry_run(
-            self.models.actor, self.models.critic, batch, temperature=loss.temperature, entropy_coef=loss.entropy_coef
-        )
+        actor, critic = self.models.actor, self.models.critic
+        dry_run(actor, critic, batch, temperature=self.temperature, entropy_coef=self.section.entropy_coef)
 
     def collect(self, step: int, stage: StageRun) -> Rollout:
         """Generate the answers to the prompts of a step, and score them with all models.
@@ -223,7 +220,8 @@ class Ppo:
                 minibatch,
                 rollout,
                 advantages,
-                self.policy_loss,
+                self.section,
+                temperature=self.temperature,
                 kl_coef=0.0 if self.shaping.kl_in_reward else self.kl.coef,
                 ptx=self.ptx.batch(actor.step_count, packing=self.models.packing) if self.ptx else None,
                 check=None if updates.steps else partial(self._check_ratio, self.models, rollout),
@@ -283,18 +281,3 @@ def advantage_estimator(ppo: PpoSection) -> AdvantageEstimator:
     """Return the estimator that `ppo.advantage` names, with its numbers."""
     estimate, keys = ESTIMATORS[ppo.advantage]
     return partial(estimate, **{key: getattr(ppo, key) for key in keys})
-
-
-def policy_loss_settings(ppo: PpoSection, temperature: float) -> PolicyLoss:
-    """Return the numbers of the policy's loss."""
-    return PolicyLoss(
-        temperature=temperature,
-        clip=ppo.clip,
-        clip_high=ppo.clip_high,
-        dual_clip=ppo.dual_clip,
-        ratio=ppo.ratio,
-        importance_cap=ppo.importance_cap,
-        importance_weights=ppo.importance_weights,
-        entropy_coef=ppo.entropy_coef,
-        kl_estimator=ppo.kl_estimator or "k3",
-    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Update, distributed
+from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import TokenBatch, batch_indices
 from pipeline.data.encode import TokenItem
 from pipeline.data.microbatches import token_microbatches
@@ -121,33 +122,14 @@ class PtxMix:
         return PtxBatch(batches, tokens, self.coef)
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """The numbers of the policy's loss; the names are those of the keys of `ppo` and `rollout`.
-
-    ratio: "token" or "sequence", see `ratio_of`
-    importance_weights: the kind of the weights, see `importance_of`
-    kl_estimator: the estimator of the KL in the loss, see `step3_ppo.advantages.loss_kl`
-    """
-
-    temperature: float
-    clip: float = 0.2
-    clip_high: float | None = None
-    dual_clip: float | None = 3.0
-    ratio: str = "token"
-    importance_cap: float | None = None
-    importance_weights: str = "token"
-    entropy_coef: float = 0.0
-    kl_estimator: str = "k3"
-
-
 def update_policy(
     actor: Engine,
     minibatch: Minibatch,
     rollout: Rollout,
     advantages: Advantages,
-    settings: PolicyLoss,
+    ppo: PpoSection,
     *,
+    temperature: float,
     kl_coef: float = 0.0,
     ptx: PtxBatch | None = None,
     check: Callable[[float], None] | None = None,
@@ -159,27 +141,27 @@ def update_policy(
     """
 
     def clipped(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
-        logprobs, entropies = policy_logprobs(module, batch, settings.temperature)
+        logprobs, entropies = policy_logprobs(module, batch, temperature)
         old = _token_values(rollout.logprobs, rollout, batch.indices)
-        weights, weight_sums = _weights(rollout, batch, minibatch, settings)
+        weights, weight_sums = _weights(rollout, batch, minibatch, ppo)
         total, sums = policy_loss(
             logprobs,
             old,
             _token_values(advantages.advantages, rollout, batch.indices),
-            clip=settings.clip,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
+            clip=ppo.clip,
+            clip_high=ppo.clip_high,
+            dual_clip=ppo.dual_clip,
             weights=weights,
-            ratio=ratio_of(settings.ratio, batch.response_lengths),
+            ratio=ratio_of(ppo.ratio, batch.response_lengths),
         )
         deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
         entropy = entropies.sum()
-        if settings.entropy_coef:  # without it, no time for a gradient of zero
-            total = total - settings.entropy_coef * entropy
+        if ppo.entropy_coef:  # without it, no time for a gradient of zero
+            total = total - ppo.entropy_coef * entropy
         if kl_coef:
             assert rollout.reference is not None
             reference = _token_values(rollout.reference, rollout, batch.indices)
-            kl = loss_kl(settings.kl_estimator, logprobs, reference, old).sum()
+            kl = loss_kl(ppo.kl_estimator or "k3", logprobs, reference, old).sum()
             total, sums = total + kl_coef * kl, sums | {"kl_loss": kl}
         largest = deviation.max() if len(deviation) else deviation.new_zeros(())
         return total, sums | weight_sums | {"entropy": entropy, "deviation": deviation.sum(), "largest": largest}
@@ -254,9 +236,7 @@ def importance_of(kind: str, lengths: Sequence[int]) -> Importance:
     return kinds[kind]
 
 
-def _weights(
-    rollout: Rollout, batch: Microbatch, minibatch: Minibatch, settings: PolicyLoss
-) -> tuple[Tensor | float, Sums]:
+def _weights(rollout: Rollout, batch: Microbatch, minibatch: Minibatch, ppo: PpoSection) -> tuple[Tensor | float, Sums]:
     """Return the weight of each token's loss, and metrics.
 
     The importance weight is that of tokens that the generator sampled, not the trainer. With sequence-level ratios,
@@ -264,11 +244,11 @@ def _weights(
     """
     weights: Tensor | float = 1.0
     sums: Sums = {}
-    if settings.importance_cap is not None:
+    if ppo.importance_cap is not None:
         old, generator = (_token_values(each, rollout, batch.indices) for each in (rollout.logprobs, rollout.generator))
-        importance = importance_of(settings.importance_weights, batch.response_lengths)
-        weights, sums = importance(old, generator, settings.importance_cap)
-    if settings.ratio == "sequence":
+        importance = importance_of(ppo.importance_weights, batch.response_lengths)
+        weights, sums = importance(old, generator, ppo.importance_cap)
+    if ppo.ratio == "sequence":
         equal = equal_sequences(batch.response_lengths, tokens=minibatch.tokens, sequences=minibatch.sequences)
         weights = distributed.to_device(equal, rollout.logprobs.device) * weights
     return weights, sums

@@ -19,7 +19,7 @@ from pipeline.models.checks import adopt, verify
 from step3_ppo.advantages import compute_advantages
 from step3_ppo.models import Models
 from step3_ppo.rollout import collect, generate
-from step3_ppo.setup import advantage_estimator, policy_loss_settings, reward_shaping
+from step3_ppo.setup import advantage_estimator, reward_shaping
 from step3_ppo.update import single_minibatch, update_critic, update_policy
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 128
@@ -98,7 +98,7 @@ def _iterate(models: Models, task: dict[str, Any], number: int) -> dict[str, flo
     advantages = compute_advantages(
         rollout, reward_shaping(section), advantage_estimator(section), kl_coef=section.kl_coef
     )
-    update_policy(models.actor, single_minibatch(rollout), rollout, advantages, policy_loss_settings(section, 1.0))
+    update_policy(models.actor, single_minibatch(rollout), rollout, advantages, section, temperature=1.0)
     assert models.critic is not None
     update_critic(models.critic, single_minibatch(rollout), rollout, advantages, clip=section.value_clip)
     times.append(time.perf_counter())

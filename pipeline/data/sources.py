@@ -40,11 +40,7 @@ def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
     """Return the sources of a data configuration. `data.path` replaces the list."""
     from pipeline.config.schema import SourceConfig
 
-    if data.path is not None:
-        return [SourceConfig(path=data.path)]
-    if not data.sources:
-        raise UserError("data has no source: set data=NAME or data.path=FILE.")
-    return list(data.sources)
+    return list(data.sources) if data.path is None else [SourceConfig(path=data.path)]
 
 
 def open_source(config: "SourceConfig", data: "DataConfig", *, seed: int, key: str = "data.path") -> Source:
@@ -56,11 +52,7 @@ def open_source(config: "SourceConfig", data: "DataConfig", *, seed: int, key: s
         return TaskSource(data.task, seed)
     if config.builtin == "demo":
         return DemoSource(data.demo_examples, seed)
-    if is_remote(config):
-        return HubSource(config)
-    if config.path is not None:
-        return LocalSource(config, key)
-    raise UserError(f"{key.removesuffix('.path')}: the source has no data: set its path, hub or builtin key.")
+    return HubSource(config) if is_remote(config) else LocalSource(config, key)
 
 
 def is_remote(config: "SourceConfig") -> bool:

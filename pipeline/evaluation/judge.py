@@ -82,27 +82,12 @@ def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: "UserFuncti
     """
     if not can_judge(prompts, judge):
         return None
+    pairs = list(zip(prompts, answers, strict=True))
     if judge is None:
-        return gold_scores(prompts, answers)
-    pairs = zip(prompts, answers, strict=True)
-    return function_scores(judge, [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None])
+        from pipeline.demo.gold import gold_score
 
-
-def gold_scores(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float] | None:
-    """Return the built-in gold score of each answer, in [0, 1]; None unless all prompts are the demo's."""
-    if not prompts or any(prompt.source != GOLD_SOURCE for prompt in prompts):
-        return None
-    from pipeline.demo.gold import gold_score
-
-    return [gold_score(prompt.messages, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-
-
-def function_scores(function: "UserFunction", calls: Sequence[Call]) -> list[float]:
-    """Return the function's score of each call, on every rank. The calls are distributed over ranks.
-
-    Raise SharedError on every rank if a call fails on any rank.
-    """
-    return _on_all_ranks(function.scores, calls)
+        return [gold_score(prompt.messages, answer) for prompt, answer in pairs]
+    return _on_all_ranks(judge.scores, [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None])
 
 
 def function_rewards(function: "UserFunction", calls: Sequence[Call]) -> dict[str, list[float]]:

@@ -2,19 +2,32 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, TypeAdapter
 
 from pipeline.data.records import Message
-from pipeline.files import write_whole
+from pipeline.files import json_lines, write_whole
 
+Row = TypeVar("Row")
 SAMPLES = "samples.jsonl"
 GRADES = "evaluations.jsonl"
 """The file with the grades of every evaluation of PPO, one number per held-out prompt."""
 BEST_OF = "best_of"
 """The name of the best of several SFT answers, where other answers have the name of a stage or "base"."""
+
+
+def _finite(grades: Mapping[str, float]) -> dict[str, float]:
+    return {model: grade for model, grade in grades.items() if math.isfinite(grade)}
+
+
+Grades = Annotated[Mapping[str, float], AfterValidator(_finite)]
+"""A number for each model. Numbers in a file that are not finite are left out."""
+KINDS = ("scores", "gold", "function", "preferences")
 
 
 @dataclass(frozen=True)
@@ -33,9 +46,9 @@ class Sample:
 
     prompt: tuple[Message, ...]
     answers: Mapping[str, str]
-    scores: Mapping[str, float] = field(default_factory=dict)
-    gold: Mapping[str, float] = field(default_factory=dict)
-    function: Mapping[str, float] = field(default_factory=dict)
+    scores: Grades = field(default_factory=dict)
+    gold: Grades = field(default_factory=dict)
+    function: Grades = field(default_factory=dict)
     temperature: float = 1.0
     preferences: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
 
@@ -46,71 +59,24 @@ class Sample:
 
     def to_row(self) -> dict[str, Any]:
         """Return the JSON object of one line of samples.jsonl."""
-        row: dict[str, Any] = {
-            "prompt": [{"role": message.role, "content": message.content} for message in self.prompt],
-            "temperature": self.temperature,
-            "answers": dict(self.answers),
-        }
-        kinds: dict[str, Mapping[str, Any]] = {
-            "scores": self.scores,
-            "gold": self.gold,
-            "function": self.function,
-            "preferences": self.preferences,
-        }
-        return row | {kind: dict(values) for kind, values in kinds.items() if values}
+        row = asdict(self)
+        return {name: value for name, value in row.items() if value or name not in KINDS}
 
     def merge(self, other: "Sample | None") -> "Sample":
         """Return this sample extended by the answers and scores of models that only `other` has."""
         if other is None:
             return self
         added = other.answers.keys() - self.answers.keys()
-
-        def added_to(own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-            return {**own, **{model: value for model, value in others.items() if model in added}}
-
-        return Sample(
-            self.prompt,
-            added_to(self.answers, other.answers),
-            added_to(self.scores, other.scores),
-            added_to(self.gold, other.gold),
-            added_to(self.function, other.function),
-            self.temperature,
-            added_to(self.preferences, other.preferences),
-        )
+        merged: dict[str, Any] = {}
+        for kind in ("answers", *KINDS):
+            new = {model: value for model, value in getattr(other, kind).items() if model in added}
+            merged[kind] = {**getattr(self, kind), **new}
+        return replace(self, **merged)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Sample":
-        """Parse an object that `to_row` made. Raise KeyError, TypeError or AttributeError if `row` is malformed."""
-        return cls(
-            prompt=tuple(Message(str(turn["role"]), str(turn["content"])) for turn in row["prompt"]),
-            answers={str(model): str(answer) for model, answer in row["answers"].items()},
-            scores=_numbers(row.get("scores")),
-            gold=_numbers(row.get("gold")),
-            function=_numbers(row.get("function")),
-            temperature=float(row.get("temperature", 1.0)),
-            preferences=_pairs(row.get("preferences")),
-        )
-
-
-def _numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
-    return {
-        str(model): float(value)
-        for model, value in (values or {}).items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
-
-
-def _pairs(values: Mapping[str, Any] | None) -> dict[str, tuple[float | None, float | None]]:
-    """Return the verdicts for both orders by model. A verdict that is not a number from 0 to 1 is None."""
-    found = {}
-    for model, pair in (values or {}).items():
-        first, second = (value if 0 <= value <= 1 else None for value in map(_number_or_nan, pair))
-        found[str(model)] = (first, second)
-    return found
-
-
-def _number_or_nan(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        """Parse an object that `to_row` made. Raise ValueError if `row` is malformed."""
+        return _SAMPLE.validate_python(row)
 
 
 @dataclass(frozen=True)
@@ -123,19 +89,19 @@ class StepGrades:
     gold: tuple[float, ...] = ()
 
 
+_SAMPLE, _STEP_GRADES = TypeAdapter(Sample), TypeAdapter(StepGrades)
+
+
 def read_grades(path: Path) -> list[StepGrades]:
     """Return the evaluations in `path`. Malformed lines are skipped; a missing file has no evaluations."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            grades = {kind: tuple(map(float, row.get(kind) or ())) for kind in ("scores", "gold")}
-            found.append(StepGrades(int(row["step"]), float(row["temperature"]), **grades))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return found
+    return [*_valid(_STEP_GRADES, path)]
+
+
+def _valid(kind: TypeAdapter[Row], path: Path) -> Iterator[Row]:
+    """Yield the lines of a file that have the form of `kind`."""
+    for row in json_lines(path):
+        with suppress(ValueError):
+            yield kind.validate_python(row)
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
@@ -145,12 +111,4 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 def read_samples(path: Path) -> list[Sample]:
     """Return the samples in `path`. Malformed lines are skipped; a missing file has no samples."""
-    if not path.is_file():
-        return []
-    samples = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            samples.append(Sample.from_row(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return samples
+    return [*_valid(_SAMPLE, path)]

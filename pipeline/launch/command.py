@@ -42,7 +42,6 @@ from pipeline.launch.failure import (
     advise,
     save_traceback,
 )
-from pipeline.launch.fingerprint import HashCache
 from pipeline.launch.folder import RunFolder, open_folder, with_stage_shares
 from pipeline.launch.manifest import Manifest, move_aside
 from pipeline.launch.processes import launch_stage
@@ -208,10 +207,9 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
         for text in warnings(config):
             print(f"warning: {text}", file=sys.stderr)
         print(f"run folder: {folder.path}{_describe_earlier_run(folder)}", flush=True)
-        cache = HashCache(folder.path / ".hashes.json")
         Manifest.read(folder.path).claim(config, stages)
         config = with_stage_shares(config, folder.path, stages)
-        ran = [_run_stage(config, folder.path, stage, ranks, control, cache) for stage in stages]
+        ran = [_run_stage(config, folder.path, stage, ranks, control) for stage in stages]
         verdict = report_verdict(folder.path, write=any(ran) or not (folder.path / "report.html").exists())
         print(summarize_run(folder.path, verdict), flush=True)
         return folder.path
@@ -243,17 +241,13 @@ def _describe_earlier_run(folder: RunFolder) -> str:
     return f" ({reasons[folder.found]}; name=NAME starts another run)" if folder.found else ""
 
 
-def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control, cache: HashCache) -> bool:
+def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control) -> bool:
     """Run or resume one stage. Return False if it was finished before."""
     manifest = Manifest.read(run_dir)
-    consumed = stage_consumes(config, run_dir, stage, cache)
+    consumed = stage_consumes(config, run_dir, stage)
     decision = manifest.decide(stage, consumed)
-    if decision.action != "skip":  # the stage reads its inputs: verify them before it does
-        cache.distrust()
-        consumed = stage_consumes(config, run_dir, stage, cache)
-        decision = manifest.decide(stage, consumed)
     manifest.check_tokenizer(stage, consumed)
-    stage_dir, judges = run_dir / stage, judge_files(config, cache)
+    stage_dir, judges = run_dir / stage, judge_files(config)
     changed = manifest.changed_judges(stage, judges)
     if decision.action == "skip":
         notice = judge_notice(config, stage_dir, changed)
@@ -281,8 +275,7 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     if end.status:
         ends_within(DISK_TIMEOUT, partial(manifest.stop, stage))  # a stage with status "running" resumes as well
         raise StageFailed(end.status)
-    manifest.finish(stage, cache)
-    cache.save()
+    manifest.finish(stage)
     if end.stop_status:
         print(f"{stage}: finished, then stopped; run the same command again to resume", file=sys.stderr)
         raise StageFailed(end.stop_status)

@@ -6,17 +6,16 @@ Two kinds of keys are excluded:
 - Monitoring keys (tracking, logging, evaluation, checkpoints).
 """
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import DataConfig, ModelConfig, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
 from pipeline.data.files import find
-from pipeline.files import read_object
 from pipeline.models.folder import model_folder
 
 MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
@@ -42,48 +41,23 @@ DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16",
 ZERO_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")  # the DeepSpeed equivalents of engine.compress
 
 
-class HashCache:
-    """A cache of SHA-256 hashes of files in one JSON file. An entry is valid while size and mtime are unchanged.
+def hash_file(file: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal. This process reads an unchanged file once."""
+    status = file.stat()
+    return _hash_bytes(file.resolve(), status.st_size, status.st_mtime_ns)
 
-    After `distrust`, an entry is valid only if this process computed it. A damaged disk may change a file without a
-    change of its size and time.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._computed: set[str] = set()
-        self._distrusts = False
-        self._entries: dict[str, list[Any]] = read_object(path)
+@cache
+def _hash_bytes(file: Path, size: int, modified: int) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
-    def distrust(self) -> None:
-        """Read every file again that an earlier process read."""
-        self._distrusts = True
 
-    def file(self, file: Path) -> str:
-        """Return the SHA-256 of one file's bytes, in hexadecimal."""
-        file = file.resolve()
-        stat = file.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns]
-        entry = self._entries.get(str(file))
-        is_valid = isinstance(entry, list) and len(entry) == 3 and entry[:2] == stamp
-        if entry is not None and is_valid and (str(file) in self._computed or not self._distrusts):
-            return str(entry[2])
-        with open(file, "rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        self._entries[str(file)] = [*stamp, digest]
-        self._computed.add(str(file))
-        return digest
-
-    def tree(self, path: Path) -> str:
-        """Return the SHA-256 over names and contents of all files of a folder, without hidden files; or of one file."""
-        if path.is_file():
-            return self.file(path)
-        return digest({name: self.file(file) for name, file in _visible_files(path).items()})
-
-    def save(self) -> None:
-        """Write the cache file. A failed write is ignored, because the hashes can be computed again."""
-        with contextlib.suppress(OSError):
-            self._path.write_text(json.dumps(self._entries), encoding="utf-8")
+def hash_tree(path: Path) -> str:
+    """Return the SHA-256 over names and contents of all files of a folder, without hidden files; or of one file."""
+    if path.is_file():
+        return hash_file(path)
+    return digest({name: hash_file(file) for name, file in _visible_files(path).items()})
 
 
 def _visible_files(folder: Path) -> dict[str, Path]:
@@ -202,15 +176,15 @@ def _absolute(location: str | None) -> str | None:
     return None if location is None else str(Path(location).resolve())
 
 
-def model_content(model: ModelConfig, cache: HashCache) -> str:
+def model_content(model: ModelConfig) -> str:
     """Return the content hash of a base model's folder; without a folder, a string that names its source."""
     if model.path is not None:
-        return cache.tree(Path(model.path))
+        return hash_tree(Path(model.path))
     source = model_source(model)
     return f"random:{source['architecture']}" if "architecture" in source else f"hub:{source['hub']}"
 
 
-def tokenizer_content(model: ModelConfig, cache: HashCache) -> str | None:
+def tokenizer_content(model: ModelConfig) -> str | None:
     """Return a hash of the local files that a run's tokenizer is made of; None if it is made of the data.
 
     The files are those of `model.chat_template`, and of `model.tokenizer` or the model's folder without its weights.
@@ -223,17 +197,17 @@ def tokenizer_content(model: ModelConfig, cache: HashCache) -> str | None:
     if folder is not None:
         weights = (".safetensors", ".safetensors.index.json")
         names = {name: file for name, file in _visible_files(folder).items() if not name.endswith(weights)}
-        files["folder"] = digest({name: cache.file(file) for name, file in names.items()})
+        files["folder"] = digest({name: hash_file(file) for name, file in names.items()})
     if model.chat_template is not None and (template := find(model.chat_template)) is not None:
-        files["chat_template"] = cache.file(template)
+        files["chat_template"] = hash_file(template)
     return digest(files) if files else None
 
 
-def data_content(data: DataConfig, cache: HashCache) -> str:
+def data_content(data: DataConfig) -> str:
     """Return a hash of the data: the contents of local files, and the description of all other sources."""
     source = data_source(data)
     paths = [data.path] if data.path is not None else []
     if data.path is None:
         paths = [path for entry in data.sources for path in (entry.path, entry.eval_path) if path is not None]
-    contents = {path: cache.tree(local) for path in paths if (local := find(path)) is not None}
+    contents = {path: hash_tree(local) for path in paths if (local := find(path)) is not None}
     return digest({"source": source, "contents": sorted(contents.values())})

@@ -23,10 +23,10 @@ from pipeline.files import read_record, write_json
 from pipeline.launch.fingerprint import (
     PPO_SELECTION_KEYS,
     ROLLOUT_EXECUTION_KEYS,
-    HashCache,
     data_source,
     digest,
     flatten,
+    hash_tree,
     model_source,
     stage_settings,
 )
@@ -139,9 +139,9 @@ class Manifest:
         self.stages[stage]["status"] = "stopped"
         self.save()
 
-    def finish(self, stage: str, cache: HashCache) -> None:
+    def finish(self, stage: str) -> None:
         """Record that a stage has finished, with the content hash of its model."""
-        produced = {"model": cache.tree(self.run_dir / stage / "model")}
+        produced = {"model": hash_tree(self.run_dir / stage / "model")}
         self.stages[stage].update(status="finished", produced=produced, finished=_now())
         self.save()
 

@@ -9,9 +9,10 @@ from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, function_file
 from pipeline.installation import TRAIN
 from pipeline.launch.fingerprint import (
-    HashCache,
     data_content,
     digest,
+    hash_file,
+    hash_tree,
     model_content,
     stage_settings,
     tokenizer_content,
@@ -86,36 +87,36 @@ def _find_earlier_model(manifest: Manifest, consumer: str, stage: str, key: str,
     )
 
 
-def stage_consumes(config: RunConfig, run_dir: Path, stage: str, cache: HashCache) -> dict[str, Any]:
+def stage_consumes(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Any]:
     """Return everything that a stage's result depends on.
 
     These are its settings and the content hashes of its data, its models and its reward function.
     """
     base = config.reward_model if stage == "reward" and config.reward_model is not None else config.model
     models = {
-        role: _hash_unchanged(folder, run_dir, cache) if folder is not None else model_content(base, cache)
+        role: _hash_unchanged(folder, run_dir) if folder is not None else model_content(base)
         for role, folder in stage_inputs(config, run_dir, stage).items()
     }
-    settings, data = stage_settings(config, stage), data_content(config.data, cache)
+    settings, data = stage_settings(config, stage), data_content(config.data)
     inputs: dict[str, Any] = {"config": digest(settings), "settings": settings, "data": data, "models": models}
     if "base" in models and config.actor is None:
-        inputs["tokenizer"] = tokenizer_content(config.model, cache)
+        inputs["tokenizer"] = tokenizer_content(config.model)
     if stage == "ppo" and config.ppo.reward_function is not None:
-        inputs["reward_function"] = cache.file(function_file(config.ppo.reward_function))
+        inputs["reward_function"] = hash_file(function_file(config.ppo.reward_function))
     if settings.get("evaluation.judge") is not None:  # the guard or export=best reads its grades
-        inputs["judge"] = judge_files(config, cache)[JUDGE]
+        inputs["judge"] = judge_files(config)[JUDGE]
     return inputs
 
 
-def judge_files(config: RunConfig, cache: HashCache) -> dict[str, str]:
+def judge_files(config: RunConfig) -> dict[str, str]:
     """Return the content hashes of the files of `evaluation.judge` and `evaluation.pair_judge`, by key, if set."""
     judges = {JUDGE: config.evaluation.judge, PAIR_JUDGE: config.evaluation.pair_judge}
-    return {key: cache.file(function_file(where, key)) for key, where in judges.items() if where is not None}
+    return {key: hash_file(function_file(where, key)) for key, where in judges.items() if where is not None}
 
 
-def _hash_unchanged(folder: Path, run_dir: Path, cache: HashCache) -> str:
+def _hash_unchanged(folder: Path, run_dir: Path) -> str:
     """Return the content hash of a model. Raise UserError if a stage of this run made it and it changed since then."""
-    current, stage = cache.tree(folder), folder.parent.name
+    current, stage = hash_tree(folder), folder.parent.name
     record = Manifest.read(run_dir).stages.get(stage, {}) if folder.parent.parent == run_dir else {}
     if record.get("produced", {}).get("model", current) != current:
         raise UserError(

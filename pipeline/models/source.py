@@ -72,10 +72,7 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None, weig
     if folder is not None:
         return _from_folder(model, seed, model_folder(folder))
     if model.weights == "random":
-        if not model.architecture:
-            raise UserError(
-                f"model.weights=random needs model.architecture, which conf/model/{model.name}.yaml does not set"
-            )
+        assert model.architecture, "`validate` refuses random weights without an architecture"
         try:
             config = _build_config(model.architecture)
         except ValueError as error:
@@ -83,9 +80,8 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None, weig
         return ModelSource.of(model, config, None, seed)
     if model.path is not None:
         return _from_folder(model, seed, model_folder(model.path, "model.path"), weights=weights)
-    if model.hub is not None:
-        return _from_folder(model, seed, download(model.hub, weights=weights), weights=weights)
-    raise UserError(f"model {model.name} has neither model.path nor model.hub: set model.path=FOLDER")
+    assert model.hub is not None, "`validate` refuses a model without a source"
+    return _from_folder(model, seed, download(model.hub, weights=weights), weights=weights)
 
 
 def _build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
@@ -94,8 +90,6 @@ def _build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
     Raises ValueError for an unknown family or field.
     """
     fields = {key: value for key, value in architecture.items() if key not in ("model_type", "name")}
-    if "model_type" not in architecture:
-        raise ValueError("model_type is missing: set the family's name in transformers (opt, llama, qwen3)")
     family = architecture["model_type"]
     if family not in CONFIG_MAPPING:
         near = " or ".join(get_close_matches(family, CONFIG_MAPPING))

@@ -163,8 +163,8 @@ def _bytes(entry: Mapping[str, Any], key: str) -> str:
 def configuration_section(run: RunReading) -> Markup | None:
     """Build the section with the resolved configuration of each stage and the manifest."""
     texts = [(f"{name}/config.yaml", stage.config) for name, stage in run.stages.items() if stage.config]
-    if run.manifest:
-        texts.append((MANIFEST, run.manifest))
+    if run.manifest_text:
+        texts.append((MANIFEST, run.manifest_text))
     if not texts:
         return None
     folded = [element("details", element("summary", title), element("pre", text)) for title, text in texts]

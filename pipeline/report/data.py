@@ -1,6 +1,5 @@
 """Read a run folder for the report. Stages may be missing or unfinished, and files may end within a line."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ import yaml
 
 from pipeline.config.stages import ANSWERING, METHODS, POLICIES, STAGES
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, StepGrades, read_grades, read_samples
-from pipeline.files import PLAN
+from pipeline.files import PLAN, json_lines, read_object
 from pipeline.report.svg import Point
 
 METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.yaml", "manifest.json"
@@ -73,12 +72,13 @@ class StageReading:
 
 @dataclass(frozen=True)
 class RunReading:
-    """A run folder: its name, its stages, the settings they share and the manifest as text."""
+    """A run folder: its name, its stages, the settings they share, and the manifest, also as text."""
 
     name: str
     stages: Mapping[str, StageReading]
     settings: Mapping[str, Any]
-    manifest: str = ""
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    manifest_text: str = ""
 
     def stage(self, name: str) -> StageReading:
         return self.stages.get(name) or StageReading(name)
@@ -108,7 +108,7 @@ class RunReading:
     def policy(self) -> str:
         """Return the stage whose model is compared with SFT's: "ppo" or "dpo", whichever finished last."""
         order = [name for name in POLICIES if name in self.stages]
-        records = mapping(_parse_object(self.manifest).get("stages"))
+        records = mapping(self.manifest.get("stages"))
         ends = {name: str(mapping(records.get(name)).get("finished", "")) for name in order}
         if order:
             return max(order, key=lambda name: (self.stage(name).finished, ends[name], self.stage(name).started))
@@ -157,7 +157,8 @@ def read_run(run_dir: Path) -> RunReading:
         name=run_dir.resolve().name,
         stages=stages,
         settings=_parse_yaml(newest),
-        manifest=_read_text(run_dir / MANIFEST),
+        manifest=read_object(run_dir / MANIFEST),
+        manifest_text=_read_text(run_dir / MANIFEST),
     )
 
 
@@ -166,22 +167,21 @@ def _read_stage(folder: Path, name: str) -> StageReading:
     return StageReading(
         name=name,
         rows=rows,
-        summary=_read_object(folder / SUMMARY),
+        summary=read_object(folder / SUMMARY),
         samples=read_samples(folder / SAMPLES),
         config=_read_text(folder / CONFIG),
         bad_lines=bad_lines,
-        planned=_read_object(folder / PLAN),
+        planned=read_object(folder / PLAN),
         grades=read_grades(folder / GRADES),
         rollouts=_read_rollouts(folder / ROLLOUTS),
-        card=_read_object(folder / CARD),
+        card=read_object(folder / CARD),
     )
 
 
 def _read_rollouts(path: Path) -> list[tuple[float, float, float, float]]:
     """Return (step, score, tokens, KL) of the answers in rollouts.jsonl that have these numbers."""
     found = []
-    for line in _read_text(path).split("\n"):  # answers may contain the other separators of splitlines
-        row = _parse_object(line)
+    for row in json_lines(path):
         numbers = finite({key: row.get(key) for key in ("step", "score", "tokens", "kl")})
         if len(numbers) == 4:
             found.append((numbers["step"], numbers["score"], numbers["tokens"], numbers["kl"]))
@@ -192,8 +192,7 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
     """Return the numbers of each step in order, and the count of malformed lines. Lines of one step are merged."""
     steps: dict[float, dict[str, float]] = {}
     bad_lines = 0
-    for line in _read_text(path).splitlines():
-        row = _parse_object(line)
+    for row in json_lines(path):
         if not is_number(row.get("step")):
             bad_lines += 1
             continue
@@ -212,18 +211,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    return _parse_object(_read_text(path))
-
-
-def _parse_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _parse_yaml(text: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.evaluation.intervals import wilson_interval
-from pipeline.files import sync
+from pipeline.files import json_lines, sync
 
 FILE = "votes.jsonl"
 SIDES = ("left", "right")
@@ -71,15 +71,7 @@ class VoteFile:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows. Other lines are left out."""
-        if not self.path.exists():
-            return
-        for line in self.path.read_bytes().split(b"\n"):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                yield row
+        return filter(None, json_lines(self.path))
 
     def tally(self, first: Contestant, second: Contestant) -> "Tally":
         """Count the votes between two models. Votes on other models, or on other versions of them, do not count."""

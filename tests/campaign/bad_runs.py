@@ -57,9 +57,6 @@ def cases() -> list[Case]:
         case("no manifest, stage=reward", "has no record of the sft stage", MANIFEST.unlink, "stage=reward"),
         case("no manifest, stage=ppo", "has no finished sft stage|no actor model", MANIFEST.unlink, "stage=ppo"),
         case("no manifest", "its record is gone", MANIFEST.unlink, status=0),
-        case("hashes: a list", skipped, writes("runs/x/.hashes.json", "[]"), status=0),
-        case("hashes: numbers", skipped, _hashes, status=0),
-        case("hashes: cut off", skipped, writes("runs/x/.hashes.json", "{"), status=0),
         case("the SFT model was edited", "is not as the sft stage made it", _edit("sft/model/config.json"), *AGAIN),
         case("the reward model was edited", "not as the reward stage made", _edit("reward/model/config.json"), *AGAIN),
         case("bit rot in the SFT model", "is not as the sft stage made it", _rot, *AGAIN),
@@ -185,11 +182,6 @@ def _rot() -> None:
 
 def _remove(*names: str) -> Callable[[], None]:
     return lambda: [shutil.rmtree(RUN / name) for name in names] and None
-
-
-def _hashes() -> None:
-    file = RUN / ".hashes.json"
-    file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), 1)))
 
 
 def _summary() -> None:

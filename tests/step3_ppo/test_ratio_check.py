@@ -13,7 +13,6 @@ from pipeline.config.stage_sections import PpoSection
 from pipeline.errors import UserError
 from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout, collect
-from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import RATIO_TOLERANCE, check_first_ratio, means, minibatches, update_policy
 from tests.pipeline.models.tiny import classifier, config_of, language_model
 from tests.step3_ppo.example_rollouts import advantages_of, models_in, rollout_of, saved_models
@@ -32,7 +31,7 @@ def first_deviation(models: Models, rollout: Rollout, temperature: float) -> flo
     section = PpoSection()
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=30)
     targets = advantages_of(rollout, section, kl_coef=0.1)
-    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, temperature))
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=temperature)
     return means(update, minibatch.tokens)["deviation"]
 
 
@@ -90,7 +89,7 @@ def test_the_check_comes_before_the_step(tmp_path: Path) -> None:
         raise UserError(f"{deviation}")
 
     with pytest.raises(UserError):
-        update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(PpoSection(), 0.7), check=refuse)
+        update_policy(models.actor, minibatch, rollout, targets, PpoSection(), temperature=0.7, check=refuse)
     assert all(torch.equal(a, b) for a, b in zip(before, models.actor.module.parameters(), strict=True))
 
 

@@ -18,7 +18,6 @@ from pipeline.models.build import build_scorer
 from step3_ppo import rollout
 from step3_ppo.batches import collate, local_microbatches
 from step3_ppo.rollout import Rollout, collect, ended_answers, ensemble_scores, generate, score_answers
-from step3_ppo.setup import policy_loss_settings
 from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.pipeline.models.tiny import frozen, source_in
 from tests.ranks import run_ranks
@@ -232,7 +231,7 @@ def one_step(folder: Path, zero_stage: int, packing: bool = False) -> dict[str, 
     targets = advantages_of(rollout, SECTION, kl_coef=0.1)
     updates, seen = [], []
     for minibatch in minibatches(rollout, count=2, seed=8, pad_id=0, budget=24, packing=packing):
-        actor = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(SECTION, 0.9))
+        actor = update_policy(models.actor, minibatch, rollout, targets, SECTION, temperature=0.9)
         critic = update_critic(models.critic, minibatch, rollout, targets, clip=SECTION.value_clip)
         norms = {**actor.maxima, "grad_norm": actor.grad_norm, "critic_grad_norm": critic.grad_norm}
         updates.append({"loss": actor.loss, "value_loss": critic.loss, **norms, **actor.sums, **critic.sums})

@@ -15,7 +15,7 @@ from pipeline.data.batch import TokenBatch
 from pipeline.models.checks import verify
 from step3_ppo.advantages import answer_scores
 from step3_ppo.rollout import Rollout
-from step3_ppo.setup import policy_loss_settings, reward_shaping
+from step3_ppo.setup import reward_shaping
 from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy
 from tests.host_syncs import HostSyncCounter
 from tests.step3_ppo.example_rollouts import Table, advantages_of, close, models_in, rollout_of, saved_models
@@ -202,7 +202,7 @@ def test_one_update_with_sequence_ratios(budget: int, tmp_path: Path) -> None:
         held = min(max(ratio, 0.9), 1.2)
         losses.append(min(w, 1.5) * max(-advantage * ratio, -advantage * held))
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=budget)
-    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 1.0))
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
     assert update.loss == pytest.approx(math.fsum(losses) / 5, rel=1e-3)
 
 
@@ -234,7 +234,7 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     bonus = math.fsum(e.item() for e in entropies)
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
-    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
     count = sum(RESPONSES)
     assert update.loss == pytest.approx((expected - 0.05 * bonus) / count, rel=1e-3)
     figures = means(update, minibatch.tokens)
@@ -275,7 +275,7 @@ def test_the_kl_in_the_loss_has_its_gradient(estimator: str | None, tmp_path: Pa
     (terms * 0.3 / sum(RESPONSES)).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
-    update = update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 1.0), kl_coef=0.3)
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0, kl_coef=0.3)
     assert update.loss == pytest.approx(0.3 * terms.item() / sum(RESPONSES), rel=1e-3)
     assert means(update, minibatch.tokens)["kl_loss"] == pytest.approx(terms.item() / sum(RESPONSES), rel=1e-3)
     assert update.grad_norm == pytest.approx(norm, rel=1e-3)
@@ -321,12 +321,9 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     mixed = TokenBatch(ids, torch.tensor([2, 3, 4, 6, 7])).to(dist.world().device)
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
-    settings = policy_loss_settings(section, 1.0)
-    plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, settings)
+    plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
     ptx = PtxBatch([mixed], len(nats), coef=0.3)
-    update = update_policy(
-        models_in(tmp_path).actor, minibatch, rollout, targets, policy_loss_settings(section, 1.0), ptx=ptx
-    )
+    update = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
@@ -341,7 +338,7 @@ def test_the_host_does_not_wait_before_the_end_of_an_update(tmp_path: Path) -> N
         assert verify(engine, max_length=16).packing
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18, packing=True)
     with HostSyncCounter() as policy:
-        update_policy(models.actor, minibatch, rollout, targets, policy_loss_settings(section, 0.8))
+        update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
     with HostSyncCounter() as critic:
         update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
     # tests/engine/test_engine.py shows that an update reads all its numbers at its end in one transfer.

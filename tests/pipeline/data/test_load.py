@@ -216,8 +216,6 @@ def test_data_without_rows_for_the_stage_is_refused(tmp_path: Path) -> None:
         load_stage(of({"path": data.path, "stages": ["sft"]}), "ppo", seed=1)
     with pytest.raises(UserError, match=r"data\.stage_shares gives ppo no row"):
         load_stage(DataConfig(name="x", path=data.path, stage_shares={"sft": 1}), "ppo", seed=1)
-    with pytest.raises(UserError, match="has no source"):
-        load_stage(DataConfig(name="x"), "sft", seed=1)
 
 
 def test_a_missing_source_is_ignored_by_stages_that_do_not_read_it(tmp_path: Path) -> None:

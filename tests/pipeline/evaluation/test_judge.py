@@ -9,7 +9,7 @@ from pipeline.config.environment import check_paths
 from pipeline.data.records import Message, Prompt
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.evaluator import Evaluation, compare_models
-from pipeline.evaluation.judge import compare_pairs, gold_scores
+from pipeline.evaluation.judge import compare_pairs, judged
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from pipeline.evaluation.user_function import PAIR_JUDGE, UserFunction, load_function
 
@@ -17,11 +17,11 @@ PROMPTS = [Prompt((Message("user", f"What is {n} + 1?"),), "demo") for n in rang
 
 
 def test_gold_scores_need_the_demos_prompts() -> None:
-    scores = gold_scores(PROMPTS, ["It is 1.", "2", "nonsense of the worst kind"])
+    scores = judged(PROMPTS, ["It is 1.", "2", "nonsense of the worst kind"], None)
     assert scores is not None
     assert scores[0] == 1.0 > scores[1] > scores[2] == 0.0
-    assert gold_scores([*PROMPTS, Prompt(PROMPTS[0].messages, "gsm8k")], ["1"] * 4) is None
-    assert gold_scores([], []) is None
+    assert judged([*PROMPTS, Prompt(PROMPTS[0].messages, "gsm8k")], ["1"] * 4, None) is None
+    assert judged([], [], None) is None
 
 
 def pair_judge(file: Path, body: str, *, threads: int = 1) -> UserFunction:

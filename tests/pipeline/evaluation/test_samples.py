@@ -26,5 +26,5 @@ def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
 
 
 def test_scores_that_are_not_finite_are_skipped() -> None:
-    row = {"prompt": [], "answers": {}, "scores": {"a": float("nan"), "b": None, "c": True, "d": 2}, "gold": None}
+    row = {"prompt": [], "answers": {}, "scores": {"a": float("nan"), "b": float("inf"), "d": 2}}
     assert Sample.from_row(row).scores == {"d": 2.0}

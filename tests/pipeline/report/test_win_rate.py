@@ -144,8 +144,3 @@ def test_the_page_shows_both_rates_and_the_unusable_verdicts(tmp_path: Path) -> 
     for words in ("Length-controlled", "PPO against SFT", "82.5% (68.1% to 91.3%)", "Unusable",
                   "2 more pairs have no usable verdict"):  # fmt: skip
         assert words in text, words
-
-
-def test_a_verdict_outside_0_to_1_is_unusable() -> None:
-    row = {"prompt": [], "answers": {}, "preferences": {"ppo": [7, "A"], "dpo": [0, 1]}}
-    assert Sample.from_row(row).preferences == {"ppo": (None, None), "dpo": (0.0, 1.0)}
