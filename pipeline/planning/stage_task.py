@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from engine import OptimizerConfig
 from engine.memory import (
+    STATES,
     VLLM_SEQUENCES,
     GenerationLoad,
     ModelShape,
-    ModelStates,
+    Owners,
     Workload,
     frozen_states,
     measure_shape,
@@ -41,10 +42,10 @@ class StageModel:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def states(self) -> ModelStates:
-        """The bytes that the model holds."""
+    def states(self) -> Owners:
+        """The bytes of each owner in `STATES`."""
         if self.kind == "shared":
-            return ModelStates()
+            return dict.fromkeys(STATES, 0)
         return (trained_states if self.kind == "trained" else frozen_states)(self.shape, self.work)
 
 

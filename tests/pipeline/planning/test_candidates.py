@@ -15,10 +15,7 @@ from pipeline.planning.stage_task import stage_task
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.tiny import tiny_config
 
-RATES = Rates(
-    forward=3e-12, backward=6e-12, decode=3e-10, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
-    disk=1e-9,
-)  # fmt: skip
+RATES = Rates(forward=3e-12, decode=3e-10, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10, disk=1e-9)
 
 
 def test_less_memory_needs_settings_with_less_memory() -> None:
