@@ -144,23 +144,16 @@ class Progress:
 
     @contextmanager
     def collective(self, name: str, shape: Sequence[int]) -> Iterator[None]:
-        """Publish that the main thread is in a collective (see `begin`)."""
-        self.begin(name, shape)
+        """Publish that the main thread is in a collective. The shape is that of this rank's tensor."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._number += 1
+        self._collective, self._inside = f"{name}{list(shape)}" if shape else name, True
+        self._write()
         try:
             yield
         finally:
-            self.end()
-
-    def begin(self, name: str, shape: Sequence[int]) -> None:
-        """Publish that the main thread calls a collective. The shape is that of this rank's tensor."""
-        if threading.get_ident() == self._thread:
-            self._number += 1
-            self._collective, self._inside = f"{name}{list(shape)}" if shape else name, True
-            self._write()
-
-    def end(self) -> None:
-        """Publish that the collective has returned."""
-        if threading.get_ident() == self._thread:
             self._inside = False
             self._write()
 

@@ -8,11 +8,9 @@ import numpy as np
 from engine import distributed
 from pipeline.data.encode import PairItem
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.evaluation.pair_accuracy import Scored
+from pipeline.evaluation.pair_accuracy import Card, Scored, accuracy
 from pipeline.evaluation.report_card import (
-    Card,
     Judged,
-    accuracy,
     agreement,
     calibration,
     changed_answers,

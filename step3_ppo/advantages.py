@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Scored(Protocol):
+class ScoredRollout(Protocol):
     """The numbers of a rollout that its advantages depend on. `step3_ppo.rollout.Rollout` describes them."""
 
     @property
@@ -202,7 +202,7 @@ class Advantages:
     uniform_prompts: Tensor | None = None
 
 
-AdvantageEstimator = Callable[[Scored, Tensor, Tensor], Advantages]
+AdvantageEstimator = Callable[[ScoredRollout, Tensor, Tensor], Advantages]
 """A rollout, its shaped rewards (B, R) and the scores (B,) in them -> advantages."""
 
 
@@ -226,7 +226,7 @@ class RewardShaping:
 
 
 def compute_advantages(
-    rollout: Scored, shaping: RewardShaping, estimate: AdvantageEstimator, *, kl_coef: float
+    rollout: ScoredRollout, shaping: RewardShaping, estimate: AdvantageEstimator, *, kl_coef: float
 ) -> Advantages:
     """Shape the rewards of a rollout and estimate the advantages. `kl_coef` weighs the KL to the reference."""
     scores = answer_scores(rollout.scores, rollout.finished, rollout.response_mask.sum(1), shaping)
@@ -256,7 +256,7 @@ def answer_scores(scores: Tensor, finished: Tensor, lengths: Tensor, shaping: Re
 
 
 def estimate_gae(
-    rollout: Scored, rewards: Tensor, scores: Tensor, *, gamma: float, lam: float, whiten_advantages: bool
+    rollout: ScoredRollout, rewards: Tensor, scores: Tensor, *, gamma: float, lam: float, whiten_advantages: bool
 ) -> Advantages:
     """Estimate by GAE with a critic (Schulman et al., 2016, arXiv:1506.02438), whitened over the global batch."""
     assert rollout.values is not None
@@ -265,20 +265,22 @@ def estimate_gae(
     return Advantages(whiten(advantages, mask) if whiten_advantages else advantages, rewards, returns)
 
 
-def estimate_rloo(rollout: Scored, rewards: Tensor, scores: Tensor, *, samples: int) -> Advantages:
+def estimate_rloo(rollout: ScoredRollout, rewards: Tensor, scores: Tensor, *, samples: int) -> Advantages:
     """Estimate by RLOO: the reward of an answer, less the mean reward of the other answers to its prompt."""
     advantages = _for_each_token(rloo(rewards.sum(1), samples), rollout)
     return Advantages(advantages, rewards, uniform_prompts=is_uniform(scores, samples).float().mean())
 
 
-def estimate_grpo(rollout: Scored, rewards: Tensor, scores: Tensor, *, samples: int, divide_by_std: bool) -> Advantages:
+def estimate_grpo(
+    rollout: ScoredRollout, rewards: Tensor, scores: Tensor, *, samples: int, divide_by_std: bool
+) -> Advantages:
     """Estimate by GRPO: the reward of an answer relative to all answers to its prompt."""
     advantages = _for_each_token(grpo(rewards.sum(1), samples, divide_by_std=divide_by_std), rollout)
     return Advantages(advantages, rewards, uniform_prompts=is_uniform(scores, samples).float().mean())
 
 
 def estimate_reinforce(
-    rollout: Scored, rewards: Tensor, scores: Tensor, *, gamma: float, whiten_advantages: bool
+    rollout: ScoredRollout, rewards: Tensor, scores: Tensor, *, gamma: float, whiten_advantages: bool
 ) -> Advantages:
     """Estimate by REINFORCE++ (Hu, 2025, arXiv:2501.03262): the discounted reward from a token on, whitened."""
     mask = rollout.response_mask
@@ -287,7 +289,7 @@ def estimate_reinforce(
 
 
 def estimate_reinforce_baseline(
-    rollout: Scored, rewards: Tensor, scores: Tensor, *, samples: int, whiten_advantages: bool
+    rollout: ScoredRollout, rewards: Tensor, scores: Tensor, *, samples: int, whiten_advantages: bool
 ) -> Advantages:
     """Estimate by REINFORCE++ with group baseline (Hu, 2025, arXiv:2501.03262): less the group's mean, then whitened.
 
@@ -300,7 +302,7 @@ def estimate_reinforce_baseline(
 
 
 def estimate_online_dpo(
-    rollout: Scored, rewards: Tensor, scores: Tensor, *, samples: int, pair_beta: float
+    rollout: ScoredRollout, rewards: Tensor, scores: Tensor, *, samples: int, pair_beta: float
 ) -> Advantages:
     """Estimate by online DPO: the weights of the best and the worst answer to each prompt in the gradient of DPO."""
     assert rollout.reference is not None, "online DPO without a reference"
@@ -309,7 +311,7 @@ def estimate_online_dpo(
     return Advantages(advantages, rewards, uniform_prompts=is_uniform(scores, samples).float().mean())
 
 
-def estimate_distill(rollout: Scored, rewards: Tensor, scores: Tensor) -> Advantages:
+def estimate_distill(rollout: ScoredRollout, rewards: Tensor, scores: Tensor) -> Advantages:
     """Estimate by on-policy distillation: the log-ratio of teacher and student at each token. The reference teaches."""
     assert rollout.reference is not None, "distillation without a teacher"
     ratios = torch.where(rollout.response_mask, distill(rollout.logprobs, rollout.reference), 0)
@@ -328,6 +330,6 @@ ESTIMATORS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
 """The estimators by the value of `ppo.advantage`, with the keys of `ppo` that they take."""
 
 
-def _for_each_token(advantages: Tensor, rollout: Scored) -> Tensor:
+def _for_each_token(advantages: Tensor, rollout: ScoredRollout) -> Tensor:
     """(B,) -> (B, R), zero outside the response mask."""
     return torch.where(rollout.response_mask, advantages[:, None], torch.zeros_like(rollout.logprobs))

@@ -94,7 +94,7 @@ def load_held_out(data: "DataConfig", seed: int, *, rows: bool = False) -> list[
     return next((prompts for prompts in found if prompts), [])
 
 
-def made_here(data: "DataConfig", stage: str) -> bool:
+def is_generated(data: "DataConfig", stage: str) -> bool:
     """Return whether a stage trains on data that zerochat generates, completely or in part."""
     return any(source.builtin for source in configured_sources(data) if STAGES[stage].reads in source.stages)
 

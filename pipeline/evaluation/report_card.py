@@ -1,7 +1,6 @@
 """The report card of a reward model, as one JSON object (card.json): how far its scores deserve trust.
 
-The functions take scores and return JSON. A share has Wilson's 95% interval. The sample
-of an accuracy are conversations, because their pairs are not independent. A part without data is None.
+The functions take scores and return JSON. A share has Wilson's 95% interval. A part without data is None.
 """
 
 import math
@@ -9,14 +8,12 @@ import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any
 
-from pipeline.evaluation.intervals import correlation_interval, grouped_share_interval, mean_interval, rank_correlation
-from pipeline.evaluation.pair_accuracy import Scored
+from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation
+from pipeline.evaluation.pair_accuracy import Card, Scored, share
 
 CONFIDENCE_BINS = 5
 LENGTH_GROUPS = 4
-Card = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,32 +23,6 @@ class Judged:
     prompt: Hashable
     score: float
     gold: float
-
-
-def share(outcomes: Sequence[bool], groups: Sequence[Hashable] | None = None) -> Card | None:
-    """Return the share of True with its interval and the number of outcomes.
-
-    groups: the group of each outcome, if outcomes of a group are not independent
-    """
-    if not outcomes:
-        return None
-    low, high = grouped_share_interval(outcomes, range(len(outcomes)) if groups is None else groups)
-    return {"share": sum(outcomes) / len(outcomes), "low": low, "high": high, "count": len(outcomes)}
-
-
-def accuracy(scored: Sequence[Scored]) -> Card:
-    """Return the share of pairs whose chosen answer scores higher: of all, by source, and by which answer is longer."""
-    sources = sorted({each.pair.source for each in scored})
-
-    def of(members: Sequence[Scored]) -> Card | None:
-        return share([each.right for each in members], [each.group for each in members])
-
-    return {
-        "all": of(scored),
-        "by_source": {name: of([each for each in scored if each.pair.source == name]) for name in sources},
-        "chosen_longer": of([each for each in scored if _extra_tokens(each) > 0]),
-        "rejected_longer": of([each for each in scored if _extra_tokens(each) < 0]),
-    }
 
 
 def calibration(margins: Sequence[float]) -> Card | None:
@@ -83,14 +54,14 @@ def margin_by_length(scored: Sequence[Scored]) -> list[Card]:
 
     The pairs are divided at the quartiles of this difference. A model that scores length has margins that grow with it.
     """
-    ordered = sorted(scored, key=_extra_tokens)
+    ordered = sorted(scored, key=lambda each: each.extra_tokens)
     cuts = [round(len(ordered) * number / LENGTH_GROUPS) for number in range(LENGTH_GROUPS + 1)]
     groups = []
     for members in (ordered[start:end] for start, end in pairwise(cuts) if end > start):
         mean, low, high = mean_interval([each.chosen - each.rejected for each in members])
         groups.append(
             {
-                "extra_tokens": statistics.fmean(map(_extra_tokens, members)),
+                "extra_tokens": statistics.fmean(each.extra_tokens for each in members),
                 "margin": mean,
                 "low": None if math.isnan(low) else low,
                 "high": None if math.isnan(high) else high,
@@ -143,7 +114,3 @@ def changed_answers(complete: Sequence[float], changed: Sequence[float], *, pena
         return None
     above = [new - penalty > old for old, new in zip(complete, changed, strict=True)]
     return {**found, "penalty": penalty, "above_complete": share(above)}
-
-
-def _extra_tokens(scored: Scored) -> int:
-    return len(scored.pair.chosen) - len(scored.pair.rejected)

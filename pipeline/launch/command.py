@@ -45,7 +45,7 @@ from pipeline.launch.failure import (
 from pipeline.launch.folder import RunFolder, open_folder, with_stage_shares
 from pipeline.launch.manifest import Manifest, move_aside
 from pipeline.launch.processes import launch_stage
-from pipeline.launch.ranks import Ranks, check_given, count_gpus, given_ranks, own_ranks
+from pipeline.launch.ranks import Ranks, check_rank_count, count_gpus, external_ranks, own_ranks
 from pipeline.launch.stage_inputs import judge_files, stage_consumes
 from pipeline.launch.summary import compare_runs, compare_seeds, judge_notice, report_verdict, summarize_run
 
@@ -152,10 +152,10 @@ def _rate_warnings(jobs: list[Job], configs: list[RunConfig]) -> Iterator[str]:
 
 
 def _ranks(configs: list[RunConfig]) -> Ranks:
-    external = given_ranks(os.environ)
+    external = external_ranks(os.environ)
     for config in configs:
         if external is not None:
-            check_given(external, config.ranks)
+            check_rank_count(external, config.ranks)
     rank_counts = {config.ranks for config in configs}
     if len(rank_counts) > 1:
         raise UserError(
@@ -238,7 +238,7 @@ def _describe_earlier_run(folder: RunFolder) -> str:
         "unfinished": "resumes the unfinished run of the same configuration",
         "finished": "the run is finished and stays unchanged",
     }
-    return f" ({reasons[folder.found]}; name=NAME starts another run)" if folder.found else ""
+    return f" ({reasons[folder.earlier]}; name=NAME starts another run)" if folder.earlier else ""
 
 
 def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control) -> bool:

@@ -30,15 +30,15 @@ class RunFolder:
 
     path: Path
     lock: IO[str]
-    found: Literal["", "unfinished", "finished"] = ""
+    earlier: Literal["", "unfinished", "finished"] = ""
     """The state of the earlier run of the same configuration that the launcher selected; "" if it selected none."""
-    made: bool = False
+    is_new: bool = False
     """Whether this command created the folder."""
 
     def drop_unused(self) -> None:
         """Remove the folder after an error, if this command created it and no stage has written results."""
         results = ("metrics.jsonl", "checkpoints", "model", "error.txt", "nan-*")
-        if self.made and not any(True for name in results for _ in self.path.glob(f"*/{name}")):
+        if self.is_new and not any(True for name in results for _ in self.path.glob(f"*/{name}")):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_leftovers(self) -> None:
@@ -66,7 +66,7 @@ def open_folder(config: RunConfig, stages: list[str], label: str = "") -> RunFol
         path = Path(config.run_dir) if config.run_dir is not None else RUNS / str(config.name)
         path = path.with_name(f"{path.name}-{suffix}") if suffix else path
         is_new = _create(path)
-        return RunFolder(path, _lock(path), made=is_new)
+        return RunFolder(path, _lock(path), is_new=is_new)
     return _find_earlier(config, stages, suffix) or _create_numbered(config, suffix)
 
 
@@ -130,7 +130,7 @@ def _create_numbered(config: RunConfig, suffix: str) -> RunFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
-            return RunFolder(path, _lock(path), made=True)
+            return RunFolder(path, _lock(path), is_new=True)
         except FileExistsError:
             number += 1
         except OSError as problem:

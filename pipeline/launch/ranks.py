@@ -43,7 +43,7 @@ class Ranks:
         return self.first == 0
 
 
-def given_ranks(env: Mapping[str, str]) -> Ranks | None:
+def external_ranks(env: Mapping[str, str]) -> Ranks | None:
     """Return the rank that torchrun or Slurm assigned to this process; None without them.
 
     Raise UserError if RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT.
@@ -112,7 +112,7 @@ def own_ranks(requested: int | None, gpus: int) -> Ranks:
     return Ranks(count, 0, count, 0, count, "127.0.0.1", free_port())
 
 
-def check_given(ranks: Ranks, requested: int | None) -> None:
+def check_rank_count(ranks: Ranks, requested: int | None) -> None:
     """Raise UserError if ranks= differs from the number of ranks that torchrun or Slurm started."""
     if requested is not None and requested != ranks.world:
         raise UserError(f"ranks={requested}, but {ranks.given_by} started {ranks.world} ranks: remove ranks=")

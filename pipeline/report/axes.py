@@ -92,7 +92,7 @@ class Axis:
         return [f"{MINUS if tick < 0 else ''}{abs(tick):.{decimals}f}" for tick in self.ticks]
 
 
-def axis(values: Iterable[float], *, bounds: tuple[float | None, float | None] = (None, None), count: int = 4) -> Axis:
+def axis(values: Iterable[float], *, bounds: tuple[float | None, float | None] = (None, None)) -> Axis:
     """Return an axis over the finite `values`, extended to round ticks. `bounds` fix an end unless they are None."""
     finite = [value for value in values if abs(value) < LARGEST]
     low = bounds[0] if bounds[0] is not None else min(finite, default=0.0)
@@ -100,7 +100,7 @@ def axis(values: Iterable[float], *, bounds: tuple[float | None, float | None] =
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
         margin = abs(high) * 0.1 or 1.0
         low, high = (low if bounds[0] is not None else low - margin), high + margin
-    step = _round_step((high - low) / count)
+    step = _round_step((high - low) / 4)
     if bounds[0] is None:
         low = math.floor(low / step + 1e-9) * step
     if bounds[1] is None:

@@ -37,8 +37,8 @@ class Plot:
     only_if_moving: bool = False
 
 
-def _pair(train: str, held_out: str, tone: str = "plain") -> tuple[Curve, Curve]:
-    return Curve(train, "training", tone), Curve(held_out, "held-out", "strong", sparse=True)
+def _pair(train: str, held_out: str) -> tuple[Curve, Curve]:
+    return Curve(train, "training"), Curve(held_out, "held-out", "strong", sparse=True)
 
 
 def _critic(key: str) -> Curve:

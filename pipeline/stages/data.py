@@ -12,7 +12,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, wanted_stages
 from pipeline.data.formats import GREETING
-from pipeline.data.load import RESERVED, StageRecords, first_turn, load_held_out, load_stage, made_here
+from pipeline.data.load import RESERVED, StageRecords, first_turn, is_generated, load_held_out, load_stage
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
@@ -57,7 +57,7 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     loaded: list[StageRecords] = []
 
     def load() -> dict[str, int]:
-        if not made_here(config.data, stage):
+        if not is_generated(config.data, stage):
             print(f"{stage}: reading the data", flush=True)
         loaded.append(_load(config, stage))
         return loaded[0].skipped
@@ -72,7 +72,7 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
         begin = f"{count:,} conversations begin" if count > 1 else "1 conversation begins"
         first = "their first turn" if count > 1 else "its first turn"
         print(f"{stage}: {begin} with the assistant; {first} is removed", flush=True)
-    if distributed.is_rank_zero() and not made_here(config.data, stage):
+    if distributed.is_rank_zero() and not is_generated(config.data, stage):
         repeats = len(records.train) - len(set(records.train))
         if repeats:
             print(f"{stage}: {repeats} of {len(records.train)} rows are repeated, and each copy counts", flush=True)
@@ -121,7 +121,7 @@ def check_data_to_come(config: RunConfig, stage: str, records: StageRecords) -> 
     the held-out prompts of PPO on rank 0 if they were read, else None.
     """
     first, *later = wanted_stages(config)
-    to_read = [each for each in later if not made_here(config.data, each)]
+    to_read = [each for each in later if not is_generated(config.data, each)]
     if stage != first or not to_read:
         return None
     held_out: dict[str, list[Prompt]] = {}
@@ -172,7 +172,7 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
         held_out = load_held_out(config.data, config.seed, rows=rows)
     limit = config.rollout.max_prompt_tokens
     fitting: Iterator[Prompt] = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
-    if not made_here(config.data, "ppo"):  # generated conversations share a first turn by chance only
+    if not is_generated(config.data, "ppo"):  # generated conversations share a first turn by chance only
         fitting = one_of_each_conversation(fitting)
     chosen = list(islice(fitting, config.evaluation.prompts))
     if not held_out and not set(POLICIES) & set(wanted_stages(config)):

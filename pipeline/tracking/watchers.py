@@ -29,7 +29,7 @@ class Watcher(Protocol):
     def note(self, step: int, text: str) -> None: ...
 
 
-class Progress:
+class ProgressDisplay:
     """The progress of a stage: a bar with the main metrics on a terminal, otherwise one line every few seconds.
 
     Without a terminal the first and the last step always print a line.
@@ -162,7 +162,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
         trackers.append(open_wandb(config, stage, folder))
     if config.tracking.kind in ("tensorboard", "both"):
         trackers.append(TensorBoard(folder.parent, stage))
-    progress = Progress(stage, steps, **_outlook(config, stage, folder))
+    progress = ProgressDisplay(stage, steps, **_outlook(config, stage, folder))
     tables = SampleTables(folder / SAMPLES, trackers)
     ended = False
     try:

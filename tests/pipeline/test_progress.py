@@ -27,11 +27,10 @@ def test_another_process_reads_the_progress_of_a_rank():
     before = row.read().moves
     progress.begin_step(7, None)
     with progress.phase("generate"):
-        progress.begin("all_gather", (3, 4))
-        moment = row.read()
+        with progress.collective("all_gather", (3, 4)):
+            moment = row.read()
         assert (moment.step, moment.phase, moment.number, moment.collective) == (7, "generate", 1, "all_gather[3, 4]")
         assert moment.inside and moment.moves > before
-        progress.end()
         assert not row.read().inside
     assert row.read().phase == ""
 
@@ -39,7 +38,8 @@ def test_another_process_reads_the_progress_of_a_rank():
 def test_a_long_name_and_another_alphabet_fit_into_the_row():
     row = Row()
     progress = Progress(row)
-    progress.begin("\u00e4" * 500, ())
+    with progress.collective("\u00e4" * 500, ()):
+        pass
     assert row.read().collective == "\u00e4" * 48
 
 
@@ -47,10 +47,16 @@ def test_collectives_of_other_threads_do_not_count():
     row = Row()
     progress = Progress(row)
     before = row.read()
-    thread = threading.Thread(target=lambda: (progress.begin("barrier", ()), progress.end()))
+    moments = []
+
+    def call():
+        with progress.collective("barrier", ()):
+            moments.append(row.read())
+
+    thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert row.read() == before
+    assert [*moments, row.read()] == [before, before]
 
 
 def test_the_limit_is_ten_times_the_slowest_step_or_phase(clock):

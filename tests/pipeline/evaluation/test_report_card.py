@@ -7,16 +7,14 @@ import pytest
 
 from pipeline.data.encode import PairItem
 from pipeline.evaluation.intervals import wilson_interval
-from pipeline.evaluation.pair_accuracy import Scored
+from pipeline.evaluation.pair_accuracy import Scored, accuracy, share
 from pipeline.evaluation.report_card import (
     Judged,
-    accuracy,
     agreement,
     calibration,
     changed_answers,
     level,
     margin_by_length,
-    share,
 )
 
 

@@ -75,8 +75,8 @@ def hang(how, hang_seconds):
     with own.phase("train"):
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        own.begin("all_reduce" if how == "mixed" else "all_gather", (4,))
-        time.sleep(600)
+        with own.collective("all_reduce" if how == "mixed" else "all_gather", (4,)):
+            time.sleep(600)
 
 
 def without_torch():

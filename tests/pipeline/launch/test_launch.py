@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.launch import processes, ranks, worker
 from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd, save_traceback
 from pipeline.launch.processes import launch_stage
-from pipeline.launch.ranks import Ranks, allocator_settings, check_given, first_host, given_ranks, own_ranks
+from pipeline.launch.ranks import Ranks, allocator_settings, check_rank_count, external_ranks, first_host, own_ranks
 from tests.forked_launch import launch
 from tests.ranks import Worker
 
@@ -253,20 +253,20 @@ def test_ranks_die_with_a_killed_launcher(fake):
 def test_the_rank_of_torchrun_is_used():
     address = {"MASTER_ADDR": "h", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     rank = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    actual = given_ranks({**address, **rank, "TORCHELASTIC_RESTART_COUNT": "1"})
+    actual = external_ranks({**address, **rank, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert actual == Ranks(4, 3, 1, 1, 2, "h", 7, "torchrun", True, "1")
     assert not actual.leads
 
 
 def test_the_rank_of_slurm_is_used():
     env = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    actual = given_ranks({**env, "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4321"})
+    actual = external_ranks({**env, "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4321"})
     assert actual == Ranks(8, 5, 1, 1, 4, "gpu07", ranks.SLURM_PORT + 321, "Slurm")
 
 
 def test_a_batch_script_of_slurm_is_not_a_rank():
-    assert given_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
-    assert given_ranks({}) is None
+    assert external_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+    assert external_ranks({}) is None
 
 
 @pytest.mark.parametrize(
@@ -286,10 +286,10 @@ def test_one_process_for_each_gpu():
 
 
 def test_ranks_belong_to_whoever_started_them():
-    environment = given_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"})
+    environment = external_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"})
     with pytest.raises(UserError, match="torchrun started 2"):
-        check_given(environment, 4)
-    check_given(environment, 2)
+        check_rank_count(environment, 4)
+    check_rank_count(environment, 2)
 
 
 # Complete commands

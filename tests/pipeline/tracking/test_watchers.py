@@ -17,7 +17,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.tracking import trackers
 from pipeline.tracking.trackers import Wandb, logged_in, open_wandb
-from pipeline.tracking.watchers import Progress, _outlook, open_watchers, sample_table
+from pipeline.tracking.watchers import ProgressDisplay, _outlook, open_watchers, sample_table
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_note_of_the_guard_reaches_wandb_and_the_log():
     run, shown = Receiving(), io.StringIO()
     Wandb(run).note(3, "guard: the KL rose")
     assert run.lines == [(3, {"guard": "guard: the KL rose"})]
-    Progress("ppo", 8, shown).note(3, "guard: the KL rose")
+    ProgressDisplay("ppo", 8, shown).note(3, "guard: the KL rose")
     assert shown.getvalue() == "ppo: step 3: guard: the KL rose\n"
 
 
@@ -127,7 +127,7 @@ def test_the_search_for_a_key_does_not_use_the_network(offline_run, monkeypatch)
 def lines_of(progress_steps, clock_steps, steps=100):
     """Return the progress lines for metrics at these seconds."""
     stream, now = io.StringIO(), [0.0]
-    progress = Progress("sft", steps, stream, clock=lambda: now[0])
+    progress = ProgressDisplay("sft", steps, stream, clock=lambda: now[0])
     for (step, metrics), seconds in zip(progress_steps, clock_steps, strict=True):
         now[0] = seconds
         progress.log(step, metrics)
@@ -152,7 +152,7 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run, terminal):
     assert _outlook(config_of("tracking=none", "stage=sft"), "sft", offline_run) == {}
     stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
     stream.isatty = lambda: terminal
-    progress = Progress("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
+    progress = ProgressDisplay("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
     progress.log(0, {"tokens": 10})
     seconds[0] = 50.0
     progress.log(50, {"tokens": 5010, "loss": 1.0})
@@ -179,7 +179,7 @@ def test_a_bar_of_80_columns_shows_speed_end_and_score_of_ppo():
     figures = {"score": 1.658, "kl": 2.465, "response_length": 20.06, "lr": 6.417e-08, "eval_score": 1.533}
     with os.fdopen(other_end, "w") as stream:
         seconds = [0.0]
-        progress = Progress("ppo", 16, stream, clock=lambda: seconds[0], place="stage 3 of 3", later=0.0)
+        progress = ProgressDisplay("ppo", 16, stream, clock=lambda: seconds[0], place="stage 3 of 3", later=0.0)
         for step in (1, 9):
             seconds[0] = 60.0 * step
             progress.log(step, {"tokens": 4e5 * step, **figures})
@@ -212,7 +212,7 @@ def test_each_evaluation_is_in_one_line_with_its_step():
 def test_a_terminal_gets_a_bar():
     stream = io.StringIO()
     stream.isatty = lambda: True
-    progress = Progress("ppo", 10, stream)
+    progress = ProgressDisplay("ppo", 10, stream)
     for step in range(4, 11):
         progress.log(step, {"score": 0.5} | ({"eval_score": 0.25} if step == 4 else {}))
     progress.finish()
