@@ -18,7 +18,7 @@ PLAN = "plan.json"  # the prediction of a stage, in its folder
 Record = TypeVar("Record")
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
+def write_atomically(file: Path, content: str | bytes) -> None:
     """Replace a file atomically, also in a power cut. Text is written as UTF-8."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
@@ -45,7 +45,7 @@ def sync(paths: Iterable[Path]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    write_whole(path, json.dumps(value, indent=1) + "\n")
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine import Engine, distributed
 from pipeline.config.stage_sections import DpoSection
 from pipeline.data.batch import Documents, Movable
-from pipeline.files import explained_disk, write_whole
+from pipeline.files import explained_disk, write_atomically
 from pipeline.stages.data import on_rank_zero
 from pipeline.stages.supervised import StepBatch
 
@@ -153,7 +153,7 @@ def reference_tables(
         if is_leader and (done == count or time.monotonic() - saved_at >= SAVE_SECONDS):
             saved_at = time.monotonic()
             with explained_disk(folder):
-                write_whole(folder / REFERENCE_FILE, save(tables))
+                write_atomically(folder / REFERENCE_FILE, save(tables))
     return tables
 
 

@@ -189,7 +189,7 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     ppo = config.ppo
     selects_best = ppo.export == "best" or ppo.guard in ("stop", "rollback")
     if not has_judge and selects_best and distributed.is_rank_zero():
-        budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.asks_reference else ""
+        budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.needs_reference else ""
         print(
             f"ppo: without evaluation.judge, the best step is the one with the highest held-out reward{budget}. This "
             "choice is weak, because PPO is trained on this reward: set evaluation.judge=FILE.py:NAME",

@@ -160,7 +160,7 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
     reference = None
     if sources.teacher is not None:
         reference = build_policy(sources.teacher, choice(section.reference_engine))
-    elif section.asks_reference:
+    elif section.needs_reference:
         reference = actor if adapters else build_policy(sources.actor, choice(section.reference_engine))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     verify(actor, max_length=longest)

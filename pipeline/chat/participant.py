@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import Generator, Sampling, attention
 from pipeline.chat.folder import ChatModel
-from pipeline.data.records import Message, whole_characters
+from pipeline.data.records import Message, replace_surrogates
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 
@@ -83,7 +83,7 @@ class ChatParticipant:
         An interrupted answer is added as far as it was generated. `turn` is the sample seed. Raises UserError if the
         message does not fit the context without earlier turns, or if generation raises FloatingPointError.
         """
-        system, messages = whole_characters(system), [*self.turns, Message("user", whole_characters(text))]
+        system, messages = replace_surrogates(system), [*self.turns, Message("user", replace_surrogates(text))]
         bound = None if self.positions is None else self.positions - min(sampling.max_new_tokens, self.positions // 2)
         fitting, prompt = fit(system, messages, self.tokenizer.encode_prompt, bound)
         turns = [message for message in fitting if message.role != "system"]

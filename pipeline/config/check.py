@@ -13,7 +13,7 @@ from pipeline.config.engines import engine_mistakes
 from pipeline.config.messages import messages
 from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RunConfig
 from pipeline.config.stage_sections import DpoSection, PpoSection
-from pipeline.config.stages import METHODS, POLICIES, STAGES, wanted_stages
+from pipeline.config.stages import METHODS, POLICIES, STAGES, stages_to_run
 from pipeline.errors import UserError
 
 
@@ -36,7 +36,7 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
     yield from _data_mistakes(config.data)
     if "name" in config.model_fields_set and config.name is not None and not _is_folder_name(config.name):
         yield f"name={config.name}: a run name has letters, digits and . _ - = , only (run_dir= takes a path)"
-    stages = wanted_stages(config)
+    stages = stages_to_run(config)
     yield from _method_mistakes(config)
     yield from _start_mistakes(config, stages)
     yield from _plan_mistakes(config)
@@ -187,16 +187,16 @@ def warnings(config: RunConfig) -> list[str]:
         for key, plain in PLAIN_SAMPLING.items()
         if getattr(config.rollout, key) != plain
     ]
-    if "ppo" in wanted_stages(config) and changed:
+    if "ppo" in stages_to_run(config) and changed:
         found.append(
             f"{' '.join(changed)}: PPO samples from a changed distribution but trains the full one, so its ratios are "
             f"biased: set {' '.join(f'rollout.{key}={plain}' for key, plain in PLAIN_SAMPLING.items())}"
         )
-    if "ppo" in wanted_stages(config) and config.reward_model is not None and not config.ppo.reward_model:
+    if "ppo" in stages_to_run(config) and config.reward_model is not None and not config.ppo.reward_model:
         found.append(f"reward_model={config.reward_model.name} is not used, because ppo.reward_model=false")
     if config.method == "dpo" and config.reward_model is not None:
         found.append(f"reward_model={config.reward_model.name} is not used, because method=dpo has no reward model")
-    if "ppo" in wanted_stages(config):
+    if "ppo" in stages_to_run(config):
         found += _unused_engine_keys(config.ppo)
         if config.ppo.reward_threads > 1 and config.ppo.reward_function is None:
             found.append(
@@ -212,7 +212,7 @@ def warnings(config: RunConfig) -> list[str]:
             f"evaluation.judge_threads={config.evaluation.judge_threads} is not used, because neither evaluation.judge "
             "nor evaluation.pair_judge is set"
         )
-    if config.evaluation.pair_judge is not None and not set(POLICIES) & set(wanted_stages(config)):
+    if config.evaluation.pair_judge is not None and not set(POLICIES) & set(stages_to_run(config)):
         found.append(
             f"evaluation.pair_judge={config.evaluation.pair_judge} is not used, because it compares PPO or DPO with "
             f"SFT, and stage={config.stage} runs neither"
@@ -229,7 +229,7 @@ def _unused_engine_keys(ppo: PpoSection) -> Iterable[str]:
     """Yield messages about engine keys of models that this run does not have."""
     unused = (
         ("critic_engine", ppo.advantage != "gae", f"ppo.advantage={ppo.advantage} has no critic"),
-        ("reference_engine", not ppo.asks_reference, "ppo.kl_coef=0 has no reference (ppo.reference=true adds one)"),
+        ("reference_engine", not ppo.needs_reference, "ppo.kl_coef=0 has no reference (ppo.reference=true adds one)"),
         (
             "reference_engine",
             ppo.lora.rank > 0 and ppo.advantage != "distill",
@@ -245,7 +245,7 @@ def _unused_engine_keys(ppo: PpoSection) -> Iterable[str]:
 def _other_batches(config: RunConfig, file: Mapping[str, Any]) -> Iterable[str]:
     """Yield messages about stages whose batch size differs from that of a DeepSpeed file."""
     file_size = file.get("train_batch_size")
-    for stage in wanted_stages(config):
+    for stage in stages_to_run(config):
         size = getattr(config, stage).batch_size
         if isinstance(file_size, int) and file_size != size:
             yield (

@@ -67,7 +67,7 @@ def _export_mistakes(config: RunConfig) -> Iterable[str]:
     has_judge = config.evaluation.judge is not None or (
         config.data.path is None and all(s.builtin == "demo" for s in config.data.sources)
     )
-    if ppo.export == "best" and not has_judge and not ppo.asks_reference:
+    if ppo.export == "best" and not has_judge and not ppo.needs_reference:
         yield (
             "ppo.export=best without a judge selects by the reward within a KL budget, but ppo.kl_coef=0 measures no "
             "KL: set evaluation.judge=FILE.py:NAME, or ppo.reference=true"

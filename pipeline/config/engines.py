@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.installation import pip_install
 
 TRAINED = ("actor_engine", "critic_engine")
@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {
 
 def shard_ranks(config: RunConfig) -> Iterator[tuple[str, int]]:
     """Yield each key that sets `shard_ranks`, with the number of ranks that shard one copy of a model."""
-    own = {f"ppo.{name}": getattr(config.ppo, name) for name in ROLE_ENGINES if "ppo" in wanted_stages(config)}
+    own = {f"ppo.{name}": getattr(config.ppo, name) for name in ROLE_ENGINES if "ppo" in stages_to_run(config)}
     for key, changed in {"engine": {}, **own}.items():
         settings = config.engine.changed_by(changed)
         stage, ranks = settings.zero_stage, settings.shard_ranks
@@ -100,7 +100,7 @@ def _quantize_mistakes(config: RunConfig) -> Iterable[str]:
     key = f"{quantized[0]}.quantize={models[quantized[0]].quantize}"
     if config.stage != "plan" and find_spec("bitsandbytes") is None:
         yield f"{key} needs the package bitsandbytes, which is not installed: {pip_install('quantize')}"
-    for stage in wanted_stages(config):
+    for stage in stages_to_run(config):
         used = {"reward": ["reward_model"], "ppo": ["model", "reward_model"]}.get(stage, ["model"])
         if not getattr(config, stage).lora.rank and set(used) & set(quantized):
             yield (
@@ -148,7 +148,7 @@ def _number_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
 def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
     """Yield messages about keys that pipeline parallelism does not support."""
     pipeline, settings = f"engine.pipeline_parallel={config.engine.pipeline_parallel}", config.engine
-    if config.stage != "plan" and wanted_stages(config) != ["sft"]:
+    if config.stage != "plan" and stages_to_run(config) != ["sft"]:
         yield f"{pipeline} supports only SFT: set stage=sft, then run the other stages without it"
     if settings.zero_stage == 3:
         yield f"{pipeline} does not support sharded parameters: set engine=zero0, zero1 or zero2"
@@ -169,7 +169,7 @@ def _sequence_mistakes(config: RunConfig) -> Iterable[str]:
     for name in ROLE_ENGINES:
         if getattr(config.ppo, name).get("compile_blocks"):
             yield f"{sequence} needs ppo.{name}.compile_blocks=false"
-    if not config.sft.packing and "sft" in wanted_stages(config):
+    if not config.sft.packing and "sft" in stages_to_run(config):
         yield f"{sequence} splits packed rows: set sft.packing=true"
 
 

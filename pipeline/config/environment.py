@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.config.engines import shard_ranks
 from pipeline.config.messages import indivisible, no_divisor
 from pipeline.config.schema import DataConfig, RunConfig
-from pipeline.config.stages import ANSWERING, POLICIES, STAGES, wanted_stages
+from pipeline.config.stages import ANSWERING, POLICIES, STAGES, stages_to_run
 from pipeline.data.files import find, missing
 from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
@@ -29,14 +29,14 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
         if ranks % size:
             raise UserError(no_divisor(f"engine.{key}", size, ranks, f"{ranks} ranks"))
         group, shares = (kind, shares // size) if size > 1 else (group, shares)
-    if ranks % config.rollout.tensor_parallel and set(ANSWERING) & set(wanted_stages(config)):
+    if ranks % config.rollout.tensor_parallel and set(ANSWERING) & set(stages_to_run(config)):
         raise UserError(no_divisor("rollout.tensor_parallel", config.rollout.tensor_parallel, ranks, f"{ranks} ranks"))
     pipeline, sequence = config.engine.pipeline_parallel, config.engine.sequence_parallel
     for key, size in shard_ranks(config):
         if shares * sequence % size:
             over = f"{shares} {group}" if sequence == 1 else f"{ranks} ranks"
             raise UserError(no_divisor(f"{key}.shard_ranks", size, shares * sequence, over))
-    for stage in wanted_stages(config) if pipeline == 1 else ("sft",):
+    for stage in stages_to_run(config) if pipeline == 1 else ("sft",):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
         if size * (config.ppo.samples if stage == "ppo" else 1) % parts:
@@ -67,14 +67,14 @@ def check_paths(config: RunConfig) -> None:
             model_folder(model.path, f"{key}.path")
         if model.chat_template is not None and not Path(model.chat_template).is_file():
             raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
-    for key, location in _data_paths(config.data, {STAGES[stage].reads for stage in wanted_stages(config)}):
+    for key, location in _data_paths(config.data, {STAGES[stage].reads for stage in stages_to_run(config)}):
         if find(location) is None:
             raise UserError(missing(location, key))
-    if config.ppo.reward_function is not None and "ppo" in wanted_stages(config):
+    if config.ppo.reward_function is not None and "ppo" in stages_to_run(config):
         load_function(config.ppo.reward_function)
-    if config.evaluation.judge is not None and set(ANSWERING) & set(wanted_stages(config)):
+    if config.evaluation.judge is not None and set(ANSWERING) & set(stages_to_run(config)):
         load_function(config.evaluation.judge, key=JUDGE)
-    if config.evaluation.pair_judge is not None and set(POLICIES) & set(wanted_stages(config)):
+    if config.evaluation.pair_judge is not None and set(POLICIES) & set(stages_to_run(config)):
         load_function(config.evaluation.pair_judge, key=PAIR_JUDGE)
 
 
@@ -83,7 +83,7 @@ def hub_data(config: RunConfig, words: Sequence[str]) -> list[str]:
 
     words: the command line, which the error repeats with other data
     """
-    kinds = {STAGES[stage].reads for stage in wanted_stages(config)}
+    kinds = {STAGES[stage].reads for stage in stages_to_run(config)}
     sources = [] if config.stage == "plan" else configured_sources(config.data)
     remote = [source for source in sources if is_remote(source) and kinds & set(source.stages)]
     return describe_hub_data(config.data.name, remote, words)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pipeline.config.overrides import default_options, groups, read_option
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
 
@@ -66,7 +66,7 @@ class Rate:
 def compare_rates(config: "RunConfig", recipe: Recipe | None) -> list[Rate]:
     """Return the learning rates of the stages of a run, each with the value of a recipe."""
     rates = []
-    for stage in wanted_stages(config):
+    for stage in stages_to_run(config):
         section = getattr(config, stage)
         applies = recipe is not None and not (stage == "dpo" and config.dpo.loss not in PLAIN_DPO)
         rates.append(Rate(f"{stage}.lr", section.lr, _usual(recipe, stage, section.lora.rank) if applies else None))

@@ -323,7 +323,7 @@ class PpoSection(StageSection):
         return self.kl_in or ("loss" if self.advantage in in_loss else "reward")
 
     @property
-    def asks_reference(self) -> bool:
+    def needs_reference(self) -> bool:
         """`reference`, or whether the KL counts (`kl_coef` above 0), the guard watches it or the estimator needs it."""
         if self.reference is not None:
             return self.reference

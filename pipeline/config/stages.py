@@ -87,7 +87,7 @@ ANSWERING = ("sft", *POLICIES)
 """The stages that train a chat model."""
 
 
-def wanted_stages(config: "RunConfig") -> list[str]:
+def stages_to_run(config: "RunConfig") -> list[str]:
     """Return the stages to run, in order: the one that `stage` names, or those of the method.
 
     `actor` replaces the SFT stage and `reward_path` the reward stage. PPO without a reward model needs no reward stage.

@@ -122,13 +122,13 @@ def text_of(value: Any, what: str) -> str:
     """Return a text without surrounding white space. `what` names the text in the reason of a BadRow."""
     if not isinstance(value, str):
         raise BadRow(f"no {what}" if value is None else f"{what} is not a text")
-    text = whole_characters(value).strip()
+    text = replace_surrogates(value).strip()
     if not text:
         raise BadRow(f"empty {what}")
     return text
 
 
-def whole_characters(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON may contain and tokenizers reject, by the replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -179,7 +179,7 @@ def looks_like_turns(text: str) -> bool:
 
 def turns_of(text: str) -> tuple[Message, ...]:
     """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..." (the form of hh-rlhf). An empty last "Assistant:" is ignored."""
-    text = whole_characters(text).strip()
+    text = replace_surrogates(text).strip()
     parts = _SPEAKER.split(text)
     if len(parts) < 3 or parts[0].strip():
         raise BadRow("text without Human: and Assistant: turns")

@@ -18,7 +18,7 @@ from pipeline.config.environment import check_paths, check_ranks, hub_data
 from pipeline.config.messages import format_time
 from pipeline.config.recipes import Rate, compare_rates
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED
 from pipeline.data.rendering import example_lines
@@ -66,7 +66,7 @@ def examine(job: Job, words: Sequence[str], stream: TextIO) -> Iterator[str]:
     check_ranks(config, ranks)
     check_paths(config)
     yield from hub_data(config, words)
-    stages = wanted_stages(config)
+    stages = stages_to_run(config)
     with tempfile.TemporaryDirectory(prefix="zerochat-doctor-") as folder:
         config = with_stage_shares(config, Path(folder), stages)
     facts = gather(config)

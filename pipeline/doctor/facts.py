@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import ModelConfig, RunConfig
-from pipeline.config.stages import ANSWERING, wanted_stages
+from pipeline.config.stages import ANSWERING, stages_to_run
 from pipeline.data.encode import encode_conversations, encode_labelled, encode_preferences, encode_prompts
 from pipeline.data.load import StageRecords, load_stage
 from pipeline.data.records import Conversation, Document, Message, Preference, Prompt, labelled_answers
@@ -64,7 +64,7 @@ def gather(config: RunConfig) -> Facts:
 
     Raises the UserError that the run would end with.
     """
-    stages = wanted_stages(config)
+    stages = stages_to_run(config)
     policy = _policy(config, stages[0])
     reward = _without_weights(config.reward_model, config.seed) if config.reward_model is not None else None
     records = {

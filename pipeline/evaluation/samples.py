@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, TypeAdapter
 
 from pipeline.data.records import Message
-from pipeline.files import json_lines, write_whole
+from pipeline.files import json_lines, write_atomically
 
 Row = TypeVar("Row")
 SAMPLES = "samples.jsonl"
@@ -106,7 +106,7 @@ def _valid(kind: TypeAdapter[Row], path: Path) -> Iterator[Row]:
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
     """Write `samples` as JSON lines. The write is atomic."""
-    write_whole(path, "".join(json.dumps(sample.to_row()) + "\n" for sample in samples))
+    write_atomically(path, "".join(json.dumps(sample.to_row()) + "\n" for sample in samples))
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -23,9 +23,9 @@ from pipeline.config.document import help_text
 from pipeline.config.environment import check_paths, check_ranks, hub_data
 from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
-from pipeline.files import ends_within, write_whole
+from pipeline.files import ends_within, write_atomically
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import (
@@ -173,7 +173,7 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
     for job, config in zip(jobs, configs, strict=True):
         if job.label:
             print(f"-- {job.label}", flush=True)
-        last = wanted_stages(config)[-1]
+        last = stages_to_run(config)[-1]
         try:
             runs[job.label] = last, _run_job(config, job.label, ranks, control)
             statuses.append(0)
@@ -200,7 +200,7 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
     if config.stage == "plan":
         _plan(config, ranks, control)
         return None
-    stages = wanted_stages(config)
+    stages = stages_to_run(config)
     folder = open_folder(config, stages, label)
     try:
         folder.remove_leftovers()
@@ -226,7 +226,7 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
     with tempfile.TemporaryDirectory(prefix="zerochat-plan-") as run_dir:
         folder = Path(run_dir) / "plan"
         folder.mkdir()
-        write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_atomically(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         end = _start("plan", Path(run_dir), config, ranks, control, number=0)
         if end.status:
             raise StageFailed(end.status)
@@ -270,7 +270,7 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     if stage == "reward":  # only the launcher reads the manifest
         init = "sft" if "sft" in consumed["models"] else "base"
         resolved = resolved.model_copy(update={"reward": config.reward.model_copy(update={"init": init})})
-    write_whole(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
+    write_atomically(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
     end = _run_until_finished(stage, run_dir, config, ranks, control)
     if end.status:
         ends_within(DISK_TIMEOUT, partial(manifest.stop, stage))  # a stage with status "running" resumes as well

@@ -42,7 +42,7 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_leftovers(self) -> None:
-        """Remove the unfinished files of `write_whole` that a killed process left. The lock excludes other writers."""
+        """Remove unfinished files of `write_atomically` that a killed process left. The lock excludes other writers."""
         for part in (*self.path.glob(".*.part"), *self.path.glob("*/.*.part")):
             with contextlib.suppress(OSError):
                 part.unlink()

@@ -30,7 +30,7 @@ class Ranks:
     local_world: int
     address: str
     port: int
-    given_by: str = ""
+    started_by: str = ""
     """"torchrun", "Slurm", or "" if this launcher chose the ranks."""
     agent_store: bool = False
     """Whether torchrun already has a store at address:port."""
@@ -68,7 +68,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
         local_world=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
         address=env["MASTER_ADDR"],
         port=int(env["MASTER_PORT"]),
-        given_by="torchrun",
+        started_by="torchrun",
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
@@ -87,7 +87,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         local_world=int(tasks[0]) if tasks else local_rank + 1,
         address=env.get("MASTER_ADDR") or first_host(hosts),
         port=int(env.get("MASTER_PORT") or SLURM_PORT + int(job) % 1000),
-        given_by="Slurm",
+        started_by="Slurm",
         attempt=env.get("SLURM_RESTART_COUNT", "0"),
     )
 
@@ -115,7 +115,7 @@ def own_ranks(requested: int | None, gpus: int) -> Ranks:
 def check_rank_count(ranks: Ranks, requested: int | None) -> None:
     """Raise UserError if ranks= differs from the number of ranks that torchrun or Slurm started."""
     if requested is not None and requested != ranks.world:
-        raise UserError(f"ranks={requested}, but {ranks.given_by} started {ranks.world} ranks: remove ranks=")
+        raise UserError(f"ranks={requested}, but {ranks.started_by} started {ranks.world} ranks: remove ranks=")
 
 
 def free_port() -> int:

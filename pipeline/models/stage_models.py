@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import ANSWERING, STAGES, wanted_stages
+from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference
@@ -127,7 +127,7 @@ def require_context(config: RunConfig, stage: str, source: ModelSource) -> None:
     has = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     if has is None:  # the configuration has no limit
         return
-    stages = wanted_stages(config)
+    stages = stages_to_run(config)
     later_stages = stages[stages.index(stage) :] if stage in stages else [stage]
     if stage in ANSWERING:  # evaluation uses the lengths of PPO's rollouts; the reward model may be another model
         excluded = () if config.reward_model is None else ("reward",)
@@ -152,7 +152,7 @@ def require_scorer(config: RunConfig, source: ModelSource) -> None:
 
     The check runs before SFT. A reward model on a hub is not checked.
     """
-    stages = wanted_stages(config)
+    stages = stages_to_run(config)
     if "reward" in stages and config.reward_model is not None:
         if config.reward_model.hub is None:  # a hub model would have to be downloaded first
             check_scores(resolve(config.reward_model, config.seed))
@@ -165,7 +165,7 @@ def require_adapters(config: RunConfig, source: ModelSource) -> None:
 
     The check runs before SFT. A reward model on a hub is not checked.
     """
-    for stage in wanted_stages(config):
+    for stage in stages_to_run(config):
         lora = getattr(config, stage).lora
         if stage == "sft" or not lora.rank or lora.targets == "all-linear":
             continue

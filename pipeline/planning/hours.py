@@ -15,7 +15,7 @@ from engine import distributed
 from engine.memory import GPUS, Rates, tabulated_rates
 from pipeline.config.messages import format_time
 from pipeline.config.schema import ModelConfig, RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
@@ -79,7 +79,7 @@ def run(config: RunConfig, folder: Path) -> None:
 
 def planned_stages(config: RunConfig) -> list[str]:
     """Return the stages of a run that have a plan: with pipeline parallelism only SFT."""
-    return ["sft"] if config.engine.pipeline_parallel > 1 else wanted_stages(config)
+    return ["sft"] if config.engine.pipeline_parallel > 1 else stages_to_run(config)
 
 
 def _machine(config: RunConfig) -> Machine:

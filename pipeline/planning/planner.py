@@ -8,7 +8,7 @@ from engine import distributed
 from engine.memory import Rates, measure_rates
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
@@ -122,7 +122,7 @@ def _expected_seconds(
 
 
 def _later_stages(config: RunConfig, stage: str) -> list[str]:
-    stages = wanted_stages(config)
+    stages = stages_to_run(config)
     return stages[stages.index(stage) + 1 :] if stage in stages else []
 
 

@@ -163,7 +163,7 @@ def _ppo_models(
 
     extra = {"has_average": ppo.ema is not None, "has_other_loss": ppo.ptx_coef > 0}
     models = {"actor": model("actor", shape, "trained", {**layout, **extra})}
-    if ppo.asks_reference:
+    if ppo.needs_reference:
         is_shared = layout["adapters"] > 0
         models["reference"] = model("reference", shape, "shared" if is_shared else "frozen", layout)
     if ppo.advantage == "gae" or ppo.reward_model:

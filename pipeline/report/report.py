@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.files import write_whole
+from pipeline.files import write_atomically
 from pipeline.report import comparison, costs
 from pipeline.report.data import RunReading, read_run
 from pipeline.report.gaming import gaming_section
@@ -28,7 +28,7 @@ def write_report(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise UserError(f"there is no run folder {run_dir}: set the folder that contains sft/, reward/, dpo/ or ppo/")
     path = run_dir / REPORT
-    write_whole(path, render_report(read_run(run_dir)))
+    write_atomically(path, render_report(read_run(run_dir)))
     return path
 
 

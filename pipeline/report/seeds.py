@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.evaluation.intervals import SeedEffect, mean_over_seeds
 from pipeline.evaluation.samples import BEST_OF
-from pipeline.files import write_whole
+from pipeline.files import write_atomically
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval, interval_chart
 from pipeline.report.comparison import page_header
@@ -115,7 +115,7 @@ def write_seed_report(run_dirs: Sequence[Path], failed: Sequence[str] = ()) -> t
     name = run_dirs[0].resolve().name
     pooled = re.sub(r"seed=\d+", "seeds", name)
     path = run_dirs[0].resolve().parent / f"{pooled if pooled != name else f'{name}-seeds'}.html"
-    write_whole(path, render_seeds(path.stem, runs, verdict))
+    write_atomically(path, render_seeds(path.stem, runs, verdict))
     return path, verdict
 
 

@@ -1,6 +1,6 @@
 """Errors that the server sends to a client."""
 
-from pipeline.data.records import whole_characters
+from pipeline.data.records import replace_surrogates
 
 
 class ServeError(Exception):
@@ -11,7 +11,7 @@ class ServeError(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        message, param = whole_characters(message), None if param is None else whole_characters(param)
+        message, param = replace_surrogates(message), None if param is None else replace_surrogates(param)
         self.status, self.message, self.code, self.param = status, message, code, param
 
     def body(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from engine import Sampling
-from pipeline.data.records import BadRow, Message, messages_of, whole_characters
+from pipeline.data.records import BadRow, Message, messages_of, replace_surrogates
 from pipeline.serve.errors import ServeError
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -69,7 +69,7 @@ class SharedFields(BaseModel):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(whole_characters(text) for text in stop if text)
+        return tuple(replace_surrogates(text) for text in stop if text)
 
     @property
     def limit(self) -> int | None:
@@ -159,7 +159,7 @@ class CompletionRequest(SharedFields):
         prompts = [prompt] if is_single else list(prompt)
         if not prompts or not all(prompts):
             raise ServeError(400, "prompt is empty; send at least one token", param="prompt")
-        return [whole_characters(each) if isinstance(each, str) else each for each in prompts]
+        return [replace_surrogates(each) if isinstance(each, str) else each for each in prompts]
 
 
 async def read_json(request: Request) -> Any:

@@ -10,7 +10,7 @@ from engine import distributed
 from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
-from pipeline.config.stages import POLICIES, STAGES, wanted_stages
+from pipeline.config.stages import POLICIES, STAGES, stages_to_run
 from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED, StageRecords, first_turn, is_generated, load_held_out, load_stage
 from pipeline.data.records import Preference, Prompt
@@ -120,7 +120,7 @@ def check_data_to_come(config: RunConfig, stage: str, records: StageRecords) -> 
     `records` are those of the first stage. Prints how the stages divide the rows that serve several of them. Returns
     the held-out prompts of PPO on rank 0 if they were read, else None.
     """
-    first, *later = wanted_stages(config)
+    first, *later = stages_to_run(config)
     to_read = [each for each in later if not is_generated(config.data, each)]
     if stage != first or not to_read:
         return None
@@ -175,11 +175,11 @@ def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Seque
     if not is_generated(config.data, "ppo"):  # generated conversations share a first turn by chance only
         fitting = one_of_each_conversation(fitting)
     chosen = list(islice(fitting, config.evaluation.prompts))
-    if not held_out and not set(POLICIES) & set(wanted_stages(config)):
+    if not held_out and not set(POLICIES) & set(stages_to_run(config)):
         print("no held-out prompts: no prompt is answered", flush=True)
     elif not chosen:
         problem = f"none of the {len(held_out)} held-out prompts fits into rollout.max_prompt_tokens={limit}"
-        judged = [stage.upper() for stage in wanted_stages(config) if stage in POLICIES]
+        judged = [stage.upper() for stage in stages_to_run(config) if stage in POLICIES]
         if judged:
             raise UserError(
                 f"{problem}, so {judged[0]} could not be evaluated: raise it, or hold out other prompts with "

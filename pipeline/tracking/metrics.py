@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 
 from engine import Engine, distributed
 from pipeline import progress
-from pipeline.files import explained_disk, write_whole
+from pipeline.files import explained_disk, write_atomically
 
 WORK = ("flip", "generate", "score", "train")  # the phases that count for tokens per second
 RESTING = ("parameters", "optimizer", "average")  # owners whose bytes an engine holds between steps
@@ -50,7 +50,7 @@ def cut(path: Path, step: int) -> None:
                 lines.append(line.decode() + "\n")
         except (ValueError, KeyError, TypeError):  # invalid UTF-8 is a ValueError
             continue
-    write_whole(path, "".join(lines))
+    write_atomically(path, "".join(lines))
 
 
 def plain(value: float) -> float | int | None:

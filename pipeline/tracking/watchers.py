@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import STAGES, wanted_stages
+from pipeline.config.stages import STAGES, stages_to_run
 from pipeline.evaluation.samples import SAMPLES, read_samples
 from pipeline.files import read_plan
 from pipeline.tracking.trackers import TensorBoard, Tracker, open_wandb, section_of
@@ -206,7 +206,7 @@ class SampleTables:
 
 def _outlook(config: RunConfig, stage: str, folder: Path) -> dict[str, Any]:
     """Return where the stage is among the stages of the run, and the planned time of the later ones in its own time."""
-    stages, planned = wanted_stages(config), read_plan(folder)
+    stages, planned = stages_to_run(config), read_plan(folder)
     if stage not in stages or len(stages) == 1:
         return {}
     own, later = planned.get("stage_seconds"), planned.get("later_seconds")

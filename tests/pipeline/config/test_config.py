@@ -16,7 +16,7 @@ from pipeline.config.environment import check_paths, check_ranks
 from pipeline.config.messages import in_keys
 from pipeline.config.overrides import groups
 from pipeline.config.schema import EngineSettings, RunConfig
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
 
@@ -309,9 +309,9 @@ def test_guard_false_means_off():
 
 def test_distillation_has_two_stages_and_no_reward():
     config = config_of("method=distill", "teacher=runs/x/ppo")
-    assert wanted_stages(config) == ["sft", "ppo"] and config.teacher == "runs/x/ppo"
+    assert stages_to_run(config) == ["sft", "ppo"] and config.teacher == "runs/x/ppo"
     assert (config.ppo.advantage, config.ppo.reward_model, config.ppo.kl_coef) == ("distill", False, 0.0)
-    assert config.ppo.asks_reference and config.ppo.samples == 1
+    assert config.ppo.needs_reference and config.ppo.samples == 1
     assert config_of("stage=ppo", "ppo=distill", "teacher=a").ppo == config.ppo
 
 
@@ -321,10 +321,10 @@ def test_an_adaptive_kl_needs_a_nonzero_coefficient():
 
 def test_the_reference_runs_if_the_kl_counts_or_is_logged():
     off = ["ppo.guard=off"]
-    needed = [config_of(*words, *off).ppo.asks_reference for words in ([], ["ppo.kl_coef=0"], ["ppo=grpo"])]
-    assert needed == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true", *off).ppo.asks_reference
-    assert config_of("ppo.kl_coef=0").ppo.asks_reference  # the guard reads the KL
-    assert not config_of("ppo.kl_coef=0", "ppo.reference=false").ppo.asks_reference
+    needed = [config_of(*words, *off).ppo.needs_reference for words in ([], ["ppo.kl_coef=0"], ["ppo=grpo"])]
+    assert needed == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true", *off).ppo.needs_reference
+    assert config_of("ppo.kl_coef=0").ppo.needs_reference  # the guard reads the KL
+    assert not config_of("ppo.kl_coef=0", "ppo.reference=false").ppo.needs_reference
     line = refusal("ppo.reference=false")
     assert line.startswith(
         "ppo.reference=false, but ppo.kl_coef=0.05 weighs the KL to the reference: set ppo.kl_coef=0"
@@ -475,10 +475,10 @@ def test_ranks_must_divide_batches():
 
 
 def test_given_models_replace_stages():
-    assert wanted_stages(config_of()) == ["sft", "reward", "ppo"]
-    assert wanted_stages(config_of("model=gpt2", "reward=x/y")) == ["sft", "ppo"]
-    assert wanted_stages(config_of("method=dpo")) == ["sft", "dpo"]
-    assert wanted_stages(config_of("method=dpo", "actor=x/y")) == wanted_stages(config_of("stage=dpo")) == ["dpo"]
+    assert stages_to_run(config_of()) == ["sft", "reward", "ppo"]
+    assert stages_to_run(config_of("model=gpt2", "reward=x/y")) == ["sft", "ppo"]
+    assert stages_to_run(config_of("method=dpo")) == ["sft", "dpo"]
+    assert stages_to_run(config_of("method=dpo", "actor=x/y")) == stages_to_run(config_of("stage=dpo")) == ["dpo"]
 
 
 def test_truncated_sampling_causes_a_warning():

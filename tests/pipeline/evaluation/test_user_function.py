@@ -14,7 +14,7 @@ import torch
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import compose
 from pipeline.config.environment import check_paths
-from pipeline.config.stages import wanted_stages
+from pipeline.config.stages import stages_to_run
 from pipeline.data.load import load_stage
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
@@ -264,9 +264,9 @@ ALONE = ("ppo.reward_model=false", "ppo.reward_function=mine.py:score")
 
 
 def test_with_a_function_only_there_is_no_reward_stage() -> None:
-    assert wanted_stages(config_of(*ALONE)) == ["sft", "ppo"]
-    assert wanted_stages(config_of(ALONE[1])) == ["sft", "reward", "ppo"]
-    assert wanted_stages(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
+    assert stages_to_run(config_of(*ALONE)) == ["sft", "ppo"]
+    assert stages_to_run(config_of(ALONE[1])) == ["sft", "reward", "ppo"]
+    assert stages_to_run(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
     assert config_of("ppo.reward_function=a folder/mine, too.py:f").ppo.reward_function == "a folder/mine, too.py:f"
     assert warnings(config_of("evaluation.judge_threads=8")) == [
         "evaluation.judge_threads=8 is not used, because neither evaluation.judge nor evaluation.pair_judge is set"

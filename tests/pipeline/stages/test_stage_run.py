@@ -22,7 +22,7 @@ from engine.oom import PassOutOfMemory
 from engine.parallel import dist
 from pipeline.config.stage_sections import SftSection
 from pipeline.errors import RestartStage, Stopped, UserError, handle_signals, raise_stopped
-from pipeline.files import explained_disk, write_json, write_whole
+from pipeline.files import explained_disk, write_atomically, write_json
 from pipeline.stages import stage_run
 from pipeline.stages.restart import read_limits, within_limits
 from pipeline.stages.stage_run import StageRun
@@ -399,7 +399,7 @@ def test_json_is_written_atomically(tmp_path: Path) -> None:
         write_json(tmp_path / "a.json", {"x": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "a.json", "\ud83d")
+        write_atomically(tmp_path / "a.json", "\ud83d")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]  # no temporary file
 
 
@@ -430,7 +430,7 @@ def test_a_failed_disk_is_reported_with_its_first_error(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", fails(errno.EIO))
     monkeypatch.setattr(Path, "unlink", fails(errno.EROFS))  # the kernel has made the file system read-only
     with pytest.raises(OSError, match="Input/output error"):
-        write_whole(tmp_path / "a.json", "{}")
+        write_atomically(tmp_path / "a.json", "{}")
 
 
 def test_the_bytes_per_step_of_a_stage_that_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
