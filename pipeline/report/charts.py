@@ -61,7 +61,7 @@ def scatter_chart(
         ]
     parts.append(_legend(shown, right))
     count = sum(len(one.points) for one in shown)
-    return figure(title, note, f"{title}: {count} answers", parts)
+    return figure(title, note, f"{title}: {count} dots", parts)
 
 
 def interval_chart(

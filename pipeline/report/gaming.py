@@ -174,7 +174,7 @@ def gaming_section(run: RunReading) -> Markup | None:
     figures = (
         scatter_chart(
             "Gold against reward over PPO",
-            _path(path),
+            path_groups(path),
             x_name="reward score",
             y_name="gold score",
             note=f"Up and right: both scores rise. Right and down: the reward is gamed.{at}",
@@ -222,15 +222,17 @@ def gaming_section(run: RunReading) -> Markup | None:
     )
 
 
-def _path(evaluations: Sequence[tuple[float, float, float]]) -> list[Series]:
-    """Return the groups of a chart of evaluations (rollout, x, y): all with a line, the first, and the last."""
-    if len(evaluations) < 2:
+def path_groups(evaluations: Sequence[tuple[float, float, float]]) -> list[Series]:
+    """Return the groups of a chart of evaluations (rollout, x, y): all with a line, the first, and the last.
+
+    Evaluations without finite numbers are left out. With fewer than two there are no groups.
+    """
+    path = [each for each in evaluations if all(map(math.isfinite, each))]
+    if len(path) < 2:
         return []
-    ends = [
-        Series(f"rollout {step:g}", [(x, y)], tone)
-        for (step, x, y), tone in zip((evaluations[0], evaluations[-1]), ("sft", "ppo"), strict=True)
-    ]
-    return [Series("evaluations", [(x, y) for _, x, y in evaluations], "plain", sparse=True), *ends]
+    line = Series("evaluations", [(x, y) for _, x, y in path], "plain", sparse=True)
+    ends = ((path[0], "sft"), (path[-1], "ppo"))
+    return [line, *(Series(f"rollout {step:g}", [(x, y)], tone) for (step, x, y), tone in ends)]
 
 
 def _kl_chart(rollouts: Sequence[tuple[float, float, float, float]]) -> Markup | None:

@@ -20,6 +20,7 @@ from pipeline.report.gaming import (
     check_paired,
     disagreements,
     gaming,
+    path_groups,
 )
 from pipeline.report.report import render_report
 from tests.pipeline.report.example_runs import write_demo_run
@@ -162,3 +163,15 @@ def test_malformed_grades_are_skipped(tmp_path: Path) -> None:
 def test_one_prompt_has_no_interval() -> None:
     actual = check_paired(changed([1.0], [0.2]))
     assert actual == check_paired([]) == Check("open", "Fewer than two prompts have gold scores of both models.")
+
+
+def test_the_path_leaves_out_evaluations_that_are_not_finite() -> None:
+    line, first, last = path_groups([(0, 1.0, 0.5), (5, math.nan, 0.6), (10, 2.0, 0.7)])
+    assert line.points == [(1.0, 0.5), (2.0, 0.7)] and line.sparse
+    assert (first.label, first.points, last.label, last.points) == (
+        "rollout 0",
+        [(1.0, 0.5)],
+        "rollout 10",
+        [(2.0, 0.7)],
+    )
+    assert path_groups([(0, 1.0, 0.5), (5, math.nan, 0.6)]) == []
