@@ -197,12 +197,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation (ties get their mean rank); None below three pairs or for a constant."""
     if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
         return None
-    ranks_x, ranks_y = ranks(x), ranks(y)
-    middle = (len(x) + 1) / 2
-    covariance = sum((a - middle) * (b - middle) for a, b in zip(ranks_x, ranks_y, strict=True))
-    spread_x = sum((a - middle) ** 2 for a in ranks_x)
-    spread_y = sum((b - middle) ** 2 for b in ranks_y)
-    return covariance / math.sqrt(spread_x * spread_y)
+    return statistics.correlation(ranks(x), ranks(y))
 
 
 def correlation_interval(correlation: float, count: int) -> tuple[float, float]:

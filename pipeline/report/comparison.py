@@ -13,7 +13,7 @@ from pipeline.report.data import SHOWN_MODELS, RunReading
 from pipeline.report.html import Child, Markup, element, grid, section, table
 from pipeline.report.svg import Series
 from pipeline.report.verdict import Change, Measure, Verdict, change, judge, standings
-from pipeline.report.win_rate import win_rate
+from pipeline.report.win_rate import rate_cells, win_rate
 
 LONGEST_TEXT = 4000
 DEFAULT_ROWS = 16
@@ -121,7 +121,7 @@ def _wins_table(run: RunReading) -> Markup | None:
             found = win_rate(run.samples(temperature), policy)
             if found is None:
                 continue
-            rates = (f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" for rate in (found.plain, found.controlled))
+            rates = rate_cells(found.plain, found.controlled)
             counts = (found.wins, found.ties, found.losses, found.inconsistent, found.unusable)
             rows.append((f"{run.labels[policy]} against {run.labels['sft']}", f"{temperature:g}", *rates, *counts))
     head = (

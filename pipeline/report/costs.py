@@ -11,7 +11,7 @@ from pipeline.report.data import MANIFEST, RunReading, StageReading, finite, is_
 from pipeline.report.html import Markup, element, grid, section, table
 from pipeline.report.svg import Series
 
-DEVICE, HOST = "device_bytes", "host_bytes"
+MEMORY = ("device_bytes", "host_bytes")
 MOST_RANKS = 16
 PPO_PHASES = (
     ("generate_seconds", "generate", "ppo"),
@@ -92,7 +92,7 @@ def memory_section(run: RunReading) -> Markup | None:
         if len(entries) > MOST_RANKS:
             entries = [max(entries, key=_size)]
         rows += [
-            (STAGES[stage.name].title, str(entry.get("rank", "")), _bytes(entry, DEVICE), _bytes(entry, HOST))
+            (STAGES[stage.name].title, str(entry.get("rank", "")), *(_bytes(entry.get(key), "none") for key in MEMORY))
             for entry in entries
         ]
     if not rows:
@@ -113,7 +113,7 @@ def ledger(run: RunReading) -> Markup | None:
         for phase in dict.fromkeys([*predicted, *measured]):
             before, after = mapping(predicted.get(phase)), mapping(measured.get(phase))
             for owner in dict.fromkeys([*before, *after]):
-                cells = (_bytes_or_blank(before.get(owner)), _bytes_or_blank(after.get(owner)))
+                cells = (_bytes(before.get(owner), ""), _bytes(after.get(owner), ""))
                 if any(cells):
                     rows.append((STAGES[stage.name].title, phase, owner, *cells))
     if not rows:
@@ -141,13 +141,8 @@ def restarts(run: RunReading) -> Markup | None:
     return element("p", " ".join(lines)) if lines else None
 
 
-def _bytes_or_blank(value: Any) -> str:
-    return format_bytes(value) if is_number(value) and value > 0 else ""
-
-
-def _size(entry: Mapping[str, Any]) -> tuple[float, float]:
-    device, host = entry.get(DEVICE), entry.get(HOST)
-    return device if is_number(device) else 0.0, host if is_number(host) else 0.0
+def _size(entry: Mapping[str, Any]) -> list[float]:
+    return [value if is_number(value := entry.get(key)) else 0.0 for key in MEMORY]
 
 
 def _entries(stage: StageReading) -> list[Any]:
@@ -155,9 +150,8 @@ def _entries(stage: StageReading) -> list[Any]:
     return entries if isinstance(entries, list) else []
 
 
-def _bytes(entry: Mapping[str, Any], key: str) -> str:
-    value = entry.get(key)
-    return format_bytes(value) if is_number(value) and value > 0 else "none"
+def _bytes(value: Any, missing: str) -> str:
+    return format_bytes(value) if is_number(value) and value > 0 else missing
 
 
 def configuration_section(run: RunReading) -> Markup | None:

@@ -6,9 +6,9 @@ from statistics import fmean
 
 from pipeline.evaluation.intervals import mean_interval, mean_over_seeds, shared_prompts
 from pipeline.evaluation.samples import Sample
-from pipeline.report.html import Markup, section, table
+from pipeline.report.html import Child, Markup, section, table
 from pipeline.report.verdict import FEWEST_PROMPTS, TOO_FEW, Verdict, verdict_by_pairs
-from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, outcomes_by_prompt, win_rate
+from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, outcomes_by_prompt, rate_cells, win_rate
 
 LEAD = (
     "A pair judge compares the two answers in both orders. A win needs both orders; ties count half. The "
@@ -66,18 +66,14 @@ def judge_wins(wins: SeedWins, label: str, start: str, caveat: str) -> Verdict:
 
 def wins_section(wins_by_temperature: dict[float, SeedWins], seeds: Sequence[object], title: str) -> Markup | None:
     """Build the table of win rates: one row per seed, and one over all seeds. Return None without verdicts."""
-    rows = []
+    rows: list[tuple[Child, ...]] = []
     for temperature, wins in wins_by_temperature.items():
         for seed, one in zip(seeds, wins.by_seed, strict=True):
             counts = (one.wins, one.ties, one.losses, one.unusable)
-            rows.append((f"seed {seed}", f"{temperature:g}", _cell(one.plain), _cell(one.controlled), *counts))
+            rows.append((f"seed {seed}", f"{temperature:g}", *rate_cells(one.plain, one.controlled), *counts))
         totals = (sum(getattr(one, kind) for one in wins.by_seed) for kind in ("wins", "ties", "losses", "unusable"))
-        rows.append(("all seeds", f"{temperature:g}", _cell(wins.plain), _cell(wins.controlled), *totals))
+        rows.append(("all seeds", f"{temperature:g}", *rate_cells(wins.plain, wins.controlled), *totals))
     head = ("Seed", "Temperature", "Win rate", "Length-controlled", "Wins", "Ties", "Losses", "Unusable")
     if not rows:
         return None
     return section("wins", title, LEAD, table(head, rows, numbers=range(1, 8)))
-
-
-def _cell(rate: Rate) -> str:
-    return f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})"

@@ -100,6 +100,11 @@ def _judged(samples: Sequence[Sample], model: str) -> list[Sample]:
     return [sample for sample in samples if model in sample.preferences and "sft" in sample.answers]
 
 
+def rate_cells(*rates: Rate) -> list[str]:
+    """Return the cells of rates in a table."""
+    return [f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" for rate in rates]
+
+
 def describe_wins(wins: WinRate, label: str, start: str) -> str:
     """Return a win rate as text: plain, length-controlled, and the verdicts that were not usable.
 
