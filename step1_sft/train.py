@@ -111,21 +111,14 @@ class SftBatches:
         """Return the mean loss of held-out conversations, in nats per token; nothing if none are held out."""
         if not held_out:
             return {}
-        loss = held_out_loss(engine, held_out, budget=budget, packing=self.packing, pad_id=self.pad_id)
-        return {"eval_loss": loss}
+        batches, count = token_microbatches(held_out, budget=budget, packing=self.packing, pad_id=self.pad_id)
 
+        def loss(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
+            logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
+            return [-logprobs.double().sum()]
 
-def held_out_loss(engine: Engine, items: Sequence[TokenItem], *, budget: int, packing: bool, pad_id: int) -> float:
-    """Return the mean cross-entropy per target token, in nats; nan without target tokens."""
-    batches, count = token_microbatches(items, budget=budget, packing=packing, pad_id=pad_id)
-
-    def loss(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
-        logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
-        return [-logprobs.double().sum()]
-
-    total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
-    total = distributed.sum_over_ranks({"loss": total})["loss"]
-    return total / count if count else float("nan")
+        total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
+        return {"eval_loss": distributed.sum_over_ranks({"loss": total})["loss"] / count}
 
 
 def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from pipeline.data.microbatches import (
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.stages.supervised import StepBatch
 from step2_reward.loss import last_scores
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,29 @@ class RewardBatches:
     def step(self, step: int, budget: int) -> StepBatch[PairBatch]:
         """Return the batch of a step, counted from 0; the loss runs over its pairs."""
         pairs = [self.pairs[i] for i in batch_indices(len(self.pairs), self.batch_size, self.seed, step)]
-        batches, _ = micro_batches(pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
+        batches, _ = self.divide(local_microbatches, pairs, budget)
         return StepBatch(batches, len(pairs), sum(len(pair.chosen) + len(pair.rejected) for pair in pairs))
 
     def largest_microbatch(self, budget: int) -> PairBatch:
         """Return the largest micro-batch that a step can have."""
-        collate, lengths = _collate(self.packing, self.pad_id), pair_lengths(self.pairs, packing=self.packing)
-        budget = pair_budget(budget, packing=self.packing)
-        return largest_microbatch(self.pairs, lengths, collate, budget=budget, packing=self.packing)
+        return self.divide(largest_microbatch, self.pairs, budget)
+
+    def divide(self, divide: Callable[..., Result], pairs: Sequence[PairItem], budget: int) -> Result:
+        """Return the micro-batches that `divide` makes of pairs."""
+
+        def collate(chosen: Sequence[PairItem]) -> PairBatch:
+            return (pack_pairs if self.packing else collate_pairs)(chosen, self.pad_id)
+
+        lengths = pair_lengths(pairs, packing=self.packing)
+        return divide(pairs, lengths, collate, budget=pair_budget(budget, packing=self.packing), packing=self.packing)
 
     def scores(self, engine: Engine, pairs: Sequence[PairItem], budget: int) -> list[Scored]:
-        """Return the scores of both answers of each pair, on every rank."""
-        return score_pairs(engine, pairs, budget=budget, packing=self.packing, pad_id=self.pad_id)
+        """Return the scores of both answers of each pair, on every rank. The ranks share the work."""
+        if not pairs:
+            return []
+        batches, indices = self.divide(local_microbatches, pairs, budget)
+        scores = score_items(engine, batches, indices, _both_scores)
+        return [Scored(pair, *both) for pair, both in zip(pairs, scores, strict=True)]
 
     def evaluate(self, engine: Engine, held_out: Sequence[PairItem], budget: int) -> dict[str, float]:
         """Return the share of held-out pairs that are ranked right; nothing if none are held out."""
@@ -57,29 +71,7 @@ class RewardBatches:
         return {"eval_accuracy": float(found["eval_accuracy"])}  # type: ignore[arg-type]
 
 
-def micro_batches(
-    pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int
-) -> tuple[list[PairBatch], list[list[int]]]:
-    """Return this rank's micro-batches of a global batch, and the indices of the pairs of each."""
-    collate, lengths = _collate(packing, pad_id), pair_lengths(pairs, packing=packing)
-    return local_microbatches(pairs, lengths, collate, budget=pair_budget(budget, packing=packing), packing=packing)
-
-
-def score_pairs(engine: Engine, pairs: Sequence[PairItem], *, budget: int, packing: bool, pad_id: int) -> list[Scored]:
-    """Return the scores of both answers of each pair, on every rank. The ranks share the work."""
-    if not pairs:
-        return []
-    batches, indices = micro_batches(pairs, budget=budget, packing=packing, pad_id=pad_id)
-    scores = score_items(engine, batches, indices, _both_scores)
-    return [Scored(pair, *both) for pair, both in zip(pairs, scores, strict=True)]
-
-
 def _both_scores(module: nn.Module, batch: PairBatch) -> Sequence[Tensor]:
     """Return the scores (2,) of the chosen and the rejected answer of each pair."""
     values, count = module(batch.input_ids, documents=batch.documents), len(batch.margins)
     return last_scores(values, batch.ends)[: 2 * count].view(2, count).unbind(1)
-
-
-def _collate(packing: bool, pad_id: int) -> Callable[[Sequence[PairItem]], PairBatch]:
-    make = pack_pairs if packing else collate_pairs
-    return lambda pairs: make(pairs, pad_id)

@@ -27,7 +27,7 @@ from pipeline.models.checks import verify
 from pipeline.stages.start import prepare_generation, sampling
 from step1_sft import train
 from step1_sft.loss import sft_loss
-from step1_sft.train import held_out_loss, loss_of, record_answers
+from step1_sft.train import loss_of, record_answers
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
 from tests.tiny import tiny_config
 
@@ -127,10 +127,10 @@ def test_counts_and_masks_agree() -> None:
 def test_held_out_loss(folder: Path, nats: list[float]) -> None:
     engine = build_policy(source_in(folder), trained(dropout=0.2))
     expected = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # nats for each token, without dropout
-    assert held_out_loss(engine, items(), budget=30, packing=False, pad_id=0) == expected
+    assert train.SftBatches((), 1, 0, False, 0).evaluate(engine, items(), 30) == {"eval_loss": expected}
     assert verify(engine, max_length=16).packing
-    assert held_out_loss(engine, items(), budget=30, packing=True, pad_id=0) == expected
-    assert math.isnan(held_out_loss(engine, [], budget=30, packing=True, pad_id=0))
+    assert train.SftBatches((), 1, 0, True, 0).evaluate(engine, items(), 30) == {"eval_loss": expected}
+    assert train.SftBatches((), 1, 0, True, 0).evaluate(engine, [], 30) == {}
 
 
 def test_the_loss_is_a_sum() -> None:

@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,15 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from engine import Engine
-from pipeline.data.batch import collate_pairs, pack_pairs
+from pipeline.data.batch import PairBatch, collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
+from pipeline.data.microbatches import local_microbatches
 from pipeline.data.records import Message, Preference
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
 from pipeline.stages.data import log_undecided
-from step2_reward.batches import micro_batches, score_pairs
+from step2_reward.batches import RewardBatches
 from step2_reward.train import loss_of, reference_level
 from tests.pipeline.models.tiny import classifier, config_of, frozen, source_in, trained
 
@@ -59,10 +61,16 @@ def scorer_in(folder: Path, packing: bool, **rest: float) -> Engine:
     return engine
 
 
+def microbatches_of(
+    items: Sequence[PairItem], budget: int, *, packing: bool
+) -> tuple[list[PairBatch], list[list[int]]]:
+    return RewardBatches((), 1, 0, packing, 0).divide(local_microbatches, items, budget)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_micro_batches_contain_each_pair_once(budget: int, packing: bool) -> None:
-    batches, places = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
+    batches, places = microbatches_of(pairs(), budget, packing=packing)
     assert sorted(place for where in places for place in where) == list(range(5))
     for batch, where in zip(batches, places, strict=True):
         assert len(where) == 1 or batch.input_ids.numel() <= budget
@@ -77,7 +85,7 @@ def test_an_update_is_the_mean_over_pairs(
     folder: Path, own: list[tuple[float, float]], centering: float, use_margin: bool, budget: int, packing: bool
 ) -> None:
     engine = scorer_in(folder, packing)
-    batches, _ = micro_batches(pairs(), budget=budget, packing=packing, pad_id=0)
+    batches, _ = microbatches_of(pairs(), budget, packing=packing)
     update = engine.update(batches, loss_of(centering, use_margin=use_margin), len(SIZES))
     expected = 0.0
     for place, (chosen, rejected) in enumerate(own):
@@ -98,7 +106,7 @@ def test_shared_prompts_do_not_change_the_update(folder: Path) -> None:
     done = {}
     for packing in (False, True):
         engine = scorer_in(folder, packing)
-        batches, _ = micro_batches(made, budget=40, packing=packing, pad_id=0)
+        batches, _ = microbatches_of(made, 40, packing=packing)
         update = engine.update(batches, loss_of(0.01, use_margin=False), len(made))
         done[packing] = (update.loss, update.grad_norm, sum(each.input_ids.numel() for each in batches))
     assert done[True][:2] == pytest.approx(done[False][:2], rel=1e-5)
@@ -108,7 +116,7 @@ def test_shared_prompts_do_not_change_the_update(folder: Path) -> None:
 @pytest.mark.parametrize("packing", [False, True])
 def test_an_empty_batch_adds_nothing(folder: Path, packing: bool) -> None:
     engine = scorer_in(folder, packing)
-    full, _ = micro_batches(pairs(), budget=10_000, packing=packing, pad_id=0)
+    full, _ = microbatches_of(pairs(), 10_000, packing=packing)
     single = engine.update(full, loss_of(0.01, use_margin=False), 5)
     again = scorer_in(folder, packing)
     nothing = (pack_pairs if packing else collate_pairs)([], 0)
@@ -121,11 +129,11 @@ def test_an_empty_batch_adds_nothing(folder: Path, packing: bool) -> None:
 def test_scores_of_pairs_are_in_order(folder: Path, own: list[tuple[float, float]], packing: bool) -> None:
     engine = build_scorer(source_in(folder), frozen(), pad_id=0)
     assert not packing or verify(engine, max_length=16).packing
-    actual = score_pairs(engine, pairs(), budget=40, packing=packing, pad_id=0)
+    actual = RewardBatches((), 1, 0, packing, 0).scores(engine, pairs(), 40)
     for scored, pair, (chosen, rejected) in zip(actual, pairs(), own, strict=True):
         assert scored.pair.source == pair.source and len(scored.pair.chosen) == len(pair.chosen)
         assert (scored.chosen, scored.rejected) == pytest.approx((chosen, rejected), abs=3e-5)
-    assert score_pairs(engine, [], budget=40, packing=packing, pad_id=0) == []
+    assert RewardBatches((), 1, 0, packing, 0).scores(engine, [], 40) == []
 
 
 def test_accuracies_by_hand() -> None:
@@ -162,7 +170,7 @@ def test_undecided_pairs_are_reported(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_training_raises_the_accuracy(folder: Path) -> None:
     engine = scorer_in(folder, True, lr=0.02)
-    batches, _ = micro_batches(pairs(), budget=64, packing=True, pad_id=0)
+    batches, _ = microbatches_of(pairs(), 64, packing=True)
     for _ in range(12):
         update = engine.update(batches, loss_of(0.0, use_margin=False), len(SIZES))
     assert update.sums["accuracy"] == len(SIZES)
