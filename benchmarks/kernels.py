@@ -116,7 +116,7 @@ def _attention(device: torch.device, shrink: int) -> Work:
     def ours() -> Tensor:
         return kernels.decode_attention(query, cache[0], cache[1], prompts, slots, lengths, 0.125)
 
-    if device.type == "cpu" and in_c.serves(query.dtype):  # the kernel in C also writes the newest token
+    if device.type == "cpu" and in_c.supports(query.dtype):  # the kernel in C also writes the newest token
         attention = in_c.SlotAttention(*prompts[:2], *cache, scale=0.125)
         keys, values = cache[:, slots, :, lengths - 1].transpose(0, 1).transpose(1, 2)[:, None]
 

@@ -10,6 +10,7 @@ Shapes: N tokens of a step, H query heads, Hkv key heads, D and Dv head sizes of
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -41,14 +42,19 @@ MASKED_QUERIES = 256  # queries that share one mask, which keeps masks and unfus
 class DecodeRows(NamedTuple):
     """The rows that run one token each; int64 tensors (B,).
 
-    slots: answer slots. places: the index of each new token in its slot. lengths: tokens of each sequence with the new
-    one (0: attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence, and the number of its
-    tokens in this slot. firsts: the first of the neighbouring rows with the same prompt, which is read once for all of
-    them.
+    slots: answer slots. tokens and positions: the inputs of the forward. seeds and counts: the seed of each sequence,
+    and the number of its sampled tokens. offsets: the index of each new token in its slot. lengths: tokens of each
+    sequence with the new one (0: attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence,
+    and the number of its tokens in this slot. firsts: the first of the neighbouring rows with the same prompt, which is
+    read once for all of them.
     """
 
     slots: Tensor
-    places: Tensor
+    tokens: Tensor
+    positions: Tensor
+    seeds: Tensor
+    counts: Tensor
+    offsets: Tensor
     lengths: Tensor
     prompt_slots: Tensor
     prompt_lengths: Tensor
@@ -75,12 +81,12 @@ class StepTokens:
         return in_c.addresses(rows.slots, rows.lengths, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
 
     @cached_property
-    def chunk_places(self) -> tuple[Tensor, Tensor]:
+    def chunk_positions(self) -> tuple[Tensor, Tensor]:
         """The prompt slot and the position of each token of the chunks, (tokens,) each."""
         slots = [chunk.slot for chunk in self.chunks for _ in chunk.tokens]
-        positions = [place for chunk in self.chunks for place in range(chunk.start, chunk.end)]
-        places = upload([slots, positions], self.cache.device)
-        return places[0], places[1]
+        positions = [position for chunk in self.chunks for position in range(chunk.start, chunk.end)]
+        both = upload([slots, positions], self.cache.device)
+        return both[0], both[1]
 
     @cached_property
     def chunk_bounds(self) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
@@ -95,7 +101,7 @@ class StepTokens:
         for chunk in self.chunks:
             spans.append((chunk.slot * slot_rows, chunk.start, len(chunk.tokens), begin))
             begin += len(chunk.tokens)
-        return Families.going_on(spans)
+        return Families.continuing(spans)
 
 
 class LayerAttention:
@@ -104,8 +110,8 @@ class LayerAttention:
     def __init__(self, layer: LayerCache, dtype: torch.dtype, scale: float, window: int | None, softcap: float | None):
         self.layer, self.scale, self.window, self.softcap = layer, scale, window, softcap
         self._in_c: in_c.SlotAttention | None = None
-        if layer.answer_keys.device.type == "cpu" and in_c.serves(dtype):
-            self._in_c = in_c.SlotAttention(*layer.tensors, scale=scale, window=window, softcap=softcap)
+        if layer.answer_keys.device.type == "cpu" and in_c.supports(dtype):
+            self._in_c = in_c.SlotAttention(*layer, scale=scale, window=window, softcap=softcap)
 
     def rows(self, query: Tensor, key: Tensor, value: Tensor, step: StepTokens) -> Tensor:
         """Write the new token of each decode row and attend; return (1, B, H, Dv).
@@ -117,8 +123,8 @@ class LayerAttention:
         rows, layer = step.rows, self.layer
         assert rows is not None
         q, k, v = (tensor[0, :, : len(rows.slots)].transpose(0, 1) for tensor in (query, key, value))
-        layer.answer_keys[rows.slots, :, rows.places] = k
-        layer.answer_values[rows.slots, :, rows.places] = v
+        layer.answer_keys[rows.slots, :, rows.offsets] = k
+        layer.answer_values[rows.slots, :, rows.offsets] = v
         prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
         cached = layer.answer_keys, layer.answer_values, prompts
         return decode_attention(q, *cached, rows.slots, rows.lengths, self.scale, self.window, self.softcap)[None]
@@ -130,7 +136,7 @@ class LayerAttention:
         in one call. The CPU kernel gives a token the same numbers wherever a prompt is divided into chunks.
         """
         layer, scale, window = self.layer, self.scale, self.window
-        slots, positions = step.chunk_places
+        slots, positions = step.chunk_positions
         layer.prompt_keys[slots, :, positions] = key
         layer.prompt_values[slots, :, positions] = value
         if self.softcap is None and query.device.type == "cpu":
@@ -251,30 +257,31 @@ def _attend_capped(
 
 
 class AttentionByName:
-    """A context in which a module attends by the registered function and its padding token is hidden.
+    """Makes a module attend by the registered function inside `applied`, and hides its padding token.
 
     Without a mask some models search their tokens for padding. The search would make the host wait for the GPU. The
     context writes the dictionaries of the configurations, because transformers validates each assignment to an
     attribute for longer than an operator of a small model takes.
     """
 
-    def __init__(self, module: nn.Module, name: str = NAME) -> None:
+    def __init__(self, module: nn.Module) -> None:
         configs = {id(config): vars(config) for m in module.modules() if (config := getattr(m, "config", None))}
-        inside = {"_attn_implementation_internal": name, "pad_token_id": None}
+        inside = {"_attn_implementation_internal": NAME, "pad_token_id": None}
         self._inside = [
             (attributes, {key: value for key, value in inside.items() if key in attributes})
             for attributes in configs.values()
         ]
-        self._before: list[dict[str, Any]] = []
 
-    def __enter__(self) -> None:
-        self._before = [{key: attributes[key] for key in inside} for attributes, inside in self._inside]
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        before = [{key: attributes[key] for key in inside} for attributes, inside in self._inside]
         for attributes, inside in self._inside:
             attributes.update(inside)
-
-    def __exit__(self, *_: object) -> None:
-        for (attributes, _inside), before in zip(self._inside, self._before, strict=True):
-            attributes.update(before)
+        try:
+            yield
+        finally:
+            for (attributes, _inside), values in zip(self._inside, before, strict=True):
+                attributes.update(values)
 
 
 AttentionInterface.register(NAME, slot_attention)

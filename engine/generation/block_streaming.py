@@ -8,7 +8,7 @@ larger of computing and of reading all parameters once, so a larger batch lowers
 Gathering sharded parameters is collective. A rank without remaining prompts joins the forwards of the other ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.generation.weight_sync import WeightCopy, aligned_bytes, copy_weights, divide_memory
+from engine.generation.weight_sync import LiveParameter, aligned_bytes, copy_weight, divide_memory
 from engine.parallel import dist, dtensors, zero
 
 
@@ -28,8 +28,8 @@ class BlockStream:
         self.memory: list[Tensor] = []
         self._paths = {path: self.blocks.index(child) for path, child in module.named_modules() if child in self.blocks}
         self._module, self._dtype, self._device = module, dtype, device
-        self._copies: list[list[WeightCopy]] = [[] for _ in self.blocks]
-        self._parameters: list[list[tuple[nn.Module, str, nn.Parameter]]] = [[] for _ in self.blocks]
+        # Of each block: live parameter, owner, name in the owner, and the parameter in memory.
+        self._parameters: list[list[tuple[LiveParameter, nn.Module, str, nn.Parameter]]] = [[] for _ in self.blocks]
         self._loading: dict[int, Future[None]] = {}
         self._collective = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
@@ -43,21 +43,26 @@ class BlockStream:
         """Return the index of the block that a parameter belongs to."""
         return next((index for path, index in self._paths.items() if name.startswith(f"{path}.")), None)
 
-    def start(self, copies: Mapping[str, WeightCopy]) -> None:
-        """Prepare to copy these parameters while blocks run. Only the shapes of the copies' targets are used."""
-        by_block: list[list[tuple[str, WeightCopy]]] = [[] for _ in self.blocks]
-        for name, weight_copy in copies.items():
+    def start(self, live: Mapping[str, LiveParameter]) -> None:
+        """Prepare to copy these parameters of the blocks while blocks run."""
+        names: list[list[str]] = [[] for _ in self.blocks]
+        for name in live:
             index = self.block_of(name)
             assert index is not None, f"{name} belongs to no block"
-            by_block[index].append((name, weight_copy))
-        shapes = [[each.target.shape for _, each in block] for block in by_block]
+            names[index].append(name)
+        shapes = [[self._module.get_parameter(name).shape for name in block] for block in names]
         largest = max((aligned_bytes(of_block, self._dtype) for of_block in shapes), default=0)
         if not self.memory or len(self.memory[0]) < largest:
             self.memory = []  # free the old memory before the new is allocated
             self.memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        for index, block in enumerate(by_block):
-            self._assign_memory(index, block)
-        sharded = any(not dtensors.is_full(each.parameter) for each in copies.values())
+        for index, block in enumerate(names):
+            self._parameters[index] = []
+            targets = divide_memory(self.memory[index % 2], shapes[index], self._dtype)
+            for name, target in zip(block, targets, strict=True):
+                owner, _, leaf = name.rpartition(".")
+                parameter = nn.Parameter(target, requires_grad=False)
+                self._parameters[index].append((live[name], self._module.get_submodule(owner), leaf, parameter))
+        sharded = any(not dtensors.is_full(each.parameter) for each in live.values())
         self._collective = dist.world().size > 1 and sharded
 
     def finish(self) -> None:
@@ -70,19 +75,8 @@ class BlockStream:
         """Free the memory."""
         self._wait()
         self.memory = []
-        self._copies = [[] for _ in self.blocks]
         self._parameters = [[] for _ in self.blocks]
         self._collective = False
-
-    def _assign_memory(self, index: int, block: Sequence[tuple[str, WeightCopy]]) -> None:
-        """Assign memory in one of the two buffers to each parameter of a block."""
-        targets = divide_memory(self.memory[index % 2], (each.target.shape for _, each in block), self._dtype)
-        self._copies[index], self._parameters[index] = [], []
-        for (name, weight_copy), target in zip(block, targets, strict=True):
-            owner, _, leaf = name.rpartition(".")
-            self._copies[index].append(WeightCopy(weight_copy.live, target, weight_copy.region))
-            parameter = nn.Parameter(target, requires_grad=False)
-            self._parameters[index].append((self._module.get_submodule(owner), leaf, parameter))
 
     def _before_forward(self, *_: Any) -> None:
         """Signal the start of a forward, so that ranks without prompts take part in its gathers."""
@@ -92,13 +86,13 @@ class BlockStream:
 
     def _before_block(self, index: int, *_: Any) -> None:
         (self._loading.pop(index, None) or self._load(index)).result()
-        for owner, leaf, parameter in self._parameters[index]:
+        for _live, owner, leaf, parameter in self._parameters[index]:
             owner._parameters[leaf] = parameter
         if index + 1 < len(self.blocks):
             self._loading[index + 1] = self._load(index + 1)
 
     def _after_block(self, index: int, *_: Any) -> None:
-        for owner, leaf, parameter in self._parameters[index]:
+        for _live, owner, leaf, parameter in self._parameters[index]:
             owner._parameters[leaf] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
     def _load(self, index: int) -> "Future[None]":
@@ -107,14 +101,13 @@ class BlockStream:
         return self._thread.submit(self._gather, index, read)
 
     def _gather(self, index: int, read: "torch.cuda.Event | None") -> None:
-        if self._stream is None:
-            copy_weights(self._copies[index])
-            return
-        with torch.cuda.stream(self._stream):
-            assert read is not None
-            self._stream.wait_event(read)
-            copy_weights(self._copies[index])
-            self._stream.synchronize()
+        with torch.cuda.stream(self._stream):  # None: does nothing
+            if self._stream is not None and read is not None:
+                self._stream.wait_event(read)
+            for live, _, _, parameter in self._parameters[index]:
+                copy_weight(live, parameter)
+            if self._stream is not None:
+                self._stream.synchronize()
 
     def _wait(self) -> None:
         """Wait for blocks that a failed forward was loading."""

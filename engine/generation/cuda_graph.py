@@ -18,7 +18,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.generation.decode_step import DecodeStep
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
 from engine.parallel import collectives, dist
@@ -30,10 +29,10 @@ _warned: set[str] = set()
 class GraphedStep:
     """A step for any number of rows, replayed as a CUDA graph on GPUs."""
 
-    def __init__(self, step: DecodeStep, place: Tensor, *, scratch: int) -> None:
-        """`place` () is the counter of the step's outputs. `scratch` is the slot of rows that pad a step."""
-        self.step, self.scratch, self._place = step, scratch, place
-        self.captures = place.is_cuda
+    def __init__(self, step: Callable[[Tensor], None], counter: Tensor, *, scratch: int, name: str) -> None:
+        """`counter` () counts the steps. `scratch` is the slot of rows that pad a step, `name` that of the model."""
+        self.step, self.scratch, self.name, self._counter = step, scratch, name, counter
+        self.captures = counter.is_cuda
         self._inputs: dict[int, Tensor] = {}  # by number of rows, the argument of the step
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._sent: dict[int, int] = {}  # by number of rows, the bytes that a replay sends to other ranks
@@ -45,7 +44,7 @@ class GraphedStep:
         """Run the step `times` times for these slots. Return before the device has finished."""
         size = bucket(len(slots))
         if size not in self._inputs:
-            self._inputs[size] = self._padding(size)
+            self._inputs[size] = upload([[self.scratch] * size, [*range(size)]], self._counter.device)  # only padding
         chosen = self._inputs[size]
         replay = self._replay(size, chosen)
         padding = size - len(slots)
@@ -58,15 +57,11 @@ class GraphedStep:
     def release(self) -> None:
         """Free the graphs. The next run captures them again."""
         self._graphs.clear()
-
-    def _padding(self, size: int) -> Tensor:
-        """Return the argument of a step (2, size) of which every row is padding."""
-        return upload([[self.scratch] * size, [*range(size)]], self._place.device)
+        self._inputs.clear()
 
     def _replay(self, size: int, chosen: Tensor) -> Callable[[], None]:
         """Return a function that runs one step for the rows at this address."""
         if self.captures and size not in self._graphs:
-            chosen.copy_(self._padding(size))
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self.captures = self._warm_up(chosen)
@@ -81,8 +76,8 @@ class GraphedStep:
 
     def _warm_up(self, chosen: Tensor) -> bool:
         """Run the step twice, to compile kernels and allocate workspaces. Return whether it can be captured."""
-        before = self._place.clone()
-        self._place.fill_(-1)
+        before = self._counter.clone()
+        self._counter.fill_(-1)
         self.step(chosen)
         try:
             with _refuse_to_wait():
@@ -90,13 +85,12 @@ class GraphedStep:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            name = type(self.step.model.module).__name__
-            if name not in _warned:
-                _warned.add(name)
-                log.warning("%s decodes without CUDA graphs, more slowly: %s", name, str(error).partition("\n")[0])
+            if self.name not in _warned:
+                _warned.add(self.name)
+                log.warning("%s decodes without CUDA graphs, more slowly: %s", self.name, str(error).partition("\n")[0])
             return False
         finally:
-            self._place.copy_(before)
+            self._counter.copy_(before)
         return True
 
     def _capture(self, chosen: Tensor) -> torch.cuda.CUDAGraph:
@@ -112,7 +106,7 @@ class GraphedStep:
             if is_out_of_memory(error):
                 raise
             raise RuntimeError(
-                f"the decode step of {type(self.step.model.module).__name__} could not be captured in a CUDA graph "
+                f"the decode step of {self.name} could not be captured in a CUDA graph "
                 f"({str(error).partition(chr(10))[0]}); generate with stream=true, which uses no graphs"
             ) from error
         return graph

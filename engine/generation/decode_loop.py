@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.generation.attention import DecodeRows, StepTokens
 from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_session import DecodeSession
-from engine.generation.decode_step import DecodeState, DecodeStep, SlotModel
-from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, free_bytes
+from engine.generation.decode_step import DecodeStep, Sampler, SlotModel
+from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, default_cache_bytes
 from engine.generation.model_support import (
     UnsupportedModel,
     check_model,
@@ -26,17 +26,16 @@ from engine.generation.model_support import (
     logits_differ,
     plain_logits,
 )
-from engine.generation.sampling import Sampled, Sampling
-from engine.generation.scheduler import Chunk, Scheduler
+from engine.generation.sampling import SampledToken, Sampling
+from engine.generation.scheduler import Chunk, Scheduler, queue_order
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
-from engine.parallel import dist
 
 log = logging.getLogger(__name__)
 # Prompt tokens in one forward, at most. This bounds the activations, which should stay in the caches of a CPU.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 8192}
 WINDOW = 8  # replays of a CUDA graph between two reads by the host
-MAX_STEPS = 4  # sampling settings whose steps and graphs exist at a time
+MAX_SAMPLERS = 4  # sampling settings whose tensors and graphs exist at a time
 
 
 class DecodeLoop:
@@ -47,29 +46,35 @@ class DecodeLoop:
     the modules.
     """
 
+    mode = "slots"
+
     def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        cache_bytes: int | None = None,
-        *,
-        use_graphs: bool = True,
+        self, module: nn.Module, device: torch.device, cache_bytes: int | None = None, *, use_graphs: bool = True
     ) -> None:
         self.device, self.cache_bytes = device, cache_bytes
         self.use_graphs = use_graphs and device.type == "cuda"
-        self.model = SlotModel(module, device, computes_chosen_logits=check_model(module))
+        check_model(module)
+        self.model = SlotModel(module, device)
         self.cache: KVCache | None = None
-        self._state: DecodeState | None = None
-        self._steps: dict[Sampling, tuple[DecodeStep, GraphedStep | None]] = {}
+        self._step: DecodeStep | None = None
+        self._samplers: dict[Sampling, tuple[Sampler, GraphedStep | None]] = {}
         self._addresses: list[int] = []
         self._warned = False
         self.token_bytes = self._try()
 
+    def refresh(self) -> None:
+        """Recompute the copies that were derived from the weights."""
+        self.model.packs.refresh()
+
     def release(self) -> None:
         """Free the cache, the copies of weights and the graphs."""
-        self._steps.clear()
-        self.cache = self._state = None
+        self._samplers.clear()
+        self.cache = self._step = None
         self.model.packs.release()
+
+    def memory(self) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return no weights, keys and values in the cache, and the bytes of prepacked weights."""
+        return [], [] if self.cache is None else self.cache.tensors, self.model.packs.bytes
 
     def run(
         self,
@@ -78,16 +83,13 @@ class DecodeLoop:
         sample_seeds: Sequence[int],
         batch_size: int,
         ends: Callable[[int, int], bool],
-    ) -> Iterator[list[Sampled]]:
+    ) -> Iterator[list[SampledToken]]:
         """Answer the prompts; yield the tokens of each step. `ends` returns whether a token ends a request's answer."""
-        batch_size = min(batch_size, len(prompts))
         longest, different = max(len(prompt) for prompt in prompts), len({tuple(prompt) for prompt in prompts})
-        cache = self._cache_for(CacheDemand(longest, sampling.max_new_tokens, different, len(prompts), batch_size))
-        scheduler = Scheduler(
-            prompts, min(batch_size, cache.size.sequences), cache.size.prompt_slots, PREFILL_TOKENS[self.device.type]
-        )
-        session = self._open(cache, scheduler)
-        session.register(range(len(prompts)), sampling, sample_seeds, ends)
+        batch_size = min(batch_size, len(prompts))
+        session = self._open(CacheDemand(longest, sampling.max_new_tokens, different, len(prompts), batch_size))
+        for request in queue_order(prompts):
+            session.add(request, prompts[request], sampling, sample_seeds[request], ends=ends)
         while session.busy:
             yield from session.advance()
 
@@ -96,60 +98,54 @@ class DecodeLoop:
 
         Prompts have at most `prompt_tokens` tokens, and answers at most `new_tokens`.
         """
-        cache = self._cache_for(CacheDemand(prompt_tokens, new_tokens, slots, slots, slots))
-        sequences = min(slots, cache.size.sequences)
-        scheduler = Scheduler([], sequences, cache.size.prompt_slots, PREFILL_TOKENS[self.device.type])
-        return self._open(cache, scheduler)
+        return self._open(CacheDemand(prompt_tokens, new_tokens, slots, slots, slots))
 
-    def _open(self, cache: KVCache, scheduler: Scheduler) -> DecodeSession:
-        return DecodeSession(partial(self._step_for, cache), cache, scheduler, WINDOW if self.use_graphs else 0)
+    def _open(self, demand: CacheDemand) -> DecodeSession:
+        """Return a session on the current decode step, or on a new one if cache or weights have new addresses."""
+        cache, module = self._cache_for(demand), self.model.module
+        addresses = [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
+        if self._step is None or addresses != self._addresses:
+            self._samplers.clear()
+            self._step, self._addresses = DecodeStep(self.model, cache, WINDOW + 1), addresses
+        sequences, prefill_tokens = min(demand.batch_size, cache.size.sequences), PREFILL_TOKENS[self.device.type]
+        scheduler = Scheduler(sequences, cache.size.prompt_slots, prefill_tokens)
+        return DecodeSession(self._step, self._sampler_for, scheduler, WINDOW if self.use_graphs else 0)
 
     def _cache_for(self, demand: CacheDemand) -> KVCache:
         """Return the current cache if it is large enough, else a new cache within the bound."""
         reusable = 0 if self.cache is None or self.cache_bytes is not None else self.cache.size.tokens // 2
-        tokens = self._bound() // self.token_bytes + reusable
+        bound = default_cache_bytes(self.device) if self.cache_bytes is None else self.cache_bytes
+        tokens = bound // self.token_bytes + reusable
         size = demand.size_within(tokens)
         if self.cache is None or not demand.fits(self.cache.size, size.sequences):
-            self.cache = self._state = None  # free the old memory first
-            self._steps.clear()
+            self.cache = self._step = None  # free the old memory first
+            self._samplers.clear()
             self.cache = KVCache(size, self.device)
             if size.tokens > tokens and not self._warned:
                 self._warned = True
                 log.warning(
                     "the key-value cache may take %d bytes (cache_bytes), and one sequence takes %d bytes: one "
                     "sequence decodes at a time, and the bound is exceeded",
-                    self._bound(),
+                    bound,
                     size.tokens * self.token_bytes,
                 )
         return self.cache
 
-    def _step_for(self, cache: KVCache, sampling: Sampling) -> tuple[DecodeStep, GraphedStep | None]:
-        """Return the step for these settings, and its graphs if the loop uses graphs.
-
-        Both are valid for fixed addresses of weights, cache and state.
-        """
-        module = self.model.module
-        addresses = [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
-        if self._state is None or addresses != self._addresses:
-            self._steps.clear()
-            self._state, self._addresses = DecodeState(cache.size.sequences, WINDOW + 1, self.device), addresses
+    def _sampler_for(self, step: DecodeStep, sampling: Sampling) -> tuple[Sampler, GraphedStep | None]:
+        """Return the sampler of these settings, and the graphs of the decode step with it, None without graphs."""
         settings = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
-        step_and_graphs = self._steps.pop(settings, None)
-        if step_and_graphs is None:
-            step = DecodeStep(self.model, cache, self._state, settings)
-            scratch = cache.size.sequences
-            step_and_graphs = step, GraphedStep(step, self._state.step, scratch=scratch) if self.use_graphs else None
-        self._steps[settings] = step_and_graphs
-        while len(self._steps) > MAX_STEPS:
-            del self._steps[next(iter(self._steps))]
-        return step_and_graphs
-
-    def _bound(self) -> int:
-        """Return the bytes that keys and values may take."""
-        if self.cache_bytes is not None:
-            return self.cache_bytes
-        sharing = dist.world().size if self.device.type == "cpu" else 1
-        return free_bytes(self.device) // (2 * sharing)
+        if settings in self._samplers:
+            entry = self._samplers.pop(settings)
+        else:
+            sampler, graphs = step.sampler(settings), None
+            if self.use_graphs and settings.top_logprobs is None:  # the host reads the likeliest tokens
+                scratch, name = step.cache.size.sequences, type(self.model.module).__name__
+                graphs = GraphedStep(partial(step.run_rows, sampler), step.state.step, scratch=scratch, name=name)
+            entry = sampler, graphs
+        self._samplers[settings] = entry
+        while len(self._samplers) > MAX_SAMPLERS:
+            del self._samplers[next(iter(self._samplers))]
+        return entry
 
     @torch.inference_mode()
     def _try(self) -> int:
@@ -161,14 +157,13 @@ class DecodeLoop:
         prompt = fixed_prompts(module)[0]
         cache, last = KVCache(CacheSize(1, len(prompt), 2, 1), device), len(prompt) - 1
         token_ids, positions = upload([prompt, [*range(last + 1)]], device)
-        places = upload([[0], [0], [last + 1], [0], [last], [0]], device)
-        row = StepTokens(cache, DecodeRows(*places))
+        rows = DecodeRows(*upload([[0], [prompt[-1]], [last], [0], [0], [0], [last + 1], [0], [last], [0]], device))
         try:
             logits = []
             if last:
                 chunk = StepTokens(cache, None, [Chunk(0, prompt[:last], 0)])
                 logits.append(self.model(token_ids[:last], positions[:last], chunk))
-            logits.append(self.model(token_ids[last:], positions[last:], row))
+            logits.append(self.model(rows.tokens, rows.positions, StepTokens(cache, rows)))
             plain = plain_logits(module, device, prompt)
             are_from_zero = counts_from_zero(module, device)
         except Exception as error:  # a forward that needs other arguments may raise any exception

@@ -9,31 +9,15 @@ answer. The host drops these tokens.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.generation.cuda_graph import GraphedStep
-from engine.generation.decode_step import NOTHING, DecodeStep
-from engine.generation.kv_cache import KVCache
-from engine.generation.sampling import Ending, RawLogprobs, Sampled, Sampling, under_seed
+from engine.generation.decode_step import NOTHING, DecodeStep, Sampler
+from engine.generation.sampling import Ending, SampledToken, Sampling, check_logprobs, combine_seeds
 from engine.generation.scheduler import ActiveSequence, Scheduler
 from engine.host_memory import upload
-
-
-class SessionToken(NamedTuple):
-    """A sampled token of a request.
-
-    logprob: under the distribution that the token was sampled from. raw: see `Sampling.top_logprobs`.
-    finish: "stop" if the token ends the answer, "length" if the answer has its longest length, else None.
-    """
-
-    request: int
-    token: int
-    logprob: float
-    raw: RawLogprobs | None
-    finish: str | None
 
 
 @dataclass(frozen=True)
@@ -45,13 +29,6 @@ class _Launch:
     wait: Callable[[], tuple[Tensor, Tensor]]
     in_graphs: bool
 
-    def sampled(self) -> Iterator[list[Sampled]]:
-        """Wait for the device, and yield the tokens of each step."""
-        tokens, logprobs = (each[: self.steps].tolist() for each in self.wait())
-        for step_tokens, step_logprobs in zip(tokens, logprobs, strict=True):
-            sampled = [(request, step_tokens[slot], step_logprobs[slot]) for slot, request in self.requests.items()]
-            yield [each for each in sampled if each[1] != NOTHING]
-
 
 @dataclass
 class _Request:
@@ -60,7 +37,7 @@ class _Request:
     limit: int
     seed: int
     ends: Callable[[int, int], bool]
-    step: DecodeStep
+    sampler: Sampler
     graphs: GraphedStep | None
     count: int = 0
 
@@ -74,18 +51,15 @@ class DecodeSession:
 
     def __init__(
         self,
-        step_for: Callable[[Sampling], tuple[DecodeStep, GraphedStep | None]],
-        cache: KVCache,
+        step: DecodeStep,
+        sampler_for: Callable[[DecodeStep, Sampling], tuple[Sampler, GraphedStep | None]],
         scheduler: Scheduler,
         window: int,
     ) -> None:
-        """`step_for` returns the step for sampling settings. `window`: replays of a graph per launch; 0 for none."""
-        self._step_for, self._cache, self._scheduler, self._window = step_for, cache, scheduler, window
+        """`window`: replays of a CUDA graph per launch; 0 for no graphs."""
+        self._step, self._sampler_for, self._scheduler, self._window = step, sampler_for, scheduler, window
         self._requests: dict[int, _Request] = {}
         self._pending = deque[_Launch]()
-        self._turn = 0
-        self._finishes: dict[int, str] = {}
-        self._raw: dict[int, RawLogprobs] = {}  # of the newest launch, by request
 
     @property
     def busy(self) -> bool:
@@ -104,60 +78,44 @@ class DecodeSession:
         sampling: Sampling,
         sample_seed: int,
         text: Callable[[list[int]], str] | None = None,
+        ends: Callable[[int, int], bool] | None = None,
     ) -> None:
         """Append a request under a number that no earlier request had. `text` decodes token ids, for stop strings.
 
-        Raises ValueError if the prompt or the longest answer does not fit into a slot.
+        ends: returns whether a token ends the answer of a request; by default, the settings decide. Raises ValueError
+        if the prompt or the longest answer does not fit into a slot.
         """
-        size = self._cache.size
+        size = self._step.cache.size
         if not 0 < len(prompt) <= size.prompt_capacity or sampling.max_new_tokens > size.answer_capacity:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and an answer of {sampling.max_new_tokens} do not fit into slots of "
                 f"{size.prompt_capacity} and {size.answer_capacity} tokens"
             )
-        self.register([request], sampling, [sample_seed], Ending(sampling, text))
+        seed, ends = combine_seeds(sampling.seed, sample_seed), ends or Ending(sampling, text)
+        sampler, graphs = self._sampler_for(self._step, sampling)
+        self._requests[request] = _Request(sampling.max_new_tokens, seed, ends, sampler, graphs)
         self._scheduler.add(request, prompt)
-
-    def register(
-        self,
-        requests: Sequence[int],
-        sampling: Sampling,
-        sample_seeds: Sequence[int],
-        ends: Callable[[int, int], bool],
-    ) -> None:
-        """Store the settings of requests that the scheduler has. `ends` returns whether a token ends an answer."""
-        step, graphs = self._step_for(sampling)
-        seeds = under_seed(sampling.seed, torch.tensor(sample_seeds, dtype=torch.int64)).tolist()
-        for request, seed in zip(requests, seeds, strict=True):
-            self._requests[request] = _Request(sampling.max_new_tokens, seed, ends, step, graphs)
 
     def abort(self, request: int) -> None:
         """Remove a request and free its slot. Do nothing for a request that has ended."""
         if self._requests.pop(request, None) is not None:
             self._scheduler.abort(request)
 
-    def step(self) -> list[SessionToken]:
+    def step(self) -> list[SampledToken]:
         """Run the next step or steps; return the new tokens, those of a request in order.
 
         Raises FloatingPointError if logits are NaN.
         """
-        sampled = [each for tokens in self.advance() for each in tokens]
-        if any(logprob != logprob for _, _, logprob in sampled):
-            raise FloatingPointError("the logits of the model are NaN; its weights may have diverged")
-        finishes, self._finishes = self._finishes, {}
-        newest = {request: index for index, (request, _, _) in enumerate(sampled)}
-        return [
-            SessionToken(*each, self._raw.get(each[0]), finishes.get(each[0]) if newest[each[0]] == index else None)
-            for index, each in enumerate(sampled)
-        ]
+        sampled = [token for tokens in self.advance() for token in tokens]
+        check_logprobs(sampled)
+        return sampled
 
-    def advance(self) -> Iterator[list[Sampled]]:
+    def advance(self) -> Iterator[list[SampledToken]]:
         """Launch the next steps, and yield the tokens of each step that has finished."""
         with torch.inference_mode():
             launch = self._launch()
         if launch is not None:
             self._pending.append(launch)
-            self._turn += 1
         assert self._pending or not self.busy, "no step runs and no answer ends"
         behind = 1 if launch is not None and launch.in_graphs else 0
         while len(self._pending) > behind:
@@ -165,23 +123,25 @@ class DecodeSession:
 
     def _launch(self) -> _Launch | None:
         """Launch the next steps. Return None if every sequence has reached its limit and no request waits."""
-        scheduler = self._scheduler
+        scheduler, step = self._scheduler, self._step
         plan = scheduler.plan()
         for copy in plan.copies:
-            self._cache.copy_prefix(*copy)
+            step.cache.copy_prefix(*copy)
         if not scheduler.decoding and not plan.chunks:
             return None
-        live = [self._requests[sequence.request] for sequence in scheduler.decoding] or [*self._requests.values()]
-        step, graphs = live[0].step, self._common_graphs(live)
+        decoding = [self._requests[sequence.request] for sequence in scheduler.decoding]
+        graphs = self._common_graphs(decoding or [*self._requests.values()])
         step.state.clear()
         steps = 0
         rows = self._below_limit(plan.decoding) if plan.chunks or graphs is None else []
-        if rows or plan.chunks or plan.starting:
-            samplers = [self._requests[sequence.request].step.sampler for sequence in (*rows, *plan.starting)]
-            chosen = upload(_slots_and_firsts(rows), self._cache.device)
-            step.run(plan, chosen, [self._table_row(sequence) for sequence in plan.starting], samplers)
+        sequences = [*rows, *plan.starting]
+        if sequences or plan.chunks:
+            samplers = [self._requests[sequence.request].sampler for sequence in sequences]
+            if plan.starting:
+                step.start([self._table_row(sequence) for sequence in plan.starting], plan, samplers[len(rows) :])
+            step.run(plan, upload(_slots_and_firsts(sequences), step.cache.device), samplers)
             steps = 1
-            for sequence in [*rows, *plan.starting]:
+            for sequence in sequences:
                 sequence.sampled += 1
         if graphs is not None and (rows := self._below_limit(scheduler.decoding)):
             times = min(self._window, max(self._remaining(sequence) for sequence in rows))
@@ -192,35 +152,34 @@ class DecodeSession:
         if not steps:
             return None
         requests = {sequence.slot: sequence.request for sequence in scheduler.decoding}
-        in_slots = {slot: self._requests[request].step.sampler.raw_logprobs for slot, request in requests.items()}
-        self._raw = {request: in_slots[slot][slot] for slot, request in requests.items() if slot in in_slots[slot]}
-        return _Launch(requests, steps, step.state.copy_to_host(self._turn), in_graphs=graphs is not None)
+        return _Launch(requests, steps, step.state.copy_to_host(), in_graphs=graphs is not None)
 
-    def _common_graphs(self, live: Sequence[_Request]) -> GraphedStep | None:
-        """Return the graphs of these requests if all have the same settings and the settings permit graphs."""
-        is_common = len({id(request.step) for request in live}) == 1
-        return live[0].graphs if self._window and is_common and live[0].step.sampler.is_capturable else None
+    def _common_graphs(self, requests: Sequence[_Request]) -> GraphedStep | None:
+        """Return the graphs of these requests if all have the same settings; None if there are none."""
+        is_common = len({id(request.sampler) for request in requests}) == 1
+        return requests[0].graphs if self._window and is_common else None
 
-    def _read(self, launch: _Launch) -> Iterator[list[Sampled]]:
-        """Yield the tokens of a launch's steps, and free the slots of the answers that ended."""
-        for sampled in launch.sampled():
-            sampled = [one for one in sampled if one[0] in self._requests]
-            if sampled:
-                yield sampled
-            ended = {request for request, token, _ in sampled if self._has_ended(request, token)}
+    def _read(self, launch: _Launch) -> Iterator[list[SampledToken]]:
+        """Wait for the device, yield the tokens of each step, and free the slots of the answers that ended."""
+        for tokens, logprobs in zip(*(each[: launch.steps].tolist() for each in launch.wait()), strict=True):
+            sampled = [
+                self._to_token(request, slot, tokens[slot], logprobs[slot])
+                for slot, request in launch.requests.items()
+                if tokens[slot] != NOTHING and request in self._requests
+            ]
+            ended = {token.request for token in sampled if token.finish is not None}
             if ended:
                 for request in ended:
                     del self._requests[request]
                 self._scheduler.finish(ended)
+            if sampled:
+                yield sampled
 
-    def _has_ended(self, number: int, token: int) -> bool:
+    def _to_token(self, number: int, slot: int, token: int, logprob: float) -> SampledToken:
         request = self._requests[number]
         request.count += 1
-        if request.ends(number, token):
-            self._finishes[number] = "stop"
-        elif request.count == request.limit:
-            self._finishes[number] = "length"
-        return number in self._finishes
+        finish = "stop" if request.ends(number, token) else "length" if request.count == request.limit else None
+        return SampledToken(number, token, logprob, finish, request.sampler.raw_logprobs.get(slot))
 
     def _remaining(self, sequence: ActiveSequence) -> int:
         return self._requests[sequence.request].limit - sequence.sampled

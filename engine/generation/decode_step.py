@@ -5,11 +5,12 @@ its slots, runs the model's own forward with attention over the key-value cache,
 answer and writes the rows back. A step without chunks of prompts reads no number on the host
 and allocates nothing that outlives it, so a CUDA graph can replay it.
 
-Shapes: S slots, B rows of a step, n starting sequences, V vocabulary.
+Shapes: B rows of a step, n starting sequences, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from engine.generation.attention import AttentionByName, DecodeRows, StepTokens
 from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
 from engine.generation.sampling import RawLogprobs, Sampling, penalise, raw_logprobs, uniforms
-from engine.generation.scheduler import ActiveSequence, Plan
+from engine.generation.scheduler import Plan
 from engine.host_memory import upload
 from engine.kernels import sample
 
@@ -28,40 +29,22 @@ from engine.kernels import sample
 COLUMNS = TOKEN, CACHED, SEED, COUNT, LIMIT, ENDED, PROMPT, SHARED = range(8)
 NOTHING = -1  # the token of a row whose answer ended before this step
 
-Draws = tuple[
-    Tensor, Tensor, Tensor, Tensor
-]  # slots (B,), sample seeds (B,), tokens sampled so far (B,), logits (B, V)
-
-
-class StepInputs(NamedTuple):
-    """The inputs of a step, (B,) int64 each, and where attention reads and writes.
-
-    tokens and positions: the inputs of the forward. seeds and counts: the sample seed, and the number of tokens sampled
-    so far.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    seeds: Tensor
-    counts: Tensor
-    rows: DecodeRows
-
 
 class SlotModel:
     """A model that runs one row of tokens and attends over a key-value cache."""
 
-    def __init__(self, module: nn.Module, device: torch.device, *, computes_chosen_logits: bool) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
         self.packs = PrepackedLinears(module)
         self._attention = AttentionByName(module)
-        self._computes_chosen_logits = computes_chosen_logits
+        self._computes_chosen_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def __call__(self, token_ids: Tensor, positions: Tensor, step: StepTokens, columns: Tensor | None = None) -> Tensor:
         """Run token ids (N,) at positions (N,); return the logits (B, V) after `columns` (B,), or after all tokens."""
         chosen: dict[str, Any] = {}
         if columns is not None and self._computes_chosen_logits:
             chosen["logits_to_keep"], columns = columns, None
-        with self._attention, self.packs.applied():
+        with self._attention.applied(), self.packs.applied():
             output = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step, **chosen
             )
@@ -94,14 +77,13 @@ class DecodeState:
         self.tokens.fill_(NOTHING)
         self.step.fill_(-1)
 
-    def read(self, chosen: Tensor) -> StepInputs:
-        """Return the inputs of the next step, and advance `step`. chosen (2, B): as in `DecodeStep`."""
+    def read(self, chosen: Tensor) -> DecodeRows:
+        """Return the rows of the next step, and advance `step`. chosen (2, B): as in `DecodeStep`."""
         self.step.add_(1)
         row = self.rows.index_select(0, chosen[0]).t().contiguous()
         lengths = (row[CACHED] + 1) * (1 - row[ENDED])
-        places = row[CACHED] - row[SHARED]
-        rows = DecodeRows(chosen[0], places, lengths, row[PROMPT], row[SHARED], chosen[1])
-        return StepInputs(row[TOKEN], row[CACHED], row[SEED], row[COUNT], rows)
+        offsets, inputs = row[CACHED] - row[SHARED], (row[TOKEN], row[CACHED], row[SEED], row[COUNT])
+        return DecodeRows(chosen[0], *inputs, offsets, lengths, row[PROMPT], row[SHARED], chosen[1])
 
     def write(self, slots: Tensor, tokens: Tensor, logprobs: Tensor, end_ids: Tensor, seen: Tensor | None) -> None:
         """Store the sampled tokens (B,) int64 and log-probabilities (B,) fp32 of slots (B,).
@@ -123,9 +105,10 @@ class DecodeState:
         if seen is not None:
             seen.view(-1).index_fill_(0, slots * seen.shape[1] + tokens, True)
 
-    def copy_to_host(self, turn: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    def copy_to_host(self) -> Callable[[], tuple[Tensor, Tensor]]:
         """Start a copy of tokens and log-probabilities; return a function that waits for it and returns both."""
-        tokens, logprobs = self._host[turn % 2]
+        self._host.reverse()
+        tokens, logprobs = self._host[0]
         tokens.copy_(self.tokens, non_blocking=True)
         logprobs.copy_(self.logprobs, non_blocking=True)
         event = torch.cuda.Event() if self.rows.is_cuda else None
@@ -143,8 +126,7 @@ class DecodeState:
 class Sampler:
     """Sampling settings with the tensors that they need. A step may sample its rows under several settings.
 
-    A sampler ignores the seed of the settings. The caller shifts sample seeds by it (`sampling.under_seed`), so that
-    one sampler works for all seeds.
+    A sampler ignores the seed of the settings, which is part of the seeds of the sequences (`combine_seeds`).
     """
 
     def __init__(self, sampling: Sampling, state: DecodeState, vocabulary: int) -> None:
@@ -160,30 +142,28 @@ class Sampler:
             self._forbidden = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self._forbidden.index_fill_(0, self._end_ids, True)
 
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph may capture the sampling. The likeliest tokens are read on the host."""
-        return self.sampling.top_logprobs is None
-
-    def start(self, sequences: Sequence[ActiveSequence]) -> None:
-        """Mark the tokens of the prompts of starting sequences."""
+    def start(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Mark the tokens of the prompts of starting sequences, by slot."""
         if self._seen is None:
             return
         width, device = self._seen.shape[1], self._seen.device
-        self._seen.index_fill_(0, upload([sequence.slot for sequence in sequences], device), False)
-        indices = [sequence.slot * width + token for sequence in sequences for token in sequence.prompt.tokens]
+        self._seen.index_fill_(0, upload([*prompts], device), False)
+        indices = [slot * width + token for slot, prompt in prompts.items() for token in prompt]
         self._seen.view(-1).index_fill_(0, upload(indices, device), True)
 
-    def __call__(self, slots: Tensor, sample_seeds: Tensor, sampled: Tensor, logits: Tensor) -> None:
-        """Sample a token of each slot, and write it into the table."""
+    def __call__(self, slots: Tensor, seeds: Tensor, counts: Tensor, logits: Tensor) -> None:
+        """Sample a token of each slot (B,) from logits (B, V), and write it into the table."""
         raw = logits
         if self._forbidden is not None:
-            too_short = sampled < self.sampling.min_new_tokens
+            too_short = counts < self.sampling.min_new_tokens
             logits = logits.masked_fill(self._forbidden & too_short[:, None], float("-inf"))
         if self._seen is not None:
             logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
-        numbers = uniforms(self.sampling.seed, sample_seeds, sampled)
-        tokens, logprobs = sample(logits, numbers, **self.sampling.filters)
+        settings = self.sampling
+        tokens, logprobs = sample(
+            logits, uniforms(seeds, counts),
+            temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p,
+        )  # fmt: skip
         self.state.write(slots, tokens, logprobs, self._end_ids, self._seen)
         if self.sampling.top_logprobs is not None:
             computed = raw_logprobs(raw, tokens, self.sampling.top_logprobs)
@@ -191,82 +171,71 @@ class Sampler:
 
 
 class DecodeStep:
-    """One step over one cache. `run` samples with any samplers, a CUDA graph with `sampler`."""
+    """The decode steps over one cache, which sample with any samplers."""
 
-    def __init__(self, model: SlotModel, cache: KVCache, state: DecodeState, sampling: Sampling) -> None:
-        self.model, self.cache, self.state = model, cache, state
-        vocabulary: int = model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-        self.sampler = Sampler(sampling, state, vocabulary)
+    def __init__(self, model: SlotModel, cache: KVCache, steps: int) -> None:
+        """`steps`: the most steps between two reads of their tokens."""
+        self.model, self.cache = model, cache
+        self.state = DecodeState(cache.size.sequences, steps, model.device)
+
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """Return a sampler for the sequences of this cache."""
+        vocabulary: int = self.model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+        return Sampler(sampling, self.state, vocabulary)
 
     @torch.inference_mode()
-    def __call__(self, chosen: Tensor) -> None:
-        """Run one token of each row; a CUDA graph can capture the call.
+    def run_rows(self, sampler: Sampler, chosen: Tensor) -> None:
+        """Run one token of each row and sample; a CUDA graph can capture the call.
 
         chosen (2, B) int64: the slots, and of each row the first neighbour with the same prompt.
         """
-        inputs = self.state.read(chosen)
-        logits = self.model(inputs.tokens, inputs.positions, StepTokens(self.cache, inputs.rows))
-        self.sampler(chosen[0], inputs.seeds, inputs.counts, logits)
+        rows = self.state.read(chosen)
+        logits = self.model(rows.tokens, rows.positions, StepTokens(self.cache, rows))
+        sampler(rows.slots, rows.seeds, rows.counts, logits)
 
-    def run(self, plan: Plan, chosen: Tensor, starting: Sequence[Sequence[int]], samplers: Sequence[Sampler]) -> None:
-        """Run one token of each row of `chosen` (2, B) and the plan's chunks in one forward, and sample.
+    def start(self, table_rows: Sequence[Sequence[int]], plan: Plan, samplers: Sequence[Sampler]) -> None:
+        """Write the table rows (n, 8) of the plan's starting sequences. samplers: of each sequence, (n,)."""
+        slots = upload([sequence.slot for sequence in plan.starting], self.model.device)
+        self.state.rows.index_copy_(0, slots, upload(table_rows, self.model.device))
+        for sampler in dict.fromkeys(samplers):
+            own = [each for each, other in zip(plan.starting, samplers, strict=True) if other is sampler]
+            sampler.start({sequence.slot: sequence.prompt.tokens for sequence in own})
 
-        starting: the rows (n, 8) of the table of the plan's starting sequences, whose first tokens are sampled too.
-        samplers: the sampler of each row of `chosen` and of each starting sequence (B + n). Needs inference mode.
+    def run(self, plan: Plan, chosen: Tensor, samplers: Sequence[Sampler]) -> None:
+        """Run one token of each decoding row and the plan's chunks in one forward, and sample. Needs inference mode.
+
+        chosen (2, B + n): the B rows, as in `run_rows`, and the plan's n starting sequences, whose first tokens are
+        sampled from the logits after their prompts. samplers: of each row and starting sequence, (B + n).
         """
-        draws: list[Draws] = []
-        inputs = None
-        if chosen.shape[1]:
-            inputs = self.state.read(chosen)
-        else:
-            self.state.step.add_(1)
-        logits = self._forward(inputs, plan) if inputs is not None or plan.chunks else None
-        if inputs is not None and logits is not None:
-            draws.append((chosen[0], inputs.seeds, inputs.counts, logits))
+        rows, count, logits = self.state.read(chosen), chosen.shape[1] - len(plan.starting), list[Tensor]()
+        if count or plan.chunks:
+            logits.append(self._forward(DecodeRows(*(each[:count] for each in rows)) if count else None, plan))
         if plan.starting:
-            draws.append(self._start(plan, upload(starting, self.model.device)))
-            for sampler in dict.fromkeys(samplers[chosen.shape[1] :]):
-                by = zip(plan.starting, samplers[chosen.shape[1] :], strict=True)
-                sampler.start([sequence for sequence, its_sampler in by if its_sampler is sampler])
-        if draws:
-            self._sample(
-                [each[0] if len(each) == 1 else torch.cat(each) for each in zip(*draws, strict=True)], samplers
-            )
-
-    def _sample(self, draws: Sequence[Tensor], samplers: Sequence[Sampler]) -> None:
-        """Sample each row of `draws` with its sampler."""
+            logits.append(self.cache.logits_after(rows.prompt_slots[count:]))
+        drawn = rows.slots, rows.seeds, rows.counts, torch.cat(logits) if len(logits) > 1 else logits[0]
         different = dict.fromkeys(samplers)
         for sampler in different:
             if len(different) == 1:
-                sampler(*draws)
+                sampler(*drawn)
                 return
-            rows = upload([row for row, other in enumerate(samplers) if other is sampler], self.model.device)
-            sampler(*(each.index_select(0, rows) for each in draws))
+            own = upload([row for row, other in enumerate(samplers) if other is sampler], self.model.device)
+            sampler(*(each.index_select(0, own) for each in drawn))
 
-    def _forward(self, inputs: StepInputs | None, plan: Plan) -> Tensor:
+    def _forward(self, rows: DecodeRows | None, plan: Plan) -> Tensor:
         """Run rows and chunks. Store the logits after complete prompts, and return the logits after the rows."""
-        step = StepTokens(self.cache, None if inputs is None else inputs.rows, plan.chunks)
-        if not plan.chunks:
-            assert inputs is not None
-            return self.model(inputs.tokens, inputs.positions, step)
+        step = StepTokens(self.cache, rows, plan.chunks)
+        if rows is not None and not plan.chunks:
+            return self.model(rows.tokens, rows.positions, step)
         token_ids = upload([token for chunk in plan.chunks for token in chunk.tokens], self.model.device)
-        positions = step.chunk_places[1]
-        if inputs is not None:
-            token_ids, positions = torch.cat([inputs.tokens, token_ids]), torch.cat([inputs.positions, positions])
+        positions = step.chunk_positions[1]
+        if rows is not None:
+            token_ids, positions = torch.cat([rows.tokens, token_ids]), torch.cat([rows.positions, positions])
         columns, count = [*range(step.decode_tokens)], step.decode_tokens
-        for chunk, completes in zip(plan.chunks, plan.completes, strict=True):
+        for chunk in plan.chunks:
             count += len(chunk.tokens)
-            columns += [count - 1] if completes else []
+            columns += [count - 1] if chunk.completes else []
         logits = self.model(token_ids, positions, step, upload(columns or [0], self.model.device))
-        completed = [chunk.slot for chunk, completes in zip(plan.chunks, plan.completes, strict=True) if completes]
+        completed = [chunk.slot for chunk in plan.chunks if chunk.completes]
         if completed:
             self.cache.store_logits(upload(completed, self.model.device), logits[step.decode_tokens :])
         return logits[: step.decode_tokens]
-
-    def _start(self, plan: Plan, rows: Tensor) -> Draws:
-        """Write rows (n, 8) of starting sequences into the table; return the inputs for sampling their first tokens."""
-        device = self.model.device
-        slots = upload([sequence.slot for sequence in plan.starting], device)
-        self.state.rows.index_copy_(0, slots, rows)
-        prompts = upload([sequence.prompt.slot for sequence in plan.starting], device)
-        return slots, rows[:, SEED].contiguous(), rows[:, COUNT].contiguous(), self.cache.logits_after(prompts)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
-from engine.generation.kv_cache import free_bytes
+from engine.generation.kv_cache import default_cache_bytes
 from engine.generation.parity_check import CheckedAnswer, check_generator
 from engine.parallel import dist, dtensors
 
@@ -82,10 +82,10 @@ class Flip:
         if self._model is not None:
             self._model.release()
 
-    def held(self) -> tuple[list[Tensor], list[Tensor], int]:
+    def memory(self) -> tuple[list[Tensor], list[Tensor], int]:
         """Return the inference model's weights (with shared ones), the cache, and the bytes of prepacked weights."""
         copied = [] if self._model is None else self._model.tensors()
-        weights, cache, packs = ([], [], 0) if self._generator is None else self._generator.held()
+        weights, cache, packs = ([], [], 0) if self._generator is None else self._generator.memory()
         return [*copied, *weights], cache, packs
 
     def _sync(self) -> Generator:
@@ -114,7 +114,9 @@ class Flip:
             from engine.generation.vllm_backend import VllmGenerator
 
             return model, VllmGenerator(model.module, model.device, self.cache_bytes)
-        cache_bytes = _common_cache_bytes(model.device) if ranks > 1 and self.cache_bytes is None else self.cache_bytes
+        cache_bytes = self.cache_bytes
+        if ranks > 1 and cache_bytes is None:  # ranks that share a generator run equally many sequences
+            cache_bytes = -int(dist.max_over_ranks(-float(default_cache_bytes(model.device))))
         return model, Generator(model.module, model.device, cache_bytes, use_graphs=not self.stream)
 
     def _check(self, generator: Generator) -> list[CheckedAnswer]:
@@ -179,12 +181,3 @@ def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
             storage.copy_(copy, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
-
-
-def _common_cache_bytes(device: torch.device) -> int:
-    """Return a cache size in bytes that every rank can allocate.
-
-    Ranks that share a generator run equally many sequences.
-    """
-    sharers = dist.world().size if device.type == "cpu" else 1
-    return -int(dist.max_over_ranks(-float(free_bytes(device) // (2 * sharers))))

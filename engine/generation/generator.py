@@ -9,7 +9,7 @@ depend on the order of the prompts, the batch size or the world size.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_session import DecodeSession
 from engine.generation.model_support import UnsupportedModel, frequency_change, max_positions
-from engine.generation.sampling import Ending, Sampled, Sampling
+from engine.generation.sampling import Ending, SampledToken, Sampling, check_logprobs
 from engine.parallel import dist
-
-if TYPE_CHECKING:
-    from engine.generation.transformers_fallback import TransformersFallback
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -39,6 +36,22 @@ class Generation:
     finished: bool
 
 
+class Backend(Protocol):
+    """One way to generate: the decode loop, transformers' `generate` or vLLM.
+
+    `run` answers prompts as `Generator.run` does. `refresh` follows a change of the weights, and `release`
+    frees memory. `memory` returns weights besides those of the module, the cache, and the bytes of prepacked weights.
+    """
+
+    mode: str
+
+    @property
+    def run(self) -> Callable[..., Iterator[list[SampledToken]]]: ...
+    def refresh(self) -> None: ...
+    def release(self) -> None: ...
+    def memory(self) -> tuple[list[Tensor], list[Tensor], int]: ...
+
+
 class Generator:
     """Generates with a plain causal language model of transformers: no hooks, no dropout, full weights on `device`.
 
@@ -46,6 +59,8 @@ class Generator:
     decode at a time. `use_graphs` False runs every step through the modules, whose hooks a CUDA graph would miss. Call
     `refresh` after a change of the weights. Raises ValueError if the GPU is not the current one.
     """
+
+    _reason: str | None = None  # why the decode loop does not generate
 
     def __init__(
         self,
@@ -61,9 +76,7 @@ class Generator:
             raise ValueError(f"{device} is not the current GPU: call torch.cuda.set_device({self.device.index}) first")
         self._positions = max_positions(module)
         self._use_graphs = use_graphs
-        self._reason: str | None = None  # why the decode loop does not support the model
-        self._loop: DecodeLoop | None = None
-        self._fallback: TransformersFallback | None = None
+        self._backend: Backend | None = None
 
     def generate(
         self,
@@ -87,12 +100,12 @@ class Generator:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         token_ids: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
-        ending = Ending(sampling, text)
-        for sampled in self.run(prompts, sampling, sample_seeds, batch_size, ending):
-            for request, token, logprob in sampled:
-                token_ids[request].append(token)
-                logprobs[request].append(logprob)
-        finished = [request in ending.ended for request in range(len(prompts))]
+        finished = [False for _ in prompts]
+        for sampled in self.run(prompts, sampling, sample_seeds, batch_size, Ending(sampling, text)):
+            for token in sampled:
+                token_ids[token.request].append(token.token)
+                logprobs[token.request].append(token.logprob)
+                finished[token.request] = token.finish == "stop"
         return [Generation(*answer) for answer in zip(token_ids, logprobs, finished, strict=True)]
 
     def stream(
@@ -104,7 +117,7 @@ class Generator:
     ) -> Iterator[int]:
         """Yield the tokens of one answer as they are sampled, the end token included."""
         for sampled in self.run([prompt], sampling, [sample_seed], 1, Ending(sampling, text)):
-            yield sampled[0][1]
+            yield sampled[0].token
 
     def run(
         self,
@@ -113,18 +126,16 @@ class Generator:
         sample_seeds: Sequence[int],
         batch_size: int,
         ends: Callable[[int, int], bool],
-    ) -> Iterator[list[Sampled]]:
-        """Yield the tokens of each step: (index of the prompt, token, log-probability) of each sampled token.
+    ) -> Iterator[list[SampledToken]]:
+        """Yield the tokens of each step. The request of a token is the index of its prompt.
 
         ends: called with the index and each token; returns whether the answer ends with this token.
         """
         if not prompts:
             return
         self._check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens)
-        runner = self._runner()
-        for sampled in runner.run(prompts, sampling, sample_seeds, batch_size, ends):
-            if any(logprob != logprob for _, _, logprob in sampled):
-                raise FloatingPointError("the logits of the model are NaN; its weights may have diverged")
+        for sampled in self.backend.run(prompts, sampling, sample_seeds, batch_size, ends):
+            check_logprobs(sampled)
             yield sampled
 
     def session(self, slots: int, prompt_tokens: int, new_tokens: int) -> DecodeSession:
@@ -133,63 +144,62 @@ class Generator:
         At most `slots` sequences decode at a time, or fewer with little memory. Prompts have at most `prompt_tokens`
         tokens, answers at most `new_tokens`. Raises ValueError if the decode loop does not support the model.
         """
-        runner = self._runner()
-        if not isinstance(runner, DecodeLoop):
+        backend = self.backend
+        if not isinstance(backend, DecodeLoop):
             name = type(self.module).__name__
             raise ValueError(f"{name} cannot decode requests that arrive one by one: {self._reason}")
-        return runner.session(slots, prompt_tokens, new_tokens)
+        return backend.session(slots, prompt_tokens, new_tokens)
 
     def refresh(self) -> None:
-        """Recompute the copies that were derived from the weights."""
-        if self._loop is None:
-            self._runner()  # creating the runner computes the copies
+        """Use the current weights of `module`."""
+        if self._backend is not None:
+            self._backend.refresh()
         else:
-            self._loop.model.packs.refresh()
+            self._backend = self._create()  # from the current weights
 
     def release(self) -> None:
         """Free the cache and all data derived from the weights. The next call creates them again."""
-        if self._loop is not None:
-            self._loop.release()
+        if self._backend is not None:
+            self._backend.release()
 
-    def held(self) -> tuple[list[Tensor], list[Tensor], int]:
+    def memory(self) -> tuple[list[Tensor], list[Tensor], int]:
         """Return weights besides those of `module`, keys and values in the cache, and the bytes of packed weights."""
-        if self._loop is None:
-            return [], [], 0
-        return [], [] if self._loop.cache is None else self._loop.cache.tensors, self._loop.model.packs.bytes
+        return ([], [], 0) if self._backend is None else self._backend.memory()
 
     @property
     def fallback(self) -> str | None:
-        """The reason why the decode loop does not support this model; None if it does."""
-        self._runner()
-        return self._reason
+        """The reason why the decode loop does not generate; None if it does."""
+        return None if isinstance(self.backend, DecodeLoop) else self._reason
 
     @property
     def mode(self) -> str:
-        """How this model generates: "slots", or "padded", "same length" or "no cache" with transformers' `generate`."""
-        runner = self._runner()
-        return "slots" if isinstance(runner, DecodeLoop) else runner.batching.name
+        """How it generates: "slots" (decode loop), "vllm", or a batching method of transformers' `generate`."""
+        return self.backend.mode
 
-    def _runner(self) -> "DecodeLoop | TransformersFallback":
-        """Return the decode loop, or the fallback if the loop does not support the model. The first call tests it.
+    @property
+    def backend(self) -> Backend:
+        """The decode loop or its replacement. The first use tests the model.
 
-        Raises ValueError if the fallback does not reproduce the logits of the plain forward either.
+        Raises ValueError if neither reproduces the logits of the plain forward.
         """
-        if self._loop is None and self._reason is None:
-            try:
-                self._loop = DecodeLoop(self.module, self.device, self.cache_bytes, use_graphs=self._use_graphs)
-            except UnsupportedModel as reason:
-                self._reason = str(reason)
-        if self._loop is not None:
-            return self._loop
-        if self._fallback is None:
-            from engine.generation.transformers_fallback import TransformersFallback
+        if self._backend is None:
+            self._backend = self._create()
+        return self._backend
 
-            self._fallback = TransformersFallback(self.module, self.device)
-            name, description = type(self.module).__name__, self._fallback.batching.description
-            if name not in _warned and dist.is_rank_zero():
-                _warned.add(name)
-                log.warning("%s generates with transformers' generate %s: %s", name, description, self._reason)
-        return self._fallback
+    def _create(self) -> Backend:
+        try:
+            return DecodeLoop(self.module, self.device, self.cache_bytes, use_graphs=self._use_graphs)
+        except UnsupportedModel as reason:
+            self._reason = str(reason)
+        from engine.generation.transformers_fallback import TransformersFallback
+
+        backend = TransformersFallback(self.module, self.device)
+        name = type(self.module).__name__
+        if name not in _warned and dist.is_rank_zero():
+            _warned.add(name)
+            description = backend.batching.description
+            log.warning("%s generates with transformers' generate %s: %s", name, description, self._reason)
+        return backend
 
     def _check_lengths(self, lengths: Sequence[int], new_tokens: int) -> None:
         if min(lengths) < 1:

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from engine.generation.weight_sync import (
     LiveParameter,
-    WeightCopy,
     aligned_bytes,
     base_name,
-    copy_weights,
+    copy_weight,
     divide_memory,
     live_parameters,
     split_regions,
@@ -63,7 +62,11 @@ class InferenceModel:
         self._regions: Mapping[str, Region] = {}  # of the parameters that tensor parallelism splits
         if tensor_parallel > 1:
             self._regions = split_regions(move_to_meta(self.module), tensor_parallel, plan)
-        self.stream = _stream_blocks(self.module, dtype, self.device) if stream else None
+        self.stream: BlockStream | None = None
+        if stream:
+            from engine.generation import block_streaming
+
+            self.stream = block_streaming.BlockStream(self.module, dtype, self.device)
         self._source = source if parameters is None else self.module
         self._parameters = parameters
         tied: dict[nn.Parameter | None, list[str]] = {}
@@ -91,9 +94,11 @@ class InferenceModel:
         to_copy = {name: parameter for name, parameter in unique.items() if not self._can_share(name, parameter)}
         streamed = [] if self.stream is None else [name for name in to_copy if self.stream.block_of(name) is not None]
         if self.stream is not None:
-            self.stream.start({name: self._copy_of(name, to_copy.pop(name)) for name in streamed})
+            self.stream.start({name: to_copy.pop(name) for name in streamed})
         buffers = self._buffers_for(to_copy)
-        self.bytes = copy_weights([self._copy_of(name, live, buffers[name]) for name, live in to_copy.items()])
+        for name, parameter in to_copy.items():
+            copy_weight(parameter, buffers[name], self._regions.get(name))
+        self.bytes = sum(buffer.nbytes for buffer in buffers.values())
         assigned = {
             name: nn.Parameter(buffers.get(name, dtensors.local(parameter.parameter.detach())), requires_grad=False)
             for name, parameter in unique.items()
@@ -126,12 +131,6 @@ class InferenceModel:
         for name, full in self._parameters():
             live |= dict.fromkeys(self._names.get(name, ()), LiveParameter(full.to(device, self.dtype), None))
         return live
-
-    def _copy_of(self, name: str, live: LiveParameter, target: Tensor | None = None) -> WeightCopy:
-        """Return the copy that a parameter needs. Without `target` its target is on the meta device, for its shape."""
-        if target is None:
-            target = torch.empty(self.module.get_parameter(name).shape, device="meta")
-        return WeightCopy(live, target, self._regions.get(name))
 
     def _can_share(self, name: str, live: LiveParameter) -> bool:
         """Return whether the inference model can use the live parameter's own memory."""
@@ -166,12 +165,6 @@ class InferenceModel:
                     shared = live.get(base_name(path, leaf))
                     used = own if shared is None or shared.is_meta else shared.detach()
                     owner._buffers[leaf] = used.to(self.device)
-
-
-def _stream_blocks(module: nn.Module, dtype: torch.dtype, device: torch.device) -> "BlockStream":
-    from engine.generation.block_streaming import BlockStream
-
-    return BlockStream(module, dtype, device)
 
 
 def strip_for_inference(module: nn.Module) -> nn.Module:

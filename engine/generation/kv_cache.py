@@ -6,14 +6,15 @@ contiguous, so that one query reads memory in order.
 """
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
 
 from engine.host_memory import page_aligned
+from engine.parallel import dist
 
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
 PROMPTS_AHEAD = 2  # with little memory: prompt slots as a multiple of the prompts that fill the answer slots
@@ -80,18 +81,13 @@ class CacheDemand:
         return min(batch, self.prompts, -(-PROMPTS_AHEAD * batch * self.prompts // self.sequences))
 
 
-@dataclass(frozen=True)
-class LayerCache:
+class LayerCache(NamedTuple):
     """One layer: keys and values (slots, key heads, capacity, head size). Head sizes of keys and values may differ."""
 
     prompt_keys: Tensor
     prompt_values: Tensor
     answer_keys: Tensor
     answer_values: Tensor
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
 
     @property
     def prompt_rows(self) -> tuple[Tensor, Tensor]:
@@ -137,12 +133,12 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for layer in self.layers.values() for tensor in layer.tensors]
+        return [tensor for layer in self.layers.values() for tensor in layer]
 
     @property
     def token_bytes(self) -> int:
         """The bytes of one token over all layers."""
-        return sum(t[0, :, 0].numel() * t.element_size() for layer in self.layers.values() for t in layer.tensors[:2])
+        return sum(t[0, :, 0].numel() * t.element_size() for layer in self.layers.values() for t in layer[:2])
 
 
 def free_bytes(device: torch.device) -> int:
@@ -151,6 +147,11 @@ def free_bytes(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     return psutil.virtual_memory().available
+
+
+def default_cache_bytes(device: torch.device) -> int:
+    """Return half of the free memory; on a CPU, half of this rank's share of it."""
+    return free_bytes(device) // (2 * (dist.world().size if device.type == "cpu" else 1))
 
 
 def _allocate(slots: int, capacity: int, states: Tensor) -> Tensor:

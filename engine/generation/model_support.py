@@ -23,13 +23,9 @@ class UnsupportedModel(Exception):
     """Raised if a model needs something that attention over the slot cache does not compute. The message gives it."""
 
 
-def check_model(module: nn.Module) -> bool:
-    """Check that the slot cache supports a model; return whether the model can compute chosen logits only.
-
-    Raises UnsupportedModel if not.
-    """
-    text = _text_config(module)
-    names = set(inspect.signature(module.forward).parameters)
+def check_model(module: nn.Module) -> None:
+    """Raise UnsupportedModel if the configuration shows that the slot cache does not support a model."""
+    text, names = _text_config(module), inspect.signature(module.forward).parameters
     if not getattr(module, "_supports_attention_backend", False) or "position_ids" not in names:
         raise UnsupportedModel("its class does not let an attention function be registered")
     unsupported = set(getattr(text, "layer_types", None) or []) - SUPPORTED_LAYERS
@@ -37,7 +33,6 @@ def check_model(module: nn.Module) -> bool:
         raise UnsupportedModel(f"it has layers of other types ({', '.join(sorted(unsupported))})")
     if getattr(text, "num_kv_shared_layers", None):
         raise UnsupportedModel("it has layers that share their keys")
-    return "logits_to_keep" in names
 
 
 def max_positions(module: nn.Module) -> int | None:
@@ -87,13 +82,12 @@ def fixed_prompts(module: nn.Module) -> list[list[int]]:
 
     Each prompt contains the padding token, which users' prompts may contain if it is also the end token.
     """
-    config: Any = module.config
     vocabulary = module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     limit = max_positions(module) or 1 << 30
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, max(1, limit - NEW_TOKENS)) for length in LENGTHS]
     prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
-    padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    padding = getattr(_text_config(module), "pad_token_id", None)
     if isinstance(padding, int) and 0 <= padding < vocabulary:
         for prompt in prompts:
             prompt[len(prompt) // 2] = padding

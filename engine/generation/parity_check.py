@@ -8,7 +8,7 @@ names the likely cause.
 All tolerances are for numbers that were computed twice, in another order of operations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +41,22 @@ class CheckedAnswer:
 
 def check_generator(generator: Generator) -> list[CheckedAnswer]:
     """Compare a generator with its module's plain forward. Raises ValueError if they differ."""
-    sampling = Sampling(NEW_TOKENS, temperature=0)
-    checked = []
-    for prompt, answer, logits in _scored_answers(generator, fixed_prompts(generator.module), sampling):
+    module, prompts, checked = generator.module, fixed_prompts(generator.module), []
+    answers = generator.generate(prompts, Sampling(NEW_TOKENS, temperature=0), list(range(len(prompts))))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = plain_logits(module, generator.device, prompt + answer.token_ids)[len(prompt) - 1 : -1].cpu().double()
         tolerance, eight_bit_tolerance = (
-            rounding(generator.module, logits, answer.token_ids, eight_bits=eight_bits) for eight_bits in (False, True)
+            rounding(module, logits, answer.token_ids, eight_bits=eight_bits) for eight_bits in (False, True)
         )
         difference = disagreement(logits, answer.token_ids, answer.logprobs, tolerance)
         if difference is not None:
-            raise ValueError(_explain(generator, prompt, sampling, difference))
+            cause = "the forward with a cache computes something else than the one without (attention, positions)"
+            if generator.mode == "vllm":
+                cause = "vLLM computes this architecture differently"
+            raise ValueError(
+                f"the generator does not compute {type(module).__name__}: {difference}. Likely cause: {cause}, or the "
+                "generator used weights of an earlier step (call refresh after weights have changed)"
+            )
         checked.append(CheckedAnswer(prompt, answer, tolerance, eight_bit_tolerance))
     return checked
 
@@ -112,26 +119,3 @@ def rounding(module: nn.Module, logits: Tensor, token_ids: Sequence[int], *, eig
     if dtype != torch.float32 and has_routing(module):
         factor *= ROUTING_FACTOR
     return factor * (LAYER_TOLERANCE.get(dtype, LAYER_TOLERANCE[torch.bfloat16]) + of_logits)
-
-
-def _scored_answers(
-    generator: Generator, prompts: Sequence[list[int]], sampling: Sampling
-) -> Iterator[tuple[list[int], Generation, Tensor]]:
-    """Yield (prompt, answer, the plain forward's logits (n, V) in float64 before each token of the answer)."""
-    answers = generator.generate(prompts, sampling, sample_seeds=list(range(len(prompts))))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        logits = plain_logits(generator.module, generator.device, prompt + answer.token_ids)
-        yield prompt, answer, logits[len(prompt) - 1 : -1].cpu().double()
-
-
-def _explain(generator: Generator, prompt: list[int], sampling: Sampling, difference: str) -> str:
-    """Return the message of a failed check. The generator's derived weights are refreshed to find the cause."""
-    cause = "the forward with a cache computes something else than the one without (attention, positions, precision)"
-    if generator.mode == "vllm":
-        cause = "vLLM computes this architecture differently, or the weight sync left out weights"
-    generator.refresh()
-    ((_, answer, logits),) = _scored_answers(generator, [prompt], sampling)
-    tolerance = rounding(generator.module, logits, answer.token_ids)
-    if disagreement(logits, answer.token_ids, answer.logprobs, tolerance) is None:
-        cause = "the generator used weights of an earlier step: call refresh after weights have changed"
-    return f"the generator does not compute {type(generator.module).__name__}: {difference}. Likely cause: {cause}"

@@ -123,15 +123,6 @@ class PrepackedLinears:
         weights = (_weight(layer) for layer in self._products or {})
         return sum(w.nbytes for w in weights if not (in_place_kernel_supports(w) and w.is_contiguous()))
 
-    def __len__(self) -> int:
-        """Return how many layers are prepared."""
-        return len(self._products or {})
-
-
-def is_available(dtype: torch.dtype) -> bool:
-    """Return whether weights of `dtype` can be prepared on this machine."""
-    return not copies_weights(dtype) or _onednn_packs(dtype)
-
 
 def copies_weights(dtype: torch.dtype) -> bool:
     """Return whether preparing weights of `dtype` copies them; otherwise they are read in place."""
@@ -153,18 +144,13 @@ def _prepare(layer: nn.Module) -> Product:
     return product
 
 
-def _onednn_packs(dtype: torch.dtype) -> bool:
-    """Return whether this PyTorch can pack and multiply weights of `dtype` here."""
-    return dtype in MIN_NUMEL and has_onednn(dtype)
-
-
 def _eligible(module: nn.Module) -> Iterator[nn.Module]:
     for layer in module.modules():
         if type(layer) not in (nn.Linear, Conv1D) or "forward" in layer.__dict__:
             continue
         weight = _weight(layer)
         is_large = weight.device.type == "cpu" and weight.numel() >= MIN_NUMEL.get(weight.dtype, 1 << 62)
-        if is_large and (in_place_kernel_supports(weight) or _onednn_packs(weight.dtype)):
+        if is_large and (in_place_kernel_supports(weight) or has_onednn(weight.dtype)):
             yield layer
 
 

@@ -8,17 +8,35 @@ position and the logits, not on its batch or on the device.
 Shapes: B rows, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 SMALLEST_DIVISOR = 1e-5  # smaller settings would overflow the logits or vanish in fp32, and make NaN
-_mixed_seeds: dict[int, int] = {}
-Sampled = tuple[int, int, float]  # the index of the request, the token, its log-probability
 RawLogprobs = tuple[float, list[tuple[int, float]]]  # log-probability of the token; the likeliest tokens with theirs
+
+
+class SampledToken(NamedTuple):
+    """A sampled token of a request.
+
+    logprob: under the distribution that the token was sampled from. finish: "stop" if the token ends the answer,
+    "length" if the answer has its longest length, else None. raw: see `Sampling.top_logprobs`.
+    """
+
+    request: int
+    token: int
+    logprob: float
+    finish: str | None = None
+    raw: RawLogprobs | None = None
+
+
+def check_logprobs(sampled: Sequence[SampledToken]) -> None:
+    """Raise FloatingPointError if a log-probability is NaN."""
+    if any(token.logprob != token.logprob for token in sampled):
+        raise FloatingPointError("the logits of the model are NaN; its weights may have diverged")
 
 
 @dataclass(frozen=True)
@@ -73,29 +91,20 @@ class Sampling:
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise ValueError(f"top_logprobs must be None (off), 0 or a positive number, not {self.top_logprobs}")
 
-    @property
-    def filters(self) -> dict[str, Any]:
-        """The keyword arguments of `engine.kernels.sample`."""
-        names = ("temperature", "top_k", "top_p", "min_p")
-        return {name: getattr(self, name) for name in names}
+
+def combine_seeds(seed: int, sample_seed: int) -> int:
+    """Return the int64 that selects the random numbers of an answer, from the settings' seed and its sample seed."""
+    return _as_int64(sample_seed + int(_mix(torch.tensor(_as_int64(seed)))))
 
 
-def uniforms(seed: int, sample_seeds: Tensor, position: int | Tensor) -> Tensor:
+def uniforms(seeds: Tensor, position: int | Tensor) -> Tensor:
     """Return random numbers in [0, 1), fp32, the same on every device.
 
-    sample_seeds: int64 of any shape. position: a number, or an int64 tensor that broadcasts against sample_seeds, as
-    the result does: sample_seeds (B, 1) and positions (1, T) give (B, T).
+    seeds: results of `combine_seeds`, int64 of any shape. position: a number, or an int64 tensor that broadcasts
+    against seeds, as the result does: seeds (B, 1) and positions (1, T) give (B, T).
     """
-    bits = _mix(_mix(sample_seeds + _mixed(seed)) + position)
+    bits = _mix(_mix(seeds) + position)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24  # the top 24 bits: exact in fp32
-
-
-def under_seed(seed: int, sample_seeds: Tensor) -> Tensor:
-    """Return sample seeds that give the same numbers under seed 0 as `sample_seeds` give under `seed`.
-
-    This works because a seed shifts the sample seeds.
-    """
-    return sample_seeds + _mixed(seed) - _mixed(0)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -117,14 +126,13 @@ def raw_logprobs(logits: Tensor, tokens: Tensor, count: int) -> list[RawLogprobs
 
 @dataclass
 class Ending:
-    """Decide for each sampled token whether it ends its answer; `ended` contains the answers that ended.
+    """Decide for each sampled token whether it ends its answer.
 
     `text` turns token ids into text; only stop strings need it.
     """
 
     sampling: Sampling
     text: Callable[[list[int]], str] | None = None
-    ended: set[int] = field(default_factory=set)
     _answers: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,10 +143,7 @@ class Ending:
         self._tail = max((len(stop.encode()) for stop in self.sampling.stop), default=0) + 8
 
     def __call__(self, answer: int, token: int) -> bool:
-        ends = token in self.sampling.end_ids or self._stops(answer, token)
-        if ends:
-            self.ended.add(answer)
-        return ends
+        return token in self.sampling.end_ids or self._stops(answer, token)
 
     def _stops(self, answer: int, token: int) -> bool:
         if self.text is None or not self.sampling.stop:
@@ -149,13 +154,6 @@ class Ending:
             return False
         before, after = self.text(token_ids[-self._tail : -1]), self.text(token_ids[-self._tail :])
         return any(after.count(stop) > before.count(stop) for stop in self.sampling.stop)
-
-
-def _mixed(seed: int) -> int:
-    """Return `_mix` of a number; a decode step needs the same numbers again and again."""
-    if seed not in _mixed_seeds:
-        _mixed_seeds[seed] = int(_mix(torch.tensor(_as_int64(seed))))
-    return _mixed_seeds[seed]
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ MIN_PREFIX = 16  # tokens; a shorter common beginning is not copied
 class CachedPrompt:
     """A prompt in a prompt slot: `cached` of its tokens are there, `readers` sequences use it."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
     slot: int
     cached: int = 0
     readers: int = 0
@@ -44,11 +44,12 @@ class ActiveSequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of a prompt that one forward runs: those from position `start` on, `start` of which are cached."""
+    """Tokens of a prompt that one forward runs: those from position `start` on; `completes` if they are the last."""
 
     slot: int
     tokens: Sequence[int]
     start: int
+    completes: bool = False
 
     @property
     def end(self) -> int:
@@ -61,38 +62,33 @@ class Plan:
 
     copies: (source slot, target slot, tokens) of prompt slots, to make before the forward.
     decoding: sequences that run their last token, those of one prompt next to each other.
-    chunks: tokens of prompts; completes: whether each is the end of its prompt.
+    chunks: tokens of prompts.
     starting: sequences whose prompt is complete after the step; they sample their first token from its logits.
     """
 
     copies: list[tuple[int, int, int]]
     decoding: list[ActiveSequence]
     chunks: list[Chunk]
-    completes: list[bool]
     starting: list[ActiveSequence]
 
 
 @dataclass
 class Scheduler:
-    """The queue of one call, `slots` answer slots and `prompt_slots` prompt slots.
+    """A queue of requests, `slots` answer slots and `prompt_slots` prompt slots.
 
-    A forward runs at most `prefill_tokens` tokens of prompts. Call `plan` once per step and `finish` when answers
-    have ended. `add` appends a request to the queue at any time.
+    A forward runs at most `prefill_tokens` tokens of prompts. Call `add` at any time, `plan` once per step and `finish`
+    when answers have ended.
     """
 
-    prompts: Sequence[Sequence[int]]
     slots: int
     prompt_slots: int
     prefill_tokens: int
     decoding: list[ActiveSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Order the queue: long prompts first, to avoid a long tail, and equal prompts next to each other."""
-        order = sorted(range(len(self.prompts)), key=lambda i: (-len(self.prompts[i]), tuple(self.prompts[i])))
-        self._waiting = deque((request, self.prompts[request]) for request in order)
+        self._waiting = deque[tuple[int, list[int]]]()
         self._free = list(range(self.slots))
-        self._cached: dict[tuple[int, ...], CachedPrompt] = {}
-        self._prompt_in: list[CachedPrompt | None] = [None] * self.prompt_slots
+        self._cached: list[CachedPrompt | None] = [None] * self.prompt_slots
         self._filling: list[CachedPrompt] = []  # prompts with tokens to run, in order of admission
         self._admitted: list[ActiveSequence] = []  # sequences without a sampled token
 
@@ -102,25 +98,24 @@ class Scheduler:
 
     def add(self, request: int, prompt: Sequence[int]) -> None:
         """Append a request to the queue."""
-        self._waiting.append((request, prompt))
+        self._waiting.append((request, list(prompt)))
 
     def plan(self) -> Plan:
         """Fill free slots and return the work of the next step, which the caller must then run."""
         copies = self._admit() if self._waiting and self._free else []
-        decoding, chunks, completes = list(self.decoding), list[Chunk](), list[bool]()
+        decoding, chunks = list(self.decoding), list[Chunk]()
         left = self.prefill_tokens
         for prompt in self._filling:
             tokens = prompt.tokens[prompt.cached : prompt.cached + left]
             if tokens:
-                chunks.append(Chunk(prompt.slot, tokens, prompt.cached))
-                prompt.cached, left = prompt.cached + len(tokens), left - len(tokens)
-                completes.append(prompt.complete)
+                start, prompt.cached, left = prompt.cached, prompt.cached + len(tokens), left - len(tokens)
+                chunks.append(Chunk(prompt.slot, tokens, start, prompt.complete))
         starting = [sequence for sequence in self._admitted if sequence.prompt.complete]
         if starting:
             self._filling = [prompt for prompt in self._filling if not prompt.complete]
             self._admitted = [sequence for sequence in self._admitted if not sequence.prompt.complete]
             self.decoding = sorted(decoding + starting, key=lambda s: (s.prompt.slot, s.slot))
-        return Plan(copies, decoding, chunks, completes, starting)
+        return Plan(copies, decoding, chunks, starting)
 
     def finish(self, requests: set[int]) -> None:
         """Free the slots of these requests. A prompt stays cached until its slot is needed for another one."""
@@ -134,8 +129,7 @@ class Scheduler:
         self._admitted = [sequence for sequence in self._admitted if sequence.request != request]
         for prompt in self._filling:
             if not prompt.readers:
-                self._prompt_in[prompt.slot] = None
-                del self._cached[tuple(prompt.tokens)]
+                self._cached[prompt.slot] = None
         self._filling = [prompt for prompt in self._filling if prompt.readers]
         self.finish({request})
 
@@ -150,14 +144,15 @@ class Scheduler:
         left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
         while self._waiting and self._free:
             request, tokens = self._waiting.popleft()
-            prompt = self._cached.get(tuple(tokens))
+            prompt = next((each for each in self._cached if each is not None and each.tokens == tokens), None)
             if prompt is None:
                 slot = self._free_prompt_slot()
                 if left <= 0 or slot is None:
                     self._waiting.appendleft((request, tokens))
                     break
                 source, common = self._longest_cached_prefix(tokens)
-                prompt = self._place(tokens, slot, common)
+                prompt = self._cached[slot] = CachedPrompt(tokens, slot, common)
+                self._filling.append(prompt)
                 if common and source != slot:
                     copies.append((source, slot, common))
                 left -= len(tokens) - common
@@ -168,37 +163,26 @@ class Scheduler:
     def _free_prompt_slot(self) -> int | None:
         """Return a prompt slot without readers, preferably an empty one; None if every slot has readers."""
         free = [
-            (prompt is not None, slot) for slot, prompt in enumerate(self._prompt_in) if not (prompt and prompt.readers)
+            (prompt is not None, slot) for slot, prompt in enumerate(self._cached) if not (prompt and prompt.readers)
         ]
         return min(free)[1] if free else None
 
-    def _place(self, tokens: Sequence[int], slot: int, cached: int) -> CachedPrompt:
-        """Assign a slot to a prompt, and remove the prompt that is in the slot."""
-        replaced = self._prompt_in[slot]
-        if replaced is not None:
-            del self._cached[tuple(replaced.tokens)]
-        prompt = self._prompt_in[slot] = self._cached[tuple(tokens)] = CachedPrompt(tokens, slot, cached)
-        self._filling.append(prompt)
-        return prompt
-
-    def _longest_cached_prefix(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def _longest_cached_prefix(self, tokens: list[int]) -> tuple[int, int]:
         """Return the prompt slot with the longest common prefix, and the length of this prefix.
 
         The prefix never includes the last token of the prompt, which must run. (0, 0) if it is below MIN_PREFIX.
         """
         best, source = 0, 0
-        for slot, other in enumerate(self._prompt_in):
+        for slot, other in enumerate(self._cached):
             usable = min(other.cached, len(tokens) - 1) if other is not None else 0
             if other is not None and usable > best and other.tokens[best] == tokens[best]:
-                common = min(_common(tokens, other.tokens), usable)
+                pairs = zip(tokens[:usable], other.tokens, strict=False)
+                common = next((index for index, (one, two) in enumerate(pairs) if one != two), usable)
                 if common > best:
                     best, source = common, slot
         return (source, best) if best >= MIN_PREFIX else (0, 0)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two prompts have in common at their beginning."""
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return min(len(one), len(other))
+def queue_order(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the order of requests: long prompts first, to avoid a long tail, and equal prompts next to each other."""
+    return sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), tuple(prompts[i])))

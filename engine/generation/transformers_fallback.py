@@ -18,8 +18,7 @@ from transformers import GenerationConfig
 
 from engine.generation.decode_step import COUNT, ENDED, LIMIT, NOTHING, DecodeState, Sampler
 from engine.generation.model_support import NEW_TOKENS, counts_from_zero, fixed_prompts, logits_differ, plain_logits
-from engine.generation.sampling import Sampled, Sampling
-from engine.generation.scheduler import ActiveSequence, CachedPrompt
+from engine.generation.sampling import SampledToken, Sampling, combine_seeds
 from engine.internals import attention_name, inputs_of_next_step
 from engine.oom import is_out_of_memory
 
@@ -49,15 +48,15 @@ class TransformersFallback:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
-        found = next((batching for batching in BATCHINGS if self._is_exact(batching)), None)
-        if found is None:
+        chosen = next((batching for batching in BATCHINGS if self._is_exact(batching)), None)
+        if chosen is None:
             attention = attention_name(module)
             advice = "; model.attention=eager may avoid that" if attention != "eager" else ""
             raise ValueError(
                 f"{type(module).__name__} cannot generate: its logits change with the tokens that follow, as those of "
                 f"an encoder do, or with the other sequences of a batch{advice}"
             )
-        self.batching = found
+        self.batching, self.mode = chosen, chosen.name
 
     def run(
         self,
@@ -66,23 +65,33 @@ class TransformersFallback:
         sample_seeds: Sequence[int],
         batch_size: int,
         ends: Callable[[int, int], bool],
-    ) -> Iterator[list[Sampled]]:
+    ) -> Iterator[list[SampledToken]]:
         """Answer the prompts; yield the tokens of each step. `ends` returns whether a token ends a request's answer."""
         lengths = [len(prompt) for prompt in prompts]
         for requests in batches(lengths, batch_size, sampling.max_new_tokens, pads=self.batching.pads):
-            seeds = torch.tensor([sample_seeds[request] for request in requests], device=self.device)
+            seeds = [combine_seeds(sampling.seed, sample_seeds[request]) for request in requests]
             batch = {request: prompts[request] for request in requests}
-            yield from self._run_batch(batch, sampling, seeds, ends)
+            yield from self._run_batch(batch, sampling, torch.tensor(seeds, device=self.device), ends)
+
+    def refresh(self) -> None:
+        """Do nothing: nothing is derived from the weights."""
+
+    def release(self) -> None:
+        """Do nothing: a batch frees its memory at its end."""
+
+    def memory(self) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return nothing: the weights are those of the module."""
+        return [], [], 0
 
     @torch.inference_mode()
     def _run_batch(
         self,
         prompts: dict[int, Sequence[int]],
         sampling: Sampling,
-        sample_seeds: Tensor,
+        seeds: Tensor,
         ends: Callable[[int, int], bool],
-    ) -> Iterator[list[Sampled]]:
-        """Answer the prompts of one batch, by request; yield the tokens of each step. sample_seeds: (b,)."""
+    ) -> Iterator[list[SampledToken]]:
+        """Answer the prompts of one batch, by request; yield the tokens of each step. seeds: (b,)."""
         count, state = len(prompts), DecodeState(len(prompts), 1, self.device)
         table = state.rows[:count]
         table[:, LIMIT], table[:, ENDED] = sampling.max_new_tokens, 0
@@ -90,15 +99,21 @@ class TransformersFallback:
         steps = self._generate([*prompts.values()], self.batching, sampling.max_new_tokens, sampling.pad_id)
         logits = next(steps)
         sampler = Sampler(sampling, state, logits.shape[1])
-        cached = [CachedPrompt(prompt, slot) for slot, prompt in enumerate(prompts.values())]
-        sampler.start([ActiveSequence(request, each.slot, each) for request, each in zip(prompts, cached, strict=True)])
+        sampler.start(dict(enumerate(prompts.values())))
         state.step.fill_(0)
         while True:
-            sampler(slots, sample_seeds, table[:, COUNT], logits)
-            rows = zip(prompts, state.tokens[0, :count].tolist(), state.logprobs[0, :count].tolist(), strict=True)
-            sampled = [row for row in rows if row[1] != NOTHING]
-            ended = {request for request, token, _ in sampled if ends(request, token)}
-            table[[slot for slot, request in enumerate(prompts) if request in ended], ENDED] = 1
+            sampler(slots, seeds, table[:, COUNT], logits)
+            tokens, logprobs, at_limit = (
+                each.tolist() for each in (state.tokens[0, :count], state.logprobs[0, :count], table[:, ENDED])
+            )
+            sampled = []
+            for slot, request in enumerate(prompts):
+                if tokens[slot] != NOTHING:
+                    is_end = ends(request, tokens[slot])
+                    if is_end:
+                        table[slot, ENDED] = 1
+                    finish = "stop" if is_end else "length" if at_limit[slot] else None
+                    sampled.append(SampledToken(request, tokens[slot], logprobs[slot], finish))
             yield sampled
             if bool(table[:, ENDED].all()):
                 return

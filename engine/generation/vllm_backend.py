@@ -23,8 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from engine.generation.decode_loop import PREFILL_TOKENS
 from engine.generation.generator import Generator
-from engine.generation.kv_cache import VLLM_SEQUENCES, free_bytes
-from engine.generation.sampling import Sampled, Sampling, under_seed
+from engine.generation.kv_cache import VLLM_SEQUENCES, default_cache_bytes, free_bytes
+from engine.generation.sampling import SampledToken, Sampling, combine_seeds
 from engine.internals import omit_shutdown_at_exit
 from engine.parallel import dist
 
@@ -39,42 +39,27 @@ class VllmGenerator(Generator):
     and cache. On a CPU, the cache takes half of the free memory and at most 4 GiB. The first use is a collective.
     """
 
-    _vllm: "VllmEngine | None" = None
+    _reason = "vLLM answers complete batches"
 
-    def refresh(self) -> None:
-        """Copy the weights of `module` into vLLM, and discard the keys and values that earlier weights computed."""
-        self._runner().load(self.module)
-
-    def release(self) -> None:
-        """Free the weights and the cache on a GPU until the next `refresh`. On a CPU, vLLM cannot free them."""
-        if self._vllm is not None and self.device.type == "cuda":
-            self._vllm.sleep()
-
-    def held(self) -> tuple[list[Tensor], list[Tensor], int]:
-        """Return vLLM's weights, its paged cache, and 0."""
-        weights, pages = ([], []) if self._vllm is None else self._vllm.tensors()
-        return weights, pages, 0
-
-    mode = "vllm"
-
-    def _runner(self) -> "VllmEngine":  # type: ignore[override]
-        self._reason = "vLLM answers complete batches"
-        if self._vllm is None:
-            self._vllm = create_engine(self.module, self.device, self.cache_bytes)
-        return self._vllm
+    def _create(self) -> "VllmEngine":
+        return create_engine(self.module, self.device, self.cache_bytes)
 
 
 class VllmEngine:
     """Decodes with vLLM's `LLMEngine`. `parameters` makes the settings of a request, with vLLM's `SamplingParams`."""
 
-    def __init__(self, engine: Any, parameters: Callable[..., Any]) -> None:
-        self._engine, self._parameters, self._is_asleep = engine, parameters, False
+    mode = "vllm"
 
-    def load(self, module: nn.Module) -> None:
-        """Copy the weights of `module` into vLLM, and empty the prefix cache."""
+    def __init__(self, module: nn.Module, device: torch.device, engine: Any, parameters: Callable[..., Any]) -> None:
+        self._module, self._device = module, device
+        self._engine, self._parameters, self._is_asleep = engine, parameters, False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the weights of the module into vLLM, and discard the keys and values that earlier weights computed."""
         if self._is_asleep:
             self._engine.wake_up(tags=["weights"])
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_tensors(module)})
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_tensors(self._module)})
         self._engine.apply_model(pack_tied_heads)
         if self._is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
@@ -82,15 +67,16 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM has not reset its prefix cache, so answers would use keys of earlier weights")
 
-    def sleep(self) -> None:
-        """Free the GPU memory of weights and cache until `load`."""
-        if not self._is_asleep:
+    def release(self) -> None:
+        """Free the weights and the cache on a GPU until the next `refresh`. On a CPU, vLLM cannot free them."""
+        if self._device.type == "cuda" and not self._is_asleep:
             self._engine.sleep(level=2)
-        self._is_asleep = True
+            self._is_asleep = True
 
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return vLLM's weights and its paged cache; nothing while it sleeps."""
-        return ([], []) if self._is_asleep else self._engine.apply_model(tensors_of)[0]
+    def memory(self) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return vLLM's weights and its paged cache, nothing while it sleeps, and 0."""
+        weights, pages = ([], []) if self._is_asleep else self._engine.apply_model(tensors_of)[0]
+        return weights, pages, 0
 
     def run(
         self,
@@ -99,7 +85,7 @@ class VllmEngine:
         sample_seeds: Sequence[int],
         batch_size: int,
         ends: Callable[[int, int], bool],
-    ) -> Iterator[list[Sampled]]:
+    ) -> Iterator[list[SampledToken]]:
         """Answer the prompts as `DecodeLoop.run` does. vLLM schedules the sequences; `batch_size` has no effect."""
         needed = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
         limit = self._engine.model_config.max_model_len
@@ -121,14 +107,16 @@ class VllmEngine:
             self._engine.abort_request(unfinished)
 
 
-def take_step(outputs: Sequence[Any], ends: Callable[[int, int], bool]) -> tuple[list[Sampled], set[str]]:
+def take_step(outputs: Sequence[Any], ends: Callable[[int, int], bool]) -> tuple[list[SampledToken], set[str]]:
     """Return the tokens of vLLM's `RequestOutput`s (new tokens only), and the names of the requests that ended."""
-    sampled, ended = list[Sampled](), set[str]()
+    sampled, ended = list[SampledToken](), set[str]()
     for output in outputs:
         new, number = output.outputs[0], int(output.request_id)
-        for token, logprobs in zip(new.token_ids, new.logprobs, strict=True):
-            sampled.append((number, token, logprobs[token].logprob))
-            if ends(number, token):
+        for index, (token, logprobs) in enumerate(zip(new.token_ids, new.logprobs, strict=True), start=1):
+            is_end, is_last = ends(number, token), output.finished and index == len(new.token_ids)
+            finish = "stop" if is_end else "length" if is_last else None
+            sampled.append(SampledToken(number, token, logprobs[token].logprob, finish))
+            if is_end:
                 ended.add(output.request_id)
                 break  # tokens after a stop string do not belong to the answer
         if output.finished:
@@ -151,7 +139,7 @@ def sampling_settings(sampling: Sampling, sample_seed: int) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(sampling.end_ids),
         "ignore_eos": True,  # `end_ids` lists every token that ends an answer
-        "seed": int(under_seed(sampling.seed, torch.tensor(sample_seed))) & (2**63 - 1),  # vLLM reads -1 as no seed
+        "seed": combine_seeds(sampling.seed, sample_seed) & (2**63 - 1),  # vLLM reads -1 as no seed
         "logprobs": 0,  # of the sampled token only
         "detokenize": False,
     }
@@ -176,7 +164,7 @@ def pack_tied_heads(model: Any) -> None:
 
 
 def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | None) -> VllmEngine:
-    """Return a vLLM engine with the architecture of `module`, not its weights. Raises ValueError if vLLM cannot."""
+    """Return a vLLM engine with the architecture and the weights of `module`. Raises ValueError if vLLM cannot."""
     world = dist.world()
     local_rank = world.local_rank if device.index is None else device.index  # Slurm may show a rank one GPU only
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
@@ -205,7 +193,7 @@ def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | No
             )
             engine = LLMEngine.from_engine_args(arguments)
             omit_shutdown_at_exit(engine)
-            return VllmEngine(engine, partial(SamplingParams, output_kind=RequestOutputKind.DELTA))
+            return VllmEngine(module, device, engine, partial(SamplingParams, output_kind=RequestOutputKind.DELTA))
         except (ImportError, ValueError, NotImplementedError) as problem:
             reason = str(problem).strip().partition("\n")[0]
             raise ValueError(f"vLLM cannot run {type(module).__name__}: {reason}; use generator=engine") from problem
@@ -214,7 +202,7 @@ def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | No
 def device_settings(device: torch.device, cache_bytes: int | None) -> dict[str, Any]:
     """Return the arguments of vLLM that depend on the device."""
     if device.type == "cpu":
-        own = min(CPU_CACHE_BYTES, free_bytes(device) // (2 * dist.world().size))
+        own = min(CPU_CACHE_BYTES, default_cache_bytes(device))
         # In chunks, a prompt would draw numbers that vLLM cannot take back from a CPU's generator.
         return {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": cache_bytes or own}
     share = free_bytes(device) / torch.cuda.get_device_properties(device).total_memory / 2

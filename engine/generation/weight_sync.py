@@ -36,22 +36,6 @@ class LiveParameter:
     lora: nn.Module | None
 
 
-@dataclass(frozen=True)
-class WeightCopy:
-    """One parameter to copy: the live parameter and the target memory.
-
-    `region` is the region to copy; None copies the full parameter.
-    """
-
-    live: LiveParameter
-    target: Tensor
-    region: Region | None = None
-
-    @property
-    def parameter(self) -> Tensor:
-        return self.live.parameter.detach()
-
-
 def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
     """Return the live parameters of a training module under their names, and under their names without adapters.
 
@@ -79,12 +63,18 @@ def base_name(path: str, leaf: str) -> str:
 
 
 @torch.no_grad()
-def copy_weights(copies: Sequence[WeightCopy]) -> int:
-    """Fill the targets of all copies and return the bytes written. Collective: every rank passes the same copies."""
-    for copy in copies:
-        full = _full_values(copy)
-        copy.target.copy_(full if copy.region is None else read_region(full, copy.region))
-    return sum(copy.target.numel() * copy.target.element_size() for copy in copies)
+def copy_weight(live: LiveParameter, target: Tensor, region: Region | None = None) -> None:
+    """Fill `target` with a region of a live parameter, by default the full one. Collective.
+
+    A LoRA update is added in fp32. A shard without an update is cast before the gather.
+    """
+    parameter = live.parameter.detach()
+    if live.lora is not None:
+        full = dtensors.full_tensor(parameter).to(target.device, torch.float32)
+        full = full + lora_update(live.lora, target.device)
+    else:
+        full = dtensors.full_tensor(parameter if dtensors.is_full(parameter) else parameter.to(target.dtype))
+    target.copy_(full if region is None else read_region(full, region))
 
 
 def aligned_bytes(shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> int:
@@ -163,15 +153,6 @@ def lora_update(layer: nn.Module, device: torch.device) -> Tensor:
         update = (b @ a).T if getattr(layer, "fan_in_fan_out", False) else b @ a
         total = total + scaling[name] * update
     return total  # type: ignore[no-any-return]
-
-
-def _full_values(copy: WeightCopy) -> Tensor:
-    """Return the full parameter, with its LoRA update in fp32. A shard without an update is cast before the gather."""
-    parameter, target = copy.parameter, copy.target
-    if copy.live.lora is not None:
-        full = dtensors.full_tensor(parameter).to(target.device, torch.float32)
-        return full + lora_update(copy.live.lora, target.device)
-    return dtensors.full_tensor(parameter if dtensors.is_full(parameter) else parameter.to(target.dtype))
 
 
 def _check_lora(path: str, layer: nn.Module) -> None:

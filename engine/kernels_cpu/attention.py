@@ -15,7 +15,6 @@ Both take bf16 and fp32, and sum in fp32. Left out: fp16.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -53,18 +52,9 @@ class _SlotCall(ctypes.Structure):
     )
 
 
-@cache
-def available() -> bool:
-    """Return whether the kernel for decoding is compiled."""
-    found = library("decode_attention")
-    if found is not None:
-        found.decode_attention.argtypes, found.decode_attention.restype = [ctypes.POINTER(_SlotCall)], ctypes.c_int
-    return found is not None
-
-
-def serves(dtype: torch.dtype) -> bool:
+def supports(dtype: torch.dtype) -> bool:
     """Return whether the kernel for decoding is compiled and supports this dtype."""
-    return dtype in DTYPES and available()
+    return dtype in DTYPES and library("decode_attention") is not None
 
 
 def addresses(*indices: Tensor) -> tuple[int, ...]:
@@ -98,8 +88,9 @@ class SlotAttention:
         if not all(tensor.is_contiguous() for tensor in self._tensors):
             raise ValueError("the tensors of the cache must be contiguous")
         compiled = library("decode_attention")
-        assert available() and compiled is not None
+        assert compiled is not None
         self._function = compiled.decode_attention
+        self._function.argtypes, self._function.restype = [ctypes.POINTER(_SlotCall)], ctypes.c_int
         self._dtypes = {tensor.dtype for tensor in self._tensors}
         self._value_size = values.shape[3]
         self._call = _SlotCall(
@@ -163,15 +154,15 @@ class Families:
     def of(cls, members: Sequence[Sequence[tuple[int, int]]]) -> "Families":
         """Create from (start, length) of the sequences of each family, its first sequence first."""
         spans = [
-            (start, length, family[0][1] if place else 0, start)
+            (start, length, family[0][1] if index else 0, start)
             for family in members
-            for place, (start, length) in enumerate(family)
+            for index, (start, length) in enumerate(family)
         ]
         bounds = torch.tensor([0, *(len(family) for family in members)]).cumsum(0)
         return cls(torch.tensor(spans), bounds, max(length + past for _, length, past, _ in spans))
 
     @classmethod
-    def going_on(cls, chunks: Sequence[tuple[int, int, int, int]]) -> "Families":
+    def continuing(cls, chunks: Sequence[tuple[int, int, int, int]]) -> "Families":
         """Create from (start, past, length, queries) of sequences whose last `length` tokens have queries.
 
         `past` tokens precede them. Keys and values begin at `start` of their row, queries at `queries` of theirs. No
@@ -191,17 +182,17 @@ def ragged_attention(
 ) -> Tensor | None:
     """Return (N, heads, size) from query (heads, N, size), key and value (key heads, N, size); None if unsupported.
 
-    Supports fp32 and bf16 on a CPU, the same for all three. With `Families.going_on` key and value are another row of
+    Supports fp32 and bf16 on a CPU, the same for all three. With `Families.continuing` key and value are another row of
     tokens. The number of heads is a multiple of the number of key heads. Once differentiable.
     """
     alike = query.dtype == key.dtype == value.dtype and key.shape == value.shape
     if query.dtype not in DTYPES or query.device.type != "cpu" or not alike or library("ragged_attention") is None:
         return None
-    out: Tensor = _Ragged.apply(query, key, value, families, scale, window)
+    out: Tensor = _RaggedAttention.apply(query, key, value, families, scale, window)
     return out
 
 
-class _Ragged(torch.autograd.Function):
+class _RaggedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, families: Families, scale: float, window: int | None
@@ -233,19 +224,16 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _call_ragged(tensors: Sequence[Tensor], lses: Tensor, families: Families, scale: float, window: int | None) -> None:
     """Run forward on query, key, value and output, or backward on query, key, value, d_output and three gradients."""
-    found = library("ragged_attention")
-    assert found is not None
-    function = found.ragged_attention
+    compiled = library("ragged_attention")
+    assert compiled is not None
+    function = compiled.ragged_attention
     function.argtypes, function.restype = _RAGGED_ARGUMENTS, ctypes.c_int
     query, key = tensors[0], tensors[1]
-    places = (ctypes.c_void_p * len(tensors))()
-    steps = (ctypes.c_int64 * (2 * len(tensors)))()
-    for number, tensor in enumerate(tensors):
-        places[number] = tensor.data_ptr()
-        steps[2 * number : 2 * number + 2] = list(tensor.stride()[:2])
+    data = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
     failed = function(
-        places,
-        steps,
+        data,
+        (ctypes.c_int64 * len(strides))(*strides),
         lses.data_ptr(),
         families.spans.data_ptr(),
         families.bounds.data_ptr(),

@@ -46,7 +46,7 @@ INLINE float at(const void *numbers, int64_t place, int half) {
 }
 
 /* Prefetch `bytes` bytes, AHEAD of `here`. A prefetch from unmapped memory has no effect. */
-INLINE void fetch(const void *here, int64_t bytes) {
+INLINE void prefetch(const void *here, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)here + AHEAD + b);
 }
 
@@ -55,7 +55,7 @@ INLINE void products(float *scores, const void *query, const char *keys, int64_t
     for (int64_t t = 0; t < count; t++) {
         const char *key = keys + t * size * (half ? 2 : 4);
         float sum = 0;
-        fetch(key, size * (half ? 2 : 4));
+        prefetch(key, size * (half ? 2 : 4));
 #pragma omp simd reduction(+ : sum)
         for (int64_t d = 0; d < size; d++) sum += at(query, d, half) * at(key, d, half);
         scores[t] = sum;
@@ -63,13 +63,13 @@ INLINE void products(float *scores, const void *query, const char *keys, int64_t
 }
 
 /* sum += weights (count,) times values (count, size). */
-INLINE void weigh(float *restrict sum, const float *restrict weights, const char *values, int64_t count, int64_t size,
-                  int half) {
+INLINE void add_weighted(float *restrict sum, const float *restrict weights, const char *values, int64_t count,
+                         int64_t size, int half) {
     int64_t t = 0;
     for (; t + 8 <= count; t += 8) {
         const char *v = values + t * size * (half ? 2 : 4);
         const float *w = weights + t;
-        fetch(v, 8 * size * (half ? 2 : 4));
+        prefetch(v, 8 * size * (half ? 2 : 4));
 #pragma omp simd
         for (int64_t d = 0; d < size; d++)
             sum[d] += ((w[0] * at(v, d, half) + w[1] * at(v, size + d, half))
@@ -90,7 +90,7 @@ INLINE float tanh_of(float x) {
 }
 
 /* Turn `count` products into scores, in place, and return the largest score. */
-INLINE float scored(float *scores, int64_t count, float scale, float softcap) {
+INLINE float to_scores(float *scores, int64_t count, float scale, float softcap) {
     float largest = -INFINITY;
     if (softcap == 0) {
 #pragma omp simd reduction(max : largest)
@@ -109,13 +109,13 @@ INLINE float scored(float *scores, int64_t count, float scale, float softcap) {
 }
 
 /* Return the number of a row's tokens that are in its prompt slot. */
-INLINE int64_t in_prompt(const struct call *c, int64_t row) {
+INLINE int64_t prompt_tokens(const struct call *c, int64_t row) {
     return LESS(c->prompt_lengths[row], c->lengths[row]);
 }
 
 /* Write a row's new key and value into the cache. */
-INLINE void put(const struct call *c, int64_t row, int64_t head, int half) {
-    int64_t wide = half ? 2 : 4, position = c->lengths[row] - 1 - in_prompt(c, row);
+INLINE void append_token(const struct call *c, int64_t row, int64_t head, int half) {
+    int64_t wide = half ? 2 : 4, position = c->lengths[row] - 1 - prompt_tokens(c, row);
     int64_t place = (c->slots[row] * c->key_heads + head) * c->capacity + position;
     memcpy(c->keys + place * c->key_size * wide, c->new_keys + (row * c->key_row + head * c->key_head) * wide,
            c->key_size * wide);
@@ -124,7 +124,7 @@ INLINE void put(const struct call *c, int64_t row, int64_t head, int half) {
 }
 
 /* Write the output of a row under one head: the weighted sum over the sum of the weights, zeros without weights. */
-INLINE void say(const struct call *c, int64_t row, int64_t head, const float *sum, float mass, int half) {
+INLINE void write_output(const struct call *c, int64_t row, int64_t head, const float *sum, float mass, int half) {
     int64_t place = (row * c->heads + head) * c->value_size;
     float share = mass ? 1 / mass : 0;
     for (int64_t d = 0; d < c->value_size; d++) {
@@ -142,27 +142,27 @@ INLINE void attend(const struct call *c, const struct plan *p, const struct task
     int64_t group = c->heads / c->key_heads, wide = half ? 2 : 4;
     int64_t slot = task->of_prompt ? c->prompt_slots[task->row] : c->slots[task->row];
     int64_t capacity = task->of_prompt ? c->prompt_capacity : c->capacity;
-    int64_t first = task->begin - (task->of_prompt ? 0 : in_prompt(c, task->row));
+    int64_t first = task->begin - (task->of_prompt ? 0 : prompt_tokens(c, task->row));
     int64_t base = (slot * c->key_heads + key_head) * capacity + first;
     const char *keys = (task->of_prompt ? c->prompt_keys : c->keys) + base * c->key_size * wide;
     const char *values = (task->of_prompt ? c->prompt_values : c->values) + base * c->value_size * wide;
     int64_t count = task->end - task->begin;
     for (int64_t row = task->row; row < task->row + task->rows; row++) {
-        if (!task->of_prompt && task->end == c->lengths[row]) put(c, row, key_head, half);
+        if (!task->of_prompt && task->end == c->lengths[row]) append_token(c, row, key_head, half);
         for (int64_t head = key_head * group; head < (key_head + 1) * group; head++) {
             float weights[SHARE], sum[c->value_size], mass = 0;
             const char *query = c->query + (row * c->query_row + head * c->query_head) * wide;
             products(weights, query, keys, count, c->key_size, half);
-            float largest = scored(weights, count, c->scale, c->softcap);
+            float largest = to_scores(weights, count, c->scale, c->softcap);
 #pragma omp simd reduction(+ : mass)
             for (int64_t t = 0; t < count; t++) {
                 weights[t] = exp_of(weights[t] - largest);
                 mass += weights[t];
             }
             memset(sum, 0, sizeof sum);
-            weigh(sum, weights, values, count, c->value_size, half);
+            add_weighted(sum, weights, values, count, c->value_size, half);
             if (p->parts[row] == 1) {
-                say(c, row, head, sum, mass, half);
+                write_output(c, row, head, sum, mass, half);
                 continue;
             }
             float *partial = partial_of(p, c, row, task->part, head);
@@ -195,11 +195,11 @@ static void join(const struct call *c, const struct plan *p, int64_t row, int64_
         mass += weight * partial[1];
         for (int64_t d = 0; d < c->value_size; d++) sum[d] += weight * partial[2 + d];
     }
-    say(c, row, head, sum, mass, c->half);
+    write_output(c, row, head, sum, mass, c->half);
 }
 
 /* Divide tokens [begin, end) into tasks of at most SHARE tokens. */
-static void cut(struct plan *p, int64_t row, int64_t rows, int64_t of_prompt, int64_t begin, int64_t end) {
+static void add_tasks(struct plan *p, int64_t row, int64_t rows, int64_t of_prompt, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t += SHARE) {
         p->tasks[p->count++] = (struct task){row, rows, of_prompt, t, LESS(t + SHARE, end), p->parts[row]};
         for (int64_t member = row; member < row + rows; member++) p->parts[member]++;
@@ -213,18 +213,18 @@ static int64_t first_seen(const struct call *c, int64_t row) {
 
 /* Plan the tasks of all rows. Tasks of prompts come first, because they take longest. Neighbouring rows that attend to
    the same tokens of a prompt share its tasks. */
-static void make(struct plan *p, const struct call *c) {
+static void plan_tasks(struct plan *p, const struct call *c) {
     int64_t parts = 0;
     memset(p->parts, 0, c->rows * sizeof *p->parts);
     for (int64_t row = 0, next; row < c->rows; row = next) {
-        int64_t begin = first_seen(c, row), end = in_prompt(c, row);
+        int64_t begin = first_seen(c, row), end = prompt_tokens(c, row);
         for (next = row + 1; next < c->rows && c->firsts[next] == c->firsts[row]; next++)
-            if (first_seen(c, next) != begin || in_prompt(c, next) != end) break;
-        cut(p, row, next - row, 1, begin, end);
+            if (first_seen(c, next) != begin || prompt_tokens(c, next) != end) break;
+        add_tasks(p, row, next - row, 1, begin, end);
     }
     for (int64_t row = 0; row < c->rows; row++) {
-        int64_t begin = first_seen(c, row), own = in_prompt(c, row);
-        cut(p, row, 1, 0, begin > own ? begin : own, c->lengths[row]);
+        int64_t begin = first_seen(c, row), own = prompt_tokens(c, row);
+        add_tasks(p, row, 1, 0, begin > own ? begin : own, c->lengths[row]);
         p->first[row] = parts;
         parts += p->parts[row];
     }
@@ -242,10 +242,10 @@ int decode_attention(const struct call *c) {
     int64_t most = most_parts(c);
     struct plan p = {.tasks = malloc(most * sizeof *p.tasks), .first = malloc(2 * c->rows * sizeof *p.first)};
     p.partial = malloc(most * c->heads * (c->value_size + 2) * sizeof(float));
-    int short_of = c->rows && (!p.tasks || !p.first || !p.partial);
-    if (!short_of) {
+    int failed = c->rows && (!p.tasks || !p.first || !p.partial);
+    if (!failed) {
         p.parts = p.first + c->rows;
-        make(&p, c);
+        plan_tasks(&p, c);
         int64_t all = p.count * c->key_heads, chunk = all / (32 * c->threads) + 1;
 #pragma omp parallel num_threads(c->threads)
         {
@@ -260,5 +260,5 @@ int decode_attention(const struct call *c) {
     free(p.tasks);
     free(p.first);
     free(p.partial);
-    return short_of;
+    return failed;
 }

@@ -24,14 +24,17 @@ log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 
 
+def _processor(*fields: str) -> str:
+    """Return the first line of /proc/cpuinfo with one of these fields; empty if the system does not provide it."""
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        return next((line for line in lines if line.startswith(fields)), "")
+    return ""
+
+
 @cache
 def is_intel() -> bool:
     """Return whether the processor is Intel's; False if the system does not provide the vendor."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return any(line.startswith("vendor_id") and "GenuineIntel" in line for line in lines)
-    except OSError:
-        return False
+    return "GenuineIntel" in _processor("vendor_id")
 
 
 # Sums may be reordered, which vectorization needs; infinities and NaN keep their meaning.
@@ -154,12 +157,6 @@ def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str)
     for text in (source.read_bytes(), *(header.read_bytes() for header in sorted(HERE.glob("*.h")))):
         digest.update(text)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
-    for word in (*flags, compiler, version, openmp, platform.machine(), _processor()):
+    for word in (*flags, compiler, version, openmp, platform.machine(), _processor("flags", "Features")):
         digest.update(word.encode() + b"\0")
     return digest.hexdigest()[:20]
-
-
-def _processor() -> str:
-    """Return the line of /proc/cpuinfo with the instruction sets of the processor."""
-    with open("/proc/cpuinfo") as lines:
-        return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -11,10 +11,9 @@
 
 #include "numbers.h"
 #include <string.h>
-#ifdef __x86_64__
+#if defined(__AVX2__) && defined(__FMA__)
 #include <cpuid.h>
 #include <immintrin.h>
-#endif
 
 #define TILE 16    /* outputs of a tile, and the fewest outputs of a matrix */
 #define SPAN 64    /* rows of W, at most, that are multiplied with ROWS rows of x while they are in the L2 cache */
@@ -22,25 +21,17 @@
 #define BLOCK 1024 /* inputs at a time: 8 rows of x of this length stay in the L1 cache */
 #define INLINE static inline __attribute__((always_inline))
 
-/* Return 1, or 0 if PyTorch is faster (AMX) or the processor was not measured. */
+/* Return 1, or 0 if PyTorch is faster, because the processor has AMX-BF16. */
 int has_kernel(void) {
-#ifdef __x86_64__
     unsigned a, b, c, d;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) return 0; /* AMX-BF16 */
-#if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__))
-    return 1;
-#endif
-#endif
-    return 0;
+    return !(__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1));
 }
 
 /* A `lanes` vector holds the LANES partial sums of an output, and a `words` vector holds 2 * LANES inputs in bf16. */
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
 #define LANES 16
-#elif defined(__AVX2__)
-#define LANES 8
 #else
-#define LANES 4
+#define LANES 8
 #endif
 #define STEP (2 * LANES)
 typedef float lanes __attribute__((vector_size(4 * LANES)));
@@ -82,12 +73,10 @@ INLINE numbers load_some(const bf16 *from, long count) {
 }
 
 INLINE lanes multiply_add_lanes(lanes x, lanes w, lanes sum) {
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
     return (lanes)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
-#elif defined(__AVX2__) && defined(__FMA__)
-    return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
 #else
-    return sum + x * w;
+    return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
 #endif
 }
 
@@ -249,3 +238,6 @@ void linear_rows(
         if (begin < end) share(w, bias, begin, end, x, rows, ins, y, outs);
     }
 }
+#else
+int has_kernel(void) { return 0; } /* not measured on other processors */
+#endif

@@ -8,21 +8,16 @@
    terms in their order, whatever the number of threads and the number of rows. */
 
 #ifdef __AVX512F__
-#include <immintrin.h>
+#include "tile.h"
 #include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
-    LANES = 16,
-    VECTORS = 4,
-    PANEL = LANES * VECTORS,
-    ROWS = 6,         /* ROWS x VECTORS sums, VECTORS words of b and one of a fill the registers */
     BLOCK = 16 * ROWS,
-    DEPTH = 384,      /* a panel of this depth takes 96 KB and stays in the L2 cache */
+    DEPTH = 384, /* a panel of this depth takes 96 KB and stays in the L2 cache */
 };
-#define INLINE static inline __attribute__((always_inline))
 
 /* A matrix with its strides between rows and between columns, in words. One stride is 1. */
 struct matrix {
@@ -39,72 +34,29 @@ struct call {
     int32_t pairs, threads;
 };
 
-INLINE __m512 multiply_add(__m512 x, __m512 y, __m512 sum, const int pairs) {
-#ifdef __AVX512BF16__
-    if (pairs) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
-#endif
-    return _mm512_fmadd_ps(x, y, sum);
-}
-
 /* Compute c (rows, PANEL) = a panel + bias; with `add`, add a panel to c. */
-INLINE void sums(const int rows, const int pairs, long depth, struct matrix a, const float *panel, const float *bias,
-                 int add, float *c, long c_row) {
-    __m512 sum[ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) {
-            const float *from = add ? c + r * c_row : bias;
-            sum[r][v] = from ? _mm512_loadu_ps(from + v * LANES) : _mm512_setzero_ps();
-        }
-    for (long k = 0; k < depth; k++) {
-        __m512 y[VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) y[v] = _mm512_load_ps(panel + k * PANEL + v * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            __m512 x = _mm512_set1_ps(a.data[r * a.row + k * a.column]);
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(x, y[v], sum[r][v], pairs);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(c + r * c_row + v * LANES, sum[r][v]);
-}
-
-#define SUMS(rows, pairs) sums(rows, pairs, depth, a, panel, bias, add, c, c_row)
-#define TILES(pairs)                        \
-    switch (rows) {                         \
-    case 6: SUMS(6, pairs); break;          \
-    case 5: SUMS(5, pairs); break;          \
-    case 4: SUMS(4, pairs); break;          \
-    case 3: SUMS(3, pairs); break;          \
-    case 2: SUMS(2, pairs); break;          \
-    default: SUMS(1, pairs);                \
-    }
-
-static void whole_tile(int rows, int pairs, long depth, struct matrix a, const float *panel, const float *bias, int add,
-                       float *c, long c_row) {
+static void full_tile(int rows, int pairs, long depth, struct matrix m, const float *b, const float *bias, int add,
+                      float *c, long c_row) {
+    const float *a = m.data, *start = add ? c : bias;
+    long a_row = m.row, a_column = m.column, b_row = PANEL, start_row = add ? c_row : 0;
     if (pairs) {
-        TILES(1)
+        TILE_OF(rows, VECTORS, 1)
     } else {
-        TILES(0)
+        TILE_OF(rows, VECTORS, 0)
     }
 }
 
 /* Compute a tile of `width` <= PANEL columns. A narrower tile is computed as a full tile in local memory. */
-static void tile(int rows, long width, int pairs, long depth, struct matrix a, const float *panel, const float *bias,
-                 int add, float *c, long c_row) {
+static void tile_of(int rows, long width, int pairs, long depth, struct matrix a, const float *panel,
+                    const float *bias, int add, float *c, long c_row) {
     if (width == PANEL) {
-        whole_tile(rows, pairs, depth, a, panel, bias, add, c, c_row);
+        full_tile(rows, pairs, depth, a, panel, bias, add, c, c_row);
         return;
     }
     float inside[ROWS * PANEL], ends[PANEL];
     if (bias) memcpy(ends, bias, width * sizeof(float));
     for (int r = 0; add && r < rows; r++) memcpy(inside + r * PANEL, c + r * c_row, width * sizeof(float));
-    whole_tile(rows, pairs, depth, a, panel, bias ? ends : 0, add, inside, PANEL);
+    full_tile(rows, pairs, depth, a, panel, bias ? ends : 0, add, inside, PANEL);
     for (int r = 0; r < rows; r++) memcpy(c + r * c_row, inside + r * PANEL, width * sizeof(float));
 }
 
@@ -144,16 +96,16 @@ static void block(const struct call *w, long i, long rows, long k, long depth, c
     for (long j = 0; j < w->n; j += PANEL) {
         struct matrix from = a;
         for (long r = 0; r < rows; r += ROWS, from.data += next)
-            tile(at_most(rows - r, ROWS), at_most(w->n - j, PANEL), w->pairs, depth, from, panels + j * depth,
-                 w->bias ? w->bias + j : 0, k > 0, w->c + (i + r) * w->c_row + j, w->c_row);
+            tile_of(at_most(rows - r, ROWS), at_most(w->n - j, PANEL), w->pairs, depth, from, panels + j * depth,
+                    w->bias ? w->bias + j : 0, k > 0, w->c + (i + r) * w->c_row + j, w->c_row);
     }
 }
 
 /* Compute the product of a call. Return 0, or 1 if memory cannot be allocated. */
 int product(const struct call *w) {
     long width = (w->n + PANEL - 1) / PANEL * PANEL, deepest = at_most(w->k, DEPTH);
-    float *room = aligned_alloc(64, (width + w->threads * BLOCK) * ((deepest + 15) / 16 * 16) * sizeof(float));
-    if (!room) return 1;
+    float *memory = aligned_alloc(64, (width + w->threads * BLOCK) * ((deepest + 15) / 16 * 16) * sizeof(float));
+    if (!memory) return 1;
     /* The number of blocks is a multiple of the number of threads. Blocks are as even as tiles allow. */
     long blocks = (w->m + BLOCK * w->threads - 1) / (BLOCK * w->threads) * w->threads;
     long tall = (w->m + blocks * ROWS - 1) / (blocks * ROWS) * ROWS;
@@ -163,14 +115,14 @@ int product(const struct call *w) {
 #pragma omp for schedule(static)
         for (long j = 0; j < width; j += PANEL) {
             struct matrix b = {w->b.data + k * w->b.row + j * w->b.column, w->b.row, w->b.column};
-            pack_panel(b, depth, at_most(w->n - j, PANEL), room + j * depth);
+            pack_panel(b, depth, at_most(w->n - j, PANEL), memory + j * depth);
         }
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < w->m; i += tall)
-            block(w, i, at_most(w->m - i, tall), k, depth, room,
-                  room + (width + omp_get_thread_num() * BLOCK) * deepest);
+            block(w, i, at_most(w->m - i, tall), k, depth, memory,
+                  memory + (width + omp_get_thread_num() * BLOCK) * deepest);
     }
-    free(room);
+    free(memory);
     return 0;
 }
 

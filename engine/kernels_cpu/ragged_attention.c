@@ -8,78 +8,22 @@
 #include "numbers.h"
 #include <stdlib.h>
 #include <string.h>
-#ifdef __FMA__
-#include <immintrin.h>
-#endif
+#include "tile.h"
 
-#ifdef __AVX512F__
-enum { LANES = 16, VECTORS = 4 };
-#else
-enum { LANES = 8, VECTORS = 2 };
-#endif
 enum {
-    ROWS = 6,                 /* rows of a tile of a product: ROWS x VECTORS sums stay in registers */
-    PANEL = LANES * VECTORS,  /* keys of a panel */
-    BLOCK = 8 * ROWS,         /* queries of a call of `attend` */
-    AHEAD = 12,               /* prefetch distance in tokens */
-    DEPTH = 128,              /* terms of a product at a time: DEPTH x PANEL numbers stay in the L1 cache */
+    BLOCK = 8 * ROWS, /* queries of a call of `attend` */
+    AHEAD = 12,       /* prefetch distance in tokens */
+    DEPTH = 128,      /* terms of a product at a time: DEPTH x PANEL numbers stay in the L1 cache */
 };
 
-typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-/* Return x * row + sum, rounded once. Without intrinsics, GCC's tuning for AMD processors fuses the operations in some
-   tiles and not in others, and a query's numbers would depend on its position in a block. */
-static inline __attribute__((always_inline)) vector multiply_add(float x, vector row, vector sum) {
-#if defined(__AVX512F__)
-    return (vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)row, (__m512)sum);
-#elif defined(__FMA__)
-    return (vector)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)row, (__m256)sum);
-#else
-    return x * row + sum;
-#endif
-}
-
-/* Compute one tile: c (rows, width) = a (rows, depth) b (depth, width), or += with `add`. width is vectors * LANES. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int vectors, long depth, const float *a,
-                                                       long a_row, long a_step, const float *b, long b_step, float *c,
-                                                       long c_row, int add) {
-    vector sums[ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++)
-            sums[r][v] = add ? *(const vector *)(c + r * c_row + v * LANES) : (vector){0};
-    for (long k = 0; k < depth; k++) {
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            float x = a[r * a_row + k * a_step];
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++)
-                sums[r][v] = multiply_add(x, *(const vector *)(b + k * b_step + v * LANES), sums[r][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) *(vector *)(c + r * c_row + v * LANES) = sums[r][v];
-}
-
-#define TILES(vectors)                                                                     \
-    switch (rows) {                                                                        \
-    case 6: tile(6, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
-    case 5: tile(5, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
-    case 4: tile(4, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
-    case 3: tile(3, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
-    case 2: tile(2, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add); break;    \
-    default: tile(1, vectors, depth, a, a_row, a_step, b, b_step, c, c_row, add);          \
-    }
-
-static void tile_of(int rows, int whole, long depth, const float *a, long a_row, long a_step, const float *b,
-                    long b_step, float *c, long c_row, int add) {
-    if (whole) {
-        TILES(VECTORS)
+static void tile_of(int rows, int is_full, long depth, const float *a, long a_row, long a_column, const float *b,
+                    long b_row, float *c, long c_row, int add) {
+    const float *start = add ? c : 0;
+    long start_row = c_row;
+    if (is_full) {
+        TILE_OF(rows, VECTORS, 0)
     } else {
-        TILES(1)
+        TILE_OF(rows, 1, 0)
     }
 }
 
@@ -102,7 +46,7 @@ static void product(long m, long n, long depth, const float *a, long a_row, long
 typedef struct {
     void *data;
     long head, token;
-} rows_of;
+} view;
 
 typedef struct {
     const int64_t *spans;    /* (sequences, 4): start, length, number of keys of the family's first sequence that
@@ -115,15 +59,15 @@ typedef struct {
 } work;
 
 /* Prefetch the row of a later token. Rows of one head are far apart, so the hardware does not prefetch them. */
-static void ask_for(const work *w, rows_of from, long head, long token) {
+static void prefetch_row(const work *w, view from, long head, long token) {
     long bytes = w->wide ? 4 : 2, at = (head * from.head + (token + AHEAD) * from.token) * bytes;
     for (long d = 0; d < w->size * bytes; d += 64) __builtin_prefetch((const char *)from.data + at + d);
 }
 
 /* Copy the row of a token to fp32 memory, multiplied by `factor`. */
-static void take(const work *w, float *to, rows_of from, long head, long token, float factor) {
+static void load_row(const work *w, float *to, view from, long head, long token, float factor) {
     long at = head * from.head + token * from.token;
-    ask_for(w, from, head, token);
+    prefetch_row(w, from, head, token);
     if (w->wide)
         for (long d = 0; d < w->size; d++) to[d] = factor * ((const float *)from.data)[at + d];
     else
@@ -131,7 +75,7 @@ static void take(const work *w, float *to, rows_of from, long head, long token, 
 }
 
 /* Copy fp32 numbers to the row of a token, multiplied by `factor`. */
-static void give(const work *w, const float *from, rows_of to, long head, long token, float factor) {
+static void store_row(const work *w, const float *from, view to, long head, long token, float factor) {
     long at = head * to.head + token * to.token;
     if (w->wide)
         for (long d = 0; d < w->size; d++) ((float *)to.data)[at + d] = factor * from[d];
@@ -144,9 +88,9 @@ static void give(const work *w, const float *from, rows_of to, long head, long t
 typedef struct {
     long padded, keys;
     float *all, *query, *upstream, *scores, *slopes, *out, *key, *key_panels, *value, *value_panels, *d_key, *d_value;
-} room;
+} workspace;
 
-static int make_room(const work *w, room *r, int backward) {
+static int allocate(const work *w, workspace *r, int backward) {
     r->padded = (w->size + LANES - 1) / LANES * LANES;
     r->keys = (w->longest + PANEL - 1) / PANEL * PANEL;
     long block = BLOCK * r->padded, scores = BLOCK * r->keys, whole = r->keys * r->padded;
@@ -169,26 +113,27 @@ static int make_room(const work *w, room *r, int backward) {
     return 1;
 }
 
-static void into_panel(const work *w, const room *r, float *panels, long place, const float *row) {
+static void copy_to_panel(const work *w, const workspace *r, float *panels, long place, const float *row) {
     float *panel = panels + place / PANEL * PANEL * r->padded + place % PANEL;
     for (long d = 0; d < w->size; d++) panel[d * PANEL] = row[d];
 }
 
 /* Copy keys and values of `length` tokens from `start` on to the positions from `place` on. */
-static void take_keys(const work *w, room *r, rows_of key, rows_of value, long head, long start, long length,
-                      long place, int backward) {
+static void load_keys(const work *w, workspace *r, view key, view value, long head, long start, long length, long place,
+                      int backward) {
     for (long i = 0; i < length; i++) {
         float *row = backward ? r->key + (place + i) * r->padded : r->query;
-        take(w, row, key, head, start + i, 1);
-        into_panel(w, r, r->key_panels, place + i, row);
+        load_row(w, row, key, head, start + i, 1);
+        copy_to_panel(w, r, r->key_panels, place + i, row);
         row = r->value + (place + i) * r->padded;
-        take(w, row, value, head, start + i, 1);
-        if (backward) into_panel(w, r, r->value_panels, place + i, row);
+        load_row(w, row, value, head, start + i, 1);
+        if (backward) copy_to_panel(w, r, r->value_panels, place + i, row);
     }
 }
 
 /* Compute out (m, keys) = a (m, size) times the panels of keys [low, high). */
-static void by_panels(const room *r, long m, const float *a, const float *panels, long low, long high, float *out) {
+static void multiply_panels(const workspace *r, long m, const float *a, const float *panels, long low, long high,
+                            float *out) {
     for (long j = low; j < high; j += PANEL)
         product(m, PANEL, r->padded, a, r->padded, 1, panels + j * r->padded, PANEL, out + j, r->keys, 0);
 }
@@ -204,7 +149,7 @@ typedef struct {
     long begin, end, from, to;
 } range;
 
-static range seen(const work *w, long place) {
+static range visible_keys(const work *w, long place) {
     long begin = w->window && place >= w->window ? place - w->window + 1 : 0, end = place + 1;
     return (range){begin, end, begin / LANES * LANES, (end + LANES - 1) / LANES * LANES};
 }
@@ -214,7 +159,7 @@ static void fill(float *x, long from, long to, float with) {
 }
 
 /* Fill the numbers of [from, to) that are outside of [begin, end). */
-static void beside(float *x, range s, float with) {
+static void fill_outside(float *x, range s, float with) {
     fill(x, s.from, s.begin, with);
     fill(x, s.end, s.to, with);
 }
@@ -251,16 +196,16 @@ static void slopes_of(float *slope, const float *p, range s) {
 }
 
 /* Compute the outputs and log-sum-exps of `count` queries of one head. `first` is the position of the first query. */
-static void attend(const work *w, room *r, rows_of query, rows_of out, float *lses, long head, long token, long first,
+static void attend(const work *w, workspace *r, view query, view out, float *lses, long head, long token, long first,
                    long count) {
     long low = lowest(w, first), high = first + count;
-    for (long i = 0; i < count; i++) take(w, r->query + i * r->padded, query, head, token + i, w->scale);
-    by_panels(r, count, r->query, r->key_panels, low, high, r->scores);
+    for (long i = 0; i < count; i++) load_row(w, r->query + i * r->padded, query, head, token + i, w->scale);
+    multiply_panels(r, count, r->query, r->key_panels, low, high, r->scores);
     float totals[BLOCK];
     for (long i = 0; i < count; i++) {
         float *row = r->scores + i * r->keys;
-        range s = seen(w, first + i);
-        beside(row, s, -INFINITY);
+        range s = visible_keys(w, first + i);
+        fill_outside(row, s, -INFINITY);
         float highest = largest(row, s);
         totals[i] = exponentials(row, s, highest);
         lses[head * w->tokens + token + i] = highest + logf(totals[i]);
@@ -269,22 +214,22 @@ static void attend(const work *w, room *r, rows_of query, rows_of out, float *ls
     }
     product(count, r->padded, high - low, r->scores + low, r->keys, 1, r->value + low * r->padded, r->padded, r->out,
             r->padded, 0);
-    for (long i = 0; i < count; i++) give(w, r->out + i * r->padded, out, head, token + i, 1 / totals[i]);
+    for (long i = 0; i < count; i++) store_row(w, r->out + i * r->padded, out, head, token + i, 1 / totals[i]);
 }
 
 /* Compute the gradients of `count` queries of one head, and add to the gradients of their keys and values. */
-static void attend_back(const work *w, room *r, rows_of query, rows_of upstream, rows_of d_query, const float *lses,
+static void attend_back(const work *w, workspace *r, view query, view upstream, view d_query, const float *lses,
                         long head, long token, long first, long count) {
     long low = lowest(w, first), high = first + count;
     for (long i = 0; i < count; i++) {
-        take(w, r->query + i * r->padded, query, head, token + i, w->scale);
-        take(w, r->upstream + i * r->padded, upstream, head, token + i, 1);
+        load_row(w, r->query + i * r->padded, query, head, token + i, w->scale);
+        load_row(w, r->upstream + i * r->padded, upstream, head, token + i, 1);
     }
-    by_panels(r, count, r->query, r->key_panels, low, high, r->scores);
-    by_panels(r, count, r->upstream, r->value_panels, low, high, r->slopes);
+    multiply_panels(r, count, r->query, r->key_panels, low, high, r->scores);
+    multiply_panels(r, count, r->upstream, r->value_panels, low, high, r->slopes);
     for (long i = 0; i < count; i++) {
         float *p = r->scores + i * r->keys, *slope = r->slopes + i * r->keys;
-        range s = seen(w, first + i);
+        range s = visible_keys(w, first + i);
         exponentials(p, s, lses[head * w->tokens + token + i]);
         fill(p, low, s.begin, 0), fill(p, s.end, high > s.to ? high : s.to, 0);
         fill(slope, low, s.begin, 0), fill(slope, s.end, high > s.to ? high : s.to, 0);
@@ -294,15 +239,15 @@ static void attend_back(const work *w, room *r, rows_of query, rows_of upstream,
     product(keys, r->padded, count, r->scores + low, 1, r->keys, r->upstream, r->padded, r->d_value + at, r->padded, 1);
     product(keys, r->padded, count, r->slopes + low, 1, r->keys, r->query, r->padded, r->d_key + at, r->padded, 1);
     product(count, r->padded, keys, r->slopes + low, r->keys, 1, r->key + at, r->padded, r->out, r->padded, 0);
-    for (long i = 0; i < count; i++) give(w, r->out + i * r->padded, d_query, head, token + i, w->scale);
+    for (long i = 0; i < count; i++) store_row(w, r->out + i * r->padded, d_query, head, token + i, w->scale);
 }
 
 /* Write the gradients of the `length` keys and values from position `place` on, and set them to zero. */
-static void give_keys(const work *w, room *r, rows_of d_key, rows_of d_value, long head, long start, long length,
-                      long place) {
+static void store_key_gradients(const work *w, workspace *r, view d_key, view d_value, long head, long start,
+                                long length, long place) {
     for (long i = 0; i < length; i++) {
-        give(w, r->d_key + (place + i) * r->padded, d_key, head, start + i, 1);
-        give(w, r->d_value + (place + i) * r->padded, d_value, head, start + i, 1);
+        store_row(w, r->d_key + (place + i) * r->padded, d_key, head, start + i, 1);
+        store_row(w, r->d_value + (place + i) * r->padded, d_value, head, start + i, 1);
     }
     memset(r->d_key + place * r->padded, 0, length * r->padded * sizeof(float));
     memset(r->d_value + place * r->padded, 0, length * r->padded * sizeof(float));
@@ -310,31 +255,31 @@ static void give_keys(const work *w, room *r, rows_of d_key, rows_of d_value, lo
 
 /* The tensors of a call and, in backward, their gradients. */
 typedef struct {
-    rows_of query, key, value, out, d_query, d_key, d_value;
+    view query, key, value, out, d_query, d_key, d_value;
     float *lses;
     int backward; /* if set, `out` is the gradient of the output */
 } tensors;
 
 /* Compute one family at one key head. */
-static void family(const work *w, room *r, const tensors *t, long number, long key_head) {
+static void family(const work *w, workspace *r, const tensors *t, long number, long key_head) {
     long begin = w->families[number], end = w->families[number + 1], group = w->heads / w->key_heads;
     for (long one = begin; one < end; one++) {
         const int64_t *span = w->spans + 4 * one;
-        long start = span[0], length = span[1], past = span[2], asks = span[3];
-        take_keys(w, r, t->key, t->value, key_head, start, length, past, t->backward);
-        if (asks < 0) continue;
+        long start = span[0], length = span[1], past = span[2], first_query = span[3];
+        load_keys(w, r, t->key, t->value, key_head, start, length, past, t->backward);
+        if (first_query < 0) continue;
         for (long head = key_head * group; head < (key_head + 1) * group; head++)
             for (long at = 0; at < length; at += BLOCK) {
                 long count = length - at < BLOCK ? length - at : BLOCK;
                 if (t->backward)
-                    attend_back(w, r, t->query, t->out, t->d_query, t->lses, head, asks + at, past + at, count);
+                    attend_back(w, r, t->query, t->out, t->d_query, t->lses, head, first_query + at, past + at, count);
                 else
-                    attend(w, r, t->query, t->out, t->lses, head, asks + at, past + at, count);
+                    attend(w, r, t->query, t->out, t->lses, head, first_query + at, past + at, count);
             }
-        if (t->backward && one != begin) give_keys(w, r, t->d_key, t->d_value, key_head, start, length, past);
+        if (t->backward && one != begin) store_key_gradients(w, r, t->d_key, t->d_value, key_head, start, length, past);
     }
     const int64_t *first = w->spans + 4 * begin;
-    if (t->backward) give_keys(w, r, t->d_key, t->d_value, key_head, first[0], first[1], 0);
+    if (t->backward) store_key_gradients(w, r, t->d_key, t->d_value, key_head, first[0], first[1], 0);
 }
 
 /* Compute attention, or its gradients if `backward`. `data` and `steps` are the addresses and the strides (head, token)
@@ -343,19 +288,19 @@ int ragged_attention(void *const *data, const int64_t *steps, float *lses, const
                      const int64_t *families, long families_count, long longest, long heads, long key_heads,
                      long tokens, long size, long window, float scale, int wide, int backward, int threads) {
     work w = {spans, families, families_count, longest, heads, key_heads, tokens, size, window, scale, wide};
-    rows_of given[7] = {0};
-    for (int i = 0; i < (backward ? 7 : 4); i++) given[i] = (rows_of){data[i], steps[2 * i], steps[2 * i + 1]};
-    tensors t = {given[0], given[1], given[2], given[3], given[4], given[5], given[6], lses, backward};
+    view views[7] = {0};
+    for (int i = 0; i < (backward ? 7 : 4); i++) views[i] = (view){data[i], steps[2 * i], steps[2 * i + 1]};
+    tensors t = {views[0], views[1], views[2], views[3], views[4], views[5], views[6], lses, backward};
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
-        room r;
-        int made = make_room(&w, &r, backward);
-        failed = !made;
+        workspace r;
+        int allocated = allocate(&w, &r, backward);
+        failed = !allocated;
 #pragma omp for schedule(dynamic)
         for (long unit = 0; unit < families_count * key_heads; unit++)
-            if (made) family(&w, &r, &t, unit / key_heads, unit % key_heads);
-        if (made) free(r.all);
+            if (allocated) family(&w, &r, &t, unit / key_heads, unit % key_heads);
+        if (allocated) free(r.all);
     }
     return failed;
 }

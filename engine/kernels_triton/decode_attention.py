@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels_triton.device import SHARED_MEMORY, dot_precision, shared_memory_and_multiprocessors
+from engine.kernels_triton.device import dot_precision, shared_memory_and_multiprocessors
 
 MOST_SPLITS = 64
 MOST_ROWS, ENOUGH_SEQUENCES = 32, 8  # limits of a block that reads a prompt: rows of a tile, sequences
@@ -45,8 +45,8 @@ def decode_attention(
     out = query.new_empty(batch, heads, of_values)
     if batch == 0:
         return out
-    tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values, *prompts[:2]))
-    query, keys, values, prompt_keys, prompt_values = tensors
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    keys, values, prompt_keys, prompt_values = (x.contiguous() for x in (keys, values, *prompts[:2]))
     shared, processors = shared_memory_and_multiprocessors(query.device)
     options = launch_options(width, of_values, heads // key_heads, keys.dtype, shared)
     keys_a_step = options["BT"]
@@ -74,10 +74,8 @@ def decode_attention(
         of_values,
         query.stride(0),
         query.stride(1),
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *prompt_keys.stride()[:3],
-        *prompt_values.stride()[:3],
+        capacity,
+        prompt_keys.shape[2],
         splits,
         prompt_splits,
         scale,
@@ -103,9 +101,7 @@ def decode_attention(
     return out
 
 
-def launch_options(
-    width: int, of_values: int, group: int, dtype: torch.dtype, shared: int = SHARED_MEMORY
-) -> dict[str, Any]:
+def launch_options(width: int, of_values: int, group: int, dtype: torch.dtype, shared: int) -> dict[str, Any]:
     """Return the tile sizes: powers of two from 16 on, 64 keys per step (fp32: 32), fewer with little `shared` memory.
 
     A tile has rows for the queries of several sequences.
@@ -164,18 +160,8 @@ def share_kernel(
     of_values,
     stride_qb,
     stride_qh,
-    stride_ks,
-    stride_kh,
-    stride_kt,
-    stride_vs,
-    stride_vh,
-    stride_vt,
-    stride_pks,
-    stride_pkh,
-    stride_pkt,
-    stride_pvs,
-    stride_pvh,
-    stride_pvt,
+    capacity,
+    prompt_capacity,
     splits,
     prompt_splits,
     scale,
@@ -202,26 +188,22 @@ def share_kernel(
     group = tl.arange(0, BG)
     rows = row + group // GROUP
     head = key_head * GROUP + group % GROUP
-    slot = tl.load(slots + row).to(tl.int64)
-    keys += slot * stride_ks + key_head.to(tl.int64) * stride_kh
-    values += slot * stride_vs + key_head.to(tl.int64) * stride_vh
-    slot = tl.load(prompt_slots + row).to(tl.int64)
-    prompt_keys += slot * stride_pks + key_head.to(tl.int64) * stride_pkh
-    prompt_values += slot * stride_pvs + key_head.to(tl.int64) * stride_pvh
+    start_in_slots = (tl.load(slots + row).to(tl.int64) * key_heads + key_head) * capacity
+    start_in_prompts = (tl.load(prompt_slots + row).to(tl.int64) * key_heads + key_head) * prompt_capacity
     # The positions that each row of the tile sees, (BG, 1).
     first = tl.load(firsts + row)
     in_prompt = split < prompt_splits
-    others = tl.load(firsts + rows, mask=rows < batch, other=-1) == first
-    of_block = (group < SEQUENCES * GROUP) & others & ((row - first) % SEQUENCES == 0)
+    same_prompt = tl.load(firsts + rows, mask=rows < batch, other=-1) == first
+    of_block = (group < SEQUENCES * GROUP) & same_prompt & ((row - first) % SEQUENCES == 0)
     exist = tl.where(in_prompt, of_block, group < GROUP)
     length = tl.load(lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
-    inside = tl.load(prompt_lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
-    inside = tl.minimum(inside, length)
+    prompt_length = tl.load(prompt_lengths + rows, mask=exist, other=0).to(tl.int32)[:, None]
+    prompt_length = tl.minimum(prompt_length, length)
     begin = 0 * length
     if HAS_WINDOW:
         begin = tl.maximum(length - window, 0)
-    begin = tl.where(in_prompt, begin, tl.maximum(begin, inside))
-    end = tl.where(in_prompt, inside, length)
+    begin = tl.where(in_prompt, begin, tl.maximum(begin, prompt_length))
+    end = tl.where(in_prompt, prompt_length, length)
     lowest = tl.min(tl.where(begin < end, begin, NOWHERE))
     beyond = tl.max(end)
     # Positions from here on are in the row's own slot.
@@ -240,17 +222,18 @@ def share_kernel(
     s = tl.zeros((BG,), dtype=tl.float32)
     acc = tl.zeros((BG, BV), dtype=tl.float32)
     for step in range(tl.cdiv(tl.maximum(last - start, 0), BT)):
-        places = start + step * BT + tl.arange(0, BT)
-        used = places < last
-        at = places.to(tl.int64)
-        own = at - border
-        k_at = tl.where(places < border, prompt_keys + at * stride_pkt, keys + own * stride_kt)
-        v_at = tl.where(places < border, prompt_values + at * stride_pvt, values + own * stride_vt)
+        positions = start + step * BT + tl.arange(0, BT)
+        used = positions < last
+        at = positions.to(tl.int64)
+        from_prompt = positions < border
+        token = tl.where(from_prompt, start_in_prompts + at, start_in_slots + at - border)
+        k_at = tl.where(from_prompt, prompt_keys, keys) + token * width
+        v_at = tl.where(from_prompt, prompt_values, values) + token * of_values
         k = tl.load(k_at[None, :] + d[:, None], mask=used[None, :] & (d < width)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        seen = used[None, :] & (places[None, :] >= begin) & (places[None, :] < end)
+        seen = used[None, :] & (positions[None, :] >= begin) & (positions[None, :] < end)
         scores = tl.where(seen, scores, LOWEST)
         above = tl.maximum(m, tl.max(scores, 1))
         shrink = tl.exp(m - above)
@@ -273,11 +256,11 @@ def join_kernel(partial, highest, totals, out, splits, of_values, SPLITS: tl.con
     split = tl.arange(0, SPLITS)
     dv = tl.arange(0, BV)
     exist = split < splits
-    inside = dv < of_values
+    exists = dv < of_values
     m = tl.load(highest + row * splits + split, mask=exist, other=LOWEST)
     share = tl.exp(m - tl.max(m, 0))
     total = tl.sum(share * tl.load(totals + row * splits + split, mask=exist, other=0.0), 0)
-    places = partial + (row * splits + split)[:, None] * of_values + dv[None, :]
-    acc = tl.load(places, mask=exist[:, None] & inside[None, :], other=0.0)
+    addresses = partial + (row * splits + split)[:, None] * of_values + dv[None, :]
+    acc = tl.load(addresses, mask=exist[:, None] & exists[None, :], other=0.0)
     result = tl.sum(acc * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * of_values + dv, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * of_values + dv, result.to(out.dtype.element_ty), mask=exists)

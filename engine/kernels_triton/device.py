@@ -16,16 +16,10 @@ import torch
 log = logging.getLogger(__name__)
 CAPABILITY = (8, 0)
 ALIGNMENT = 16  # columns; products of rows that begin at other columns are slower on GPUs
-SHARED_MEMORY = 227 * 1024  # bytes of a program on an H100 or H200
 
 
 def shared_memory_and_multiprocessors(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of shared memory of a program, and the number of multiprocessors.
-
-    On a CPU, where Triton's interpreter runs programs in turn, they are those of an H200, and 4.
-    """
-    if device.type == "cpu":
-        return SHARED_MEMORY, 4
+    """Return the bytes of shared memory of a program, and the number of multiprocessors."""
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks some of its fields
     return properties.shared_memory_per_block_optin, properties.multi_processor_count
 

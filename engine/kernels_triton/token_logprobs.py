@@ -11,8 +11,7 @@ of an H100 both take equally long at D = 1,200. A kernel with the matrix product
 for each GPU, and its products are slower than those of cuBLAS. Neither was measured on a GPU.
 """
 
-import inspect
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,17 +23,13 @@ from engine.kernels_triton.device import ALIGNMENT
 
 ROWS, COLUMNS = 8, 256  # a tile of products: 16 in each thread
 LOWEST = tl.constexpr(-1e30)  # instead of -inf, because 0 * inf is NaN
-# Arguments that differ between micro-batches. Triton would compile a kernel again if one of the numbers becomes 1 or a
-# multiple of 16, or if the address of one of the vectors becomes a multiple of 16.
-NUMBERS = ["tokens", "columns", "stride", "stride_d"]
-VECTORS = ["bias", "targets", "lses", "entropies", "logits", "d_logprobs", "d_entropies"]
-
-
-def _jit(kernel: Callable[..., None]) -> Any:
-    """Declare a kernel that is compiled once for all micro-batches of a model."""
-    arguments = inspect.signature(kernel).parameters
-    numbers, vectors = ([name for name in names if name in arguments] for names in (NUMBERS, VECTORS))
-    return triton.jit(kernel, do_not_specialize=numbers, do_not_specialize_on_alignment=vectors)
+# Triton would compile a kernel again for a micro-batch in which one of the numbers becomes 1 or a multiple of 16, or
+# the address of one of the vectors becomes a multiple of 16.
+_jit = partial(
+    triton.jit,
+    do_not_specialize=["tokens", "columns", "stride", "stride_d"],
+    do_not_specialize_on_alignment=["bias", "targets", "lses", "entropies", "logits", "d_logprobs", "d_entropies"],
+)
 
 
 @triton.jit
@@ -49,7 +44,7 @@ def _logits(
     products,
     bias,
     rows,
-    places,
+    indices,
     columns,
     stride,
     inverse_temperature,
@@ -58,10 +53,10 @@ def _logits(
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Return z (ROWS, COLUMNS) of a tile of products; LOWEST beyond the last column."""
-    exist = places < columns
-    z = tl.load(products + rows.to(tl.int64)[:, None] * stride + places[None, :], mask=exist[None, :], other=0.0)
+    exist = indices < columns
+    z = tl.load(products + rows.to(tl.int64)[:, None] * stride + indices[None, :], mask=exist[None, :], other=0.0)
     if HAS_BIAS:
-        z += tl.load(bias + places, mask=exist, other=0.0).to(tl.float32)[None, :]
+        z += tl.load(bias + indices, mask=exist, other=0.0).to(tl.float32)[None, :]
     if HAS_SOFTCAP:
         z = softcap * (1.0 - 2.0 / (tl.exp(2.0 * z / softcap) + 1.0))  # tanh, without overflow
     z = z * inverse_temperature
@@ -95,9 +90,9 @@ def reduce_kernel(
     t = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     chosen = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, columns, COLUMNS):
-        places = start + tl.arange(0, COLUMNS)
-        z = _logits(products, bias, rows, places, columns, stride, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP)
-        chosen += tl.where((places[None, :] == target) & (places < columns)[None, :], z, 0.0)
+        indices = start + tl.arange(0, COLUMNS)
+        z = _logits(products, bias, rows, indices, columns, stride, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP)
+        chosen += tl.where((indices[None, :] == target) & (indices < columns)[None, :], z, 0.0)
         above = tl.maximum(m, z)
         shrink = tl.exp(m - above)
         z -= above
@@ -139,8 +134,8 @@ def gradient_kernel(
 ):
     """Write the gradient of a tile of products."""
     rows, exist = _rows(tokens, ROWS)
-    places = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    z = _logits(products, bias, rows, places, columns, stride, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP)
+    indices = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    z = _logits(products, bias, rows, indices, columns, stride, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP)
     logp = z - tl.load(lses + rows)[:, None]
     g = tl.load(d_logprobs + rows)[:, None]
     pull = g
@@ -148,13 +143,13 @@ def gradient_kernel(
         e = tl.load(d_entropies + rows)
         pull = logp * e[:, None] + (g + (e * tl.load(entropies + rows))[:, None])
     target = tl.load(targets + rows)[:, None]
-    dz = tl.where(places[None, :] == target, g, 0.0) - tl.exp(logp) * pull
+    dz = tl.where(indices[None, :] == target, g, 0.0) - tl.exp(logp) * pull
     if HAS_SOFTCAP:
         bounded = z / (softcap * inverse_temperature)
         dz *= 1.0 - bounded * bounded
     dz = (dz * inverse_temperature).to(d_products.dtype.element_ty)
-    out = d_products + rows.to(tl.int64)[:, None] * stride_d + places[None, :]
-    tl.store(out, dz, mask=exist[:, None] & (places < columns)[None, :])
+    out = d_products + rows.to(tl.int64)[:, None] * stride_d + indices[None, :]
+    tl.store(out, dz, mask=exist[:, None] & (indices < columns)[None, :])
 
 
 def constants(bias: Tensor | None, softcap: float | None) -> dict[str, Any]:

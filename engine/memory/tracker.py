@@ -140,7 +140,7 @@ def optimizer_bytes(optimizer: Any) -> dict[str, int]:
 
 def generator_bytes(flip: "Flip", module: nn.Module) -> dict[str, int]:
     """Return the bytes of the inference model's own weights, of its prepacked linears, and of the key-value cache."""
-    weights, cache, packs = flip.held()
+    weights, cache, packs = flip.memory()
     own = storage_bytes(weights, without=(dtensors.local(tensor) for tensor in zero.sharded(module)))
     return {"inference_model": own, "prepacked_linears": packs, "cache": storage_bytes(cache)}
 

@@ -21,6 +21,7 @@ from engine.checkpoint.storage import chunks_of
 from engine.engine import Engine
 from engine.generation import attention
 from engine.generation.attention import StepTokens
+from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_step import SlotModel
 from engine.generation.generator import Generator
 from engine.generation.kv_cache import CacheSize, KVCache
@@ -186,8 +187,8 @@ def test_streamed_blocks_sample_the_same_tokens_as_resident_blocks() -> None:
         with engine.generating() as rollouts:
             answers = rollouts.generate([[1, 2, 3], [4, 5]], Sampling(3, seed=1), [0, 1, 2, 3], samples=2)
             token_ids.append([a.token_ids for a in answers])
-            assert rollouts._loop is not None and rollouts._loop.cache is not None
-            size = rollouts._loop.cache.size
+            assert isinstance(rollouts.backend, DecodeLoop) and rollouts.backend.cache is not None
+            size = rollouts.backend.cache.size
             assert (size.prompt_slots, size.answer_slots) == (2, 4 + 1)
     assert token_ids[0] == token_ids[1]
 

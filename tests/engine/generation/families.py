@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.generation.prepacked_linears import copies_weights
+from engine.internals import has_onednn
 from engine.kernels_cpu import attention as decode_attention
 
 VOCABULARY, POSITIONS = 97, 64
@@ -59,8 +61,8 @@ def build(family: str, **changes: Any) -> nn.Module:
 def use_decode_attention(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute attention of decode steps by the "C" kernel, or by "torch" as on machines without a compiler."""
     if kernels == "torch":
-        monkeypatch.setattr(decode_attention, "available", lambda: False)
-    elif not decode_attention.available():
+        monkeypatch.setattr(decode_attention, "supports", lambda dtype: False)
+    elif not decode_attention.supports(torch.float32):
         pytest.skip("no C compiler")
 
 
@@ -81,3 +83,8 @@ def greedy_by_definition(model: nn.Module, prompt: list[int], steps: int) -> tup
         if token in ENDS:
             break
     return token_ids[len(prompt) :], logprobs
+
+
+def can_prepack(dtype: torch.dtype) -> bool:
+    """Return whether weights of `dtype` can be prepared on this machine."""
+    return not copies_weights(dtype) or has_onednn(dtype)

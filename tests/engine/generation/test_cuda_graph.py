@@ -33,14 +33,14 @@ def on_device(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -
 
 
 def loop_of(generator: Generator, *, graphs: bool = True) -> DecodeLoop:
-    loop = generator._runner()
+    loop = generator.backend
     assert isinstance(loop, DecodeLoop)
     loop.use_graphs = graphs
     return loop
 
 
 def graphed_steps(generator: Generator) -> list[cuda_graph.GraphedStep]:
-    return [steps for _, steps in loop_of(generator)._steps.values()]
+    return [graphs for _, graphs in loop_of(generator)._samplers.values() if graphs is not None]
 
 
 def assert_equal(actual: list[Generation], expected: list[Generation]) -> None:
@@ -76,7 +76,8 @@ def test_samples_read_their_prompt_once() -> None:
     arguments: Any = (ragged_prompts(140), Sampling(3, temperature=0.8, seed=6), list(range(5)), 4, 5)
     assert_equal(captured.generate(*arguments), by_steps.generate(*arguments))
     (step,) = graphed_steps(captured)
-    assert step.captures == ON_GPU and step.step.cache.size.prompt_slots == 1
+    cache = loop_of(captured).cache
+    assert step.captures == ON_GPU and cache is not None and cache.size.prompt_slots == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +136,7 @@ def test_new_weights_are_used_in_place_and_at_new_addresses() -> None:
     generator = Generator(model, DEVICE)
     loop_of(generator)
     generator.generate(PROMPTS, SAMPLED, STREAMS)
-    before, used = loop_of(generator)._state, {step._stream for step in graphed_steps(generator) if step.captures}
+    before, used = loop_of(generator)._step, {step._stream for step in graphed_steps(generator) if step.captures}
     for moved in (False, True):
         with torch.no_grad():
             for module in model.modules():
@@ -147,7 +148,7 @@ def test_new_weights_are_used_in_place_and_at_new_addresses() -> None:
         assert_equal(
             generator.generate(PROMPTS, SAMPLED, STREAMS), Generator(model, DEVICE).generate(PROMPTS, SAMPLED, STREAMS)
         )
-        assert (loop_of(generator)._state is before) != moved
+        assert (loop_of(generator)._step is before) != moved
         used |= {step._stream for step in graphed_steps(generator) if step.captures}
     assert len(used) == ON_GPU, "each further stream costs a workspace of cuBLAS"
 

@@ -19,12 +19,13 @@ from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_step import CACHED, COUNT, ENDED, LIMIT, NOTHING, PROMPT, SEED, SlotModel
 from engine.generation.generator import Generation, Generator
 from engine.generation.kv_cache import CacheSize, KVCache
-from engine.generation.sampling import Sampling, under_seed, uniforms
+from engine.generation.sampling import Sampling, combine_seeds, uniforms
 from engine.generation.scheduler import Chunk
 from tests.engine.generation.families import (
     ENDS,
     VOCABULARY,
     build,
+    can_prepack,
     greedy_by_definition,
     ragged_prompts,
     use_decode_attention,
@@ -62,7 +63,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[StepTokens]:
 
 def loop_of(generator: Generator, *, windows: bool = False) -> DecodeLoop:
     """Return the loop of a generator. With `windows` it launches several steps at a time, as with CUDA graphs."""
-    loop = generator._runner()
+    loop = generator.backend
     assert isinstance(loop, DecodeLoop)
     loop.use_graphs = windows
     return loop
@@ -146,7 +147,7 @@ def test_one_loop_serves_many_sampling_settings(llama: nn.Module) -> None:
             generator.generate(PROMPTS, sampling, SEEDS, 3),
             Generator(llama, "cpu").generate(PROMPTS, sampling, SEEDS, 3),
         )
-    assert len(loop_of(generator)._steps) == decode_loop.MAX_STEPS
+    assert len(loop_of(generator)._samplers) == decode_loop.MAX_SAMPLERS
 
 
 def test_each_token_is_computed_exactly_once(llama: nn.Module, steps: list[StepTokens]) -> None:
@@ -213,9 +214,9 @@ def test_the_cache_stays_within_its_bound(llama: nn.Module, windows: bool) -> No
         assert loop.token_bytes == token
         assert_greedy(llama, PROMPTS, generator.generate(PROMPTS, GREEDY, STREAMS, 8))
         assert loop.cache is not None and (loop.cache.size.prompt_slots, loop.cache.size.answer_slots) == sizes
-        assert sum(tensor.nbytes for tensor in generator.held()[1]) <= blocks * 64 * token
+        assert sum(tensor.nbytes for tensor in generator.memory()[1]) <= blocks * 64 * token
         generator.release()
-        assert loop.cache is None and generator.held() == ([], [], 0)
+        assert loop.cache is None and generator.memory() == ([], [], 0)
 
 
 def test_a_cache_too_small_for_a_sequence_runs_one_and_warns(
@@ -225,7 +226,7 @@ def test_a_cache_too_small_for_a_sequence_runs_one_and_warns(
     for _ in range(2):
         assert_greedy(llama, PROMPTS, generator.generate(PROMPTS, GREEDY, STREAMS))
     (record,) = caplog.records
-    held = sum(tensor.nbytes for tensor in generator.held()[1])
+    held = sum(tensor.nbytes for tensor in generator.memory()[1])
     assert f"may take 100 bytes (cache_bytes), and one sequence takes {held} bytes" in record.getMessage()
 
 
@@ -259,7 +260,7 @@ def sample_by_definition(
         else:
             probabilities = filtered(logits, how.temperature, how.top_k, how.top_p, how.min_p)
             order = probabilities.argsort(descending=True)
-            number = uniforms(how.seed, torch.tensor([sample_seed]), position).double()
+            number = uniforms(torch.tensor([combine_seeds(how.seed, sample_seed)]), position).double()
             token = int(order[(probabilities[order].cumsum(0) <= number).sum()])
             logprob = float(probabilities[token].log())
         ids.append(token)
@@ -370,7 +371,7 @@ def test_a_long_prompt_does_not_delay_decoding(
     generator, how = Generator(llama, "cpu"), Sampling(40)
     loop_of(generator, windows=windows)
     sampled = [
-        {request for request, _, _ in step}
+        {token.request for token in step}
         for step in generator.run([*ragged_prompts(20), ragged_prompts(20, 24)[1]], how, [0, 1], 2, lambda *_: False)
     ]
     began = next(index for index, requests in enumerate(sampled) if len(requests) == 2)
@@ -382,32 +383,31 @@ def test_weights_at_new_addresses_get_new_steps(llama: nn.Module) -> None:
     generator = windowed_generator(model)
     loop = loop_of(generator, windows=True)
     generator.generate(PROMPTS, RANDOM, SEEDS)
-    before = loop._state
+    before = loop._step
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     generator.refresh()
     assert_equal(generator.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
-    assert loop._state is before
+    assert loop._step is before
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     generator.refresh()
     assert_equal(generator.generate(PROMPTS, RANDOM, SEEDS), Generator(model, "cpu").generate(PROMPTS, RANDOM, SEEDS))
-    assert loop._state is not before
+    assert loop._step is not before
 
 
 def test_a_sequence_that_has_ended_samples_nothing(llama: nn.Module) -> None:
     generator = windowed_generator(llama)
     generator.generate(ragged_prompts(3, 4), replace(RANDOM, temperature=0, end_ids=(), max_new_tokens=3), [0, 1])
     loop = loop_of(generator, windows=True)
-    state = loop._state
-    assert state is not None
-    step = next(iter(loop._steps.values()))[0]
+    assert loop._step is not None
+    step, state, (sampler, _) = loop._step, loop._step.state, next(iter(loop._samplers.values()))
     before = state.rows.clone()
     assert before[:2, ENDED].tolist() == [1, 1] and before[:2, COUNT].tolist() == [3, 3]
     assert sorted(before[:2, CACHED].tolist()) == [3 + 2, 4 + 2], "the last token is not cached"
     state.clear()
     state.rows[1, ENDED], state.rows[:2, LIMIT] = 0, 9
-    step(torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]))
+    step.run_rows(sampler, torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]))
     tokens = state.tokens
     assert tokens[0, 0] == NOTHING and tokens[0, 1] != NOTHING and (tokens[1:] == NOTHING).all()
     assert state.rows[0, CACHED:PROMPT].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
@@ -421,19 +421,12 @@ def test_buckets() -> None:
     ]  # fmt: skip
 
 
-def test_a_seed_shifts_the_sample_seeds() -> None:
-    sample_seeds, positions = torch.tensor([[0], [5], [-3], [2**62]]), torch.arange(7)
-    for seed in (0, 1, 2**64 - 1, -9):
-        shifted = under_seed(seed, sample_seeds)
-        assert torch.equal(uniforms(0, shifted, positions), uniforms(seed, sample_seeds, positions))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_packed_weights_give_the_same_products(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not prepacked_linears.is_available(dtype):
+    if not can_prepack(dtype):
         pytest.skip("this PyTorch packs no weights of this type here")
     monkeypatch.setitem(prepacked_linears.MIN_NUMEL, dtype, 1)
     model = copy.deepcopy(build(family)).to(dtype)
@@ -445,7 +438,7 @@ def test_packed_weights_give_the_same_products(
             generator = model(ids).logits
         again = model(ids).logits
     layers = sum(type(module) in (nn.Linear, prepacked_linears.Conv1D) for module in model.modules())
-    assert len(packs) == layers > 8
+    assert len(packs._products or {}) == layers > 8
     assert torch.equal(plain, again) and not any("forward" in module.__dict__ for module in model.modules())
     torch.testing.assert_close(generator, plain, atol=3e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
 

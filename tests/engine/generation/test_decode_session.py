@@ -9,9 +9,9 @@ from torch import nn
 
 from engine.generation import decode_loop
 from engine.generation.decode_loop import DecodeLoop
-from engine.generation.decode_session import DecodeSession, SessionToken
+from engine.generation.decode_session import DecodeSession
 from engine.generation.generator import Generator
-from engine.generation.sampling import Sampling
+from engine.generation.sampling import SampledToken, Sampling
 from engine.generation.scheduler import Scheduler
 from tests.engine.generation.families import ENDS, build, ragged_prompts
 
@@ -35,13 +35,13 @@ def llama() -> nn.Module:
 def open_session(model: nn.Module, *, windows: bool = False, slots: int = 3) -> DecodeSession:
     """With `windows`, the session launches several steps at a time, as it does with CUDA graphs."""
     generator = Generator(model, "cpu")
-    loop = generator._runner()
+    loop = generator.backend
     assert isinstance(loop, DecodeLoop)
     loop.use_graphs = windows
     return generator.session(slots, 24, 16)
 
 
-def drain(session: DecodeSession, answers: dict[int, list[SessionToken]]) -> None:
+def drain(session: DecodeSession, answers: dict[int, list[SampledToken]]) -> None:
     while session.busy:
         for token in session.step():
             answers[token.request].append(token)
@@ -107,10 +107,10 @@ def test_an_abort_while_the_prompt_runs_leaves_other_readers_alone(
 
 
 def test_an_aborted_prompt_leaves_the_queue() -> None:
-    scheduler = Scheduler([], slots=1, prompt_slots=1, prefill_tokens=4)
+    scheduler = Scheduler(slots=1, prompt_slots=1, prefill_tokens=4)
     scheduler.add(7, [1, 2, 3, 4, 5, 6])
     scheduler.add(8, [9])
-    assert scheduler.plan().completes == [False]
+    assert [chunk.completes for chunk in scheduler.plan().chunks] == [False]
     scheduler.abort(7)
     plan = scheduler.plan()
     assert [(chunk.slot, list(chunk.tokens)) for chunk in plan.chunks] == [(0, [9])]

@@ -34,13 +34,13 @@ def table() -> tuple[DecodeState, torch.Tensor]:
 def test_rows_are_read() -> None:
     state, slots = table()
     state.step.fill_(3)
-    inputs = state.read(torch.stack([slots, torch.arange(len(slots))]))
+    rows = state.read(torch.stack([slots, torch.arange(len(slots))]))
     assert state.step.item() == 4
     for at, slot in enumerate(slots.tolist()):
         row = state.rows[slot].tolist()
-        length, position = 0 if row[ENDED] else row[CACHED] + 1, row[CACHED] - row[SHARED]
-        assert [int(each[at]) for each in inputs[:4]] == [row[TOKEN], row[CACHED], row[SEED], row[COUNT]]
-        assert [int(each[at]) for each in inputs.rows] == [slot, position, length, row[PROMPT], row[SHARED], at]
+        length, offset = 0 if row[ENDED] else row[CACHED] + 1, row[CACHED] - row[SHARED]
+        inputs = [row[TOKEN], row[CACHED], row[SEED], row[COUNT]]
+        assert [int(each[at]) for each in rows] == [slot, *inputs, offset, length, row[PROMPT], row[SHARED], at]
 
 
 @pytest.mark.parametrize("end_ids", [[], [4, 7]])

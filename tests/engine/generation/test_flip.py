@@ -15,11 +15,10 @@ from engine.generation import prepacked_linears
 from engine.generation.flip import deal, states_on_host, storages_on_host
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
-from engine.generation.prepacked_linears import is_available
 from engine.generation.sampling import Sampling
 from engine.parallel import collectives, dtensors, zero
 from engine.sharding import precision_policy
-from tests.engine.generation.families import build
+from tests.engine.generation.families import build, can_prepack
 from tests.engine.generation.test_inference_model import PROMPTS, adapted, answers, in_dtype, merged_by_peft
 from tests.ranks import run_ranks
 
@@ -110,8 +109,8 @@ def refilled_and_freed() -> dict[str, Any]:
     prepacked_linears._prepare = prepare
     model = engine.flip._model
     assert model is not None
-    packs = engine.flip._generator._loop.model.packs  # type: ignore[union-attr]
-    results["freed"] = all(p.is_meta for p in model.module.parameters()) and not len(packs)
+    packs = engine.flip._generator.backend.model.packs  # type: ignore[union-attr]
+    results["freed"] = all(p.is_meta for p in model.module.parameters()) and packs._products is None
     full = {name: dtensors.full_tensor(p.detach()).bfloat16() for name, p in engine.module.named_parameters()}
     with engine.generating() as rollouts:
         results["same"] = all(torch.equal(p, full[name]) for name, p in rollouts.module.named_parameters())
@@ -122,7 +121,7 @@ def test_each_flip_copies_and_packs_the_current_weights(ranks: list[dict[str, An
     for actual in (rank["freed"] for rank in ranks):
         copied, prepared = set(actual["bytes"]), set(actual["packed"])
         assert len(copied) == len(prepared) == 1 and min(copied) > 0
-        assert min(prepared) > 0 or not is_available(torch.bfloat16)
+        assert min(prepared) > 0 or not can_prepack(torch.bfloat16)
         assert actual["answers"][0] != actual["answers"][1]
         assert actual["freed"] and actual["same"]
 

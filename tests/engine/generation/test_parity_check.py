@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from engine.generation import attention, model_support, parity_check
+from engine.generation.decode_loop import DecodeLoop
 from engine.generation.generator import Generator
 from engine.parallel import comm_hooks
 from tests.engine.generation.families import FAMILIES, build
@@ -66,8 +67,8 @@ def test_packs_of_older_weights_are_detected() -> None:
     model = in_dtype(build("opt", hidden_size=128, word_embed_proj_dim=128, ffn_dim=256), torch.bfloat16)
     rollouts = Generator(model, "cpu")
     parity_check.check_generator(rollouts)
-    assert rollouts.fallback is None and rollouts._loop is not None
-    if not len(rollouts._loop.model.packs):
+    assert isinstance(rollouts.backend, DecodeLoop)
+    if not rollouts.backend.model.packs._products:
         pytest.skip("this PyTorch packs no weights")
     with torch.no_grad():
         for parameter in model.parameters():

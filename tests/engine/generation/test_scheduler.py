@@ -1,8 +1,18 @@
 """The scheduler's plans: the order of sequences, shared prompts and prefixes, and the reuse of slots."""
 
-from engine.generation.scheduler import Plan, Scheduler
+from collections.abc import Sequence
+from typing import Any
+
+from engine.generation.scheduler import Plan, Scheduler, queue_order
 
 LONG = list(range(40))
+
+
+def scheduler_of(prompts: Sequence[list[int]], **sizes: Any) -> Scheduler:
+    scheduler = Scheduler(**sizes)
+    for request in queue_order(prompts):
+        scheduler.add(request, prompts[request])
+    return scheduler
 
 
 def chunks(plan: Plan) -> list[tuple[int, int, int]]:
@@ -14,9 +24,13 @@ def starting(plan: Plan) -> list[tuple[int, int, int]]:
 
 
 def test_a_freed_slot_goes_to_the_next_prompt() -> None:
-    scheduler = Scheduler([[1, 2], [3], [4, 5, 6]], slots=2, prompt_slots=2, prefill_tokens=100)
+    scheduler = scheduler_of([[1, 2], [3], [4, 5, 6]], slots=2, prompt_slots=2, prefill_tokens=100)
     first = scheduler.plan()
-    assert chunks(first) == [(0, 0, 3), (1, 0, 2)] and first.completes == [True, True] and not first.decoding
+    assert (
+        chunks(first) == [(0, 0, 3), (1, 0, 2)]
+        and [chunk.completes for chunk in first.chunks] == [True, True]
+        and not first.decoding
+    )
     scheduler.finish({2})
     second = scheduler.plan()
     assert chunks(second) == [(0, 0, 1)] and starting(second) == [(1, 0, 0)]
@@ -24,7 +38,7 @@ def test_a_freed_slot_goes_to_the_next_prompt() -> None:
 
 
 def test_late_samples_do_not_compute_their_prompt_again() -> None:
-    scheduler = Scheduler([LONG, LONG, [9], LONG], slots=2, prompt_slots=2, prefill_tokens=100)
+    scheduler = scheduler_of([LONG, LONG, [9], LONG], slots=2, prompt_slots=2, prefill_tokens=100)
     first = scheduler.plan()
     assert chunks(first) == [(0, 0, 40)] and starting(first) == [(0, 0, 0), (1, 1, 0)]
     scheduler.finish({1})
@@ -39,7 +53,7 @@ def test_late_samples_do_not_compute_their_prompt_again() -> None:
 
 def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
     other, third = [99, *LONG], [98, *LONG]
-    scheduler = Scheduler([LONG, LONG, other, third], slots=2, prompt_slots=1, prefill_tokens=100)
+    scheduler = scheduler_of([LONG, LONG, other, third], slots=2, prompt_slots=1, prefill_tokens=100)
     assert chunks(scheduler.plan()) == [(0, 0, 41)], "the second prompt must wait for a slot"
     assert not scheduler.plan().chunks
     scheduler.finish({scheduler.decoding[0].request})
@@ -51,16 +65,16 @@ def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
 
 
 def test_samples_wait_while_their_prompt_runs_in_chunks() -> None:
-    scheduler = Scheduler([LONG, LONG], slots=2, prompt_slots=1, prefill_tokens=20)
+    scheduler = scheduler_of([LONG, LONG], slots=2, prompt_slots=1, prefill_tokens=20)
     plan = scheduler.plan()
-    assert chunks(plan) == [(0, 0, 20)] and plan.completes == [False] and not plan.starting
+    assert chunks(plan) == [(0, 0, 20)] and [chunk.completes for chunk in plan.chunks] == [False] and not plan.starting
     plan = scheduler.plan()
-    assert chunks(plan) == [(0, 20, 40)] and plan.completes == [True]
+    assert chunks(plan) == [(0, 20, 40)] and [chunk.completes for chunk in plan.chunks] == [True]
     assert starting(plan) == [(0, 0, 0), (1, 1, 0)]
 
 
 def test_a_common_prefix_is_copied_between_prompts() -> None:
-    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=40)
+    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=40)
     plan = scheduler.plan()
     assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
     plan = scheduler.plan()
@@ -68,7 +82,7 @@ def test_a_common_prefix_is_copied_between_prompts() -> None:
 
 
 def test_a_common_prefix_in_the_same_slot_is_not_copied() -> None:
-    scheduler = Scheduler([LONG, [*LONG[:30], 77, 78]], slots=1, prompt_slots=1, prefill_tokens=100)
+    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78]], slots=1, prompt_slots=1, prefill_tokens=100)
     scheduler.plan()
     scheduler.finish({0})
     plan = scheduler.plan()
@@ -76,6 +90,6 @@ def test_a_common_prefix_in_the_same_slot_is_not_copied() -> None:
 
 
 def test_sequences_of_one_prompt_are_adjacent() -> None:
-    scheduler = Scheduler([LONG, [9], LONG], slots=3, prompt_slots=2, prefill_tokens=100)
+    scheduler = scheduler_of([LONG, [9], LONG], slots=3, prompt_slots=2, prefill_tokens=100)
     scheduler.plan()
     assert [sequence.request for sequence in scheduler.plan().decoding] == [0, 2, 1]

@@ -43,12 +43,12 @@ def generate_split(family: str, stage: int, plan: dict[str, str] | None) -> dict
         for name, how in SAMPLINGS.items():
             found[name] = [a.token_ids for a in rollouts.generate(PROMPTS, how, [4, 5, 6, 7], batch_size=3)]
             found[f"{name} alone"] = [a.token_ids for a in single.generate(PROMPTS, how, [4, 5, 6, 7])]
-        assert rollouts._loop is not None and rollouts._loop.cache is not None
+        assert isinstance(rollouts.backend, DecodeLoop) and rollouts.backend.cache is not None
         arguments: Any = (PROMPTS[:2], SAMPLINGS["sampled"], [*range(6)], 4, 3)
         found["samples"], found["samples alone"] = (
             [a.token_ids for a in each.generate(*arguments)] for each in (rollouts, single)
         )
-        found["cached"] = rollouts._loop.cache.size.prompt_slots
+        found["cached"] = rollouts.backend.cache.size.prompt_slots
         found["share"] = count_matrix_numbers(rollouts.module) / count_matrix_numbers(single.module)
     return found
 
@@ -88,14 +88,14 @@ def generate_in_graphs() -> tuple[list[list[int]], list[list[int]], list[int], l
     engine.flip.tensor_parallel, engine.flip.parity_check_every = 2, 0
     tokens, sent = [], []
     with engine.generating() as rollouts:
-        loop = rollouts._runner()
+        loop = rollouts.backend
         assert isinstance(loop, DecodeLoop) and loop.use_graphs
         for loop.use_graphs in (True, True, False):  # the first call captures
             before = collectives.bytes_sent()
             answers = rollouts.generate(PROMPTS[:2], Sampling(4, temperature=0.7, seed=3), [4, 5])
             tokens.append([answer.token_ids for answer in answers])
             sent.append((collectives.bytes_sent() - before).total)
-        (graphs,) = [graphed for _, graphed in loop._steps.values() if graphed is not None]
+        (graphs,) = [graphed for _, graphed in loop._samplers.values() if graphed is not None]
     assert tokens[0] == tokens[1]
     numbers, destroy = [len(graphs._graphs)], torch.distributed.destroy_process_group
 

@@ -69,10 +69,11 @@ class ScriptedEngine:
         return True
 
 
-def scripted(answers: Sequence[Sequence[int]]) -> tuple[VllmGenerator, ScriptedEngine]:
+def scripted(answers: Sequence[Sequence[int]], device: str = "cpu") -> tuple[VllmGenerator, ScriptedEngine]:
     """Return a generator whose vLLM gives these answers."""
     engine, generator = ScriptedEngine(answers), VllmGenerator(build("llama"), "cpu")
-    generator._vllm = VllmEngine(engine, dict)
+    generator._backend = VllmEngine(generator.module, torch.device(device), engine, dict)
+    engine.calls.clear()
     return generator, engine
 
 
@@ -110,7 +111,8 @@ def test_a_temperature_that_vllm_would_replace_is_refused() -> None:
 def test_a_step_gives_tokens_with_their_logprobs_and_the_requests_that_ended() -> None:
     outputs = [output("0", 11), output("2", 50, 51), output("1", 12, finished=True)]
     sampled, ended = take_step(outputs, lambda request, token: token == 50)
-    assert sampled == [(0, 11, -0.11), (2, 50, -0.5), (1, 12, -0.12)] and ended == {"1", "2"}
+    assert sampled == [(0, 11, -0.11, None, None), (2, 50, -0.5, "stop", None), (1, 12, -0.12, "length", None)]
+    assert ended == {"1", "2"}
 
 
 def test_answers_come_in_the_order_of_the_prompts_and_end_where_the_settings_say() -> None:
@@ -138,13 +140,13 @@ def test_a_sequence_longer_than_the_cache_is_refused() -> None:
 
 
 def test_new_weights_empty_the_prefix_cache_and_wake_a_sleeping_engine() -> None:
-    generator, engine = scripted([[10]])
+    generator, engine = scripted([[10]], "cuda")
     tensors = len(list(generator.module.parameters()))
     generator.refresh()
     assert engine.calls == [f"reload_weights of {tensors} tensors", "pack_tied_heads", "reset"]
     engine.calls.clear()
-    generator._vllm.sleep()
-    generator._vllm.sleep()
+    generator.release()
+    generator.release()
     generator.refresh()
     load = [f"reload_weights of {tensors} tensors", "pack_tied_heads"]
     assert engine.calls == ["sleep 2", "wake up ['weights']", *load, "wake up ['kv_cache']", "reset"]
@@ -153,12 +155,12 @@ def test_new_weights_empty_the_prefix_cache_and_wake_a_sleeping_engine() -> None
 def test_the_weights_and_the_pages_of_vllm_are_counted_unless_it_sleeps() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Module(), nn.Module())
     model[1].kv_cache, model[2].kv_cache = torch.zeros(5), []  # the last layer shares the pages of another one
-    generator, engine = scripted([[10]])
+    generator, engine = scripted([[10]], "cuda")
     engine.apply_model = lambda function: [function(model)]  # type: ignore[assignment]
-    weights, pages, packed = generator.held()
+    weights, pages, packed = generator.memory()
     assert ([each.shape for each in weights], [each.shape for each in pages], packed) == ([(2, 3), (2,)], [(5,)], 0)
-    generator._vllm.sleep()
-    assert generator.held() == ([], [], 0) == VllmGenerator(build("llama"), "cpu").held()
+    generator.release()
+    assert generator.memory() == ([], [], 0) == VllmGenerator(build("llama"), "cpu").memory()
 
 
 def test_sessions_are_refused() -> None:
@@ -273,7 +275,7 @@ def test_its_memory_is_that_of_the_plan(generator: VllmGenerator) -> None:
 
     On a CPU, vLLM's packed matrices are not tensors. The others are norms, and embeddings of 128 rows instead of 97.
     """
-    weights, pages, _ = generator.held()
+    weights, pages, _ = generator.memory()
     assert 0.9 * 2**26 < storage_bytes(pages) <= 2**26
     named = dict(generator.module.named_parameters())
     norms = sum(parameter.nbytes for name, parameter in named.items() if "norm" in name)

@@ -59,7 +59,7 @@ def test_chunks_give_the_numbers_of_the_full_sequence(dtype: torch.dtype, window
     assert full is not None
     for first, second in ((1, 299), (77, 48), (129, 64)):
         positions = [*range(5 + first, 135), *range(213 + second, 513)]
-        on = Families.going_on([(5, first, 130 - first, 0), (213, second, 300 - second, 130 - first)])
+        on = Families.continuing([(5, first, 130 - first, 0), (213, second, 300 - second, 130 - first)])
         actual = ragged_attention(query[:, positions], key, value, on, scale=0.2, window=window)
         assert actual is not None and torch.equal(actual, full[positions])
 
