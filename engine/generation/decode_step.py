@@ -78,7 +78,7 @@ class DecodeState:
         self.step.fill_(-1)
 
     def read(self, chosen: Tensor) -> DecodeRows:
-        """Return the rows of the next step, and advance `step`. chosen (2, B): as in `DecodeStep`."""
+        """Return the rows of the next step, and advance `step`. chosen (2, B): as in `DecodeStep.run_rows`."""
         self.step.add_(1)
         row = self.rows.index_select(0, chosen[0]).t().contiguous()
         lengths = (row[CACHED] + 1) * (1 - row[ENDED])
@@ -209,7 +209,8 @@ class DecodeStep:
         """
         rows, count, logits = self.state.read(chosen), chosen.shape[1] - len(plan.starting), list[Tensor]()
         if count or plan.chunks:
-            logits.append(self._forward(DecodeRows(*(each[:count] for each in rows)) if count else None, plan))
+            decoding = DecodeRows(*(each[:count] for each in rows)) if plan.starting else rows
+            logits.append(self._forward(decoding if count else None, plan))
         if plan.starting:
             logits.append(self.cache.logits_after(rows.prompt_slots[count:]))
         drawn = rows.slots, rows.seeds, rows.counts, torch.cat(logits) if len(logits) > 1 else logits[0]

@@ -87,11 +87,11 @@ class InferenceModel:
     def sync(self) -> None:
         """Copy or share the current values of the live parameters. Collective."""
         live = self._live_parameters()
-        first_name: dict[LiveParameter, str] = {}  # tied parameters have several names
-        for name, _, _ in parameter_slots(self.module):
-            first_name.setdefault(live[name], name)
-        unique = {name: parameter for parameter, name in first_name.items()}
-        to_copy = {name: parameter for name, parameter in unique.items() if not self._can_share(name, parameter)}
+        slots: dict[LiveParameter, list[tuple[str, nn.Module, str]]] = {}  # tied parameters have several
+        for slot in parameter_slots(self.module):
+            slots.setdefault(live[slot[0]], []).append(slot)
+        names = {parameter: of_parameter[0][0] for parameter, of_parameter in slots.items()}
+        to_copy = {name: parameter for parameter, name in names.items() if not self._can_share(name, parameter)}
         streamed = [] if self.stream is None else [name for name in to_copy if self.stream.block_of(name) is not None]
         if self.stream is not None:
             self.stream.start({name: to_copy.pop(name) for name in streamed})
@@ -99,15 +99,12 @@ class InferenceModel:
         for name, parameter in to_copy.items():
             copy_weight(parameter, buffers[name], self._regions.get(name))
         self.bytes = sum(buffer.nbytes for buffer in buffers.values())
-        assigned = {
-            name: nn.Parameter(buffers.get(name, dtensors.local(parameter.parameter.detach())), requires_grad=False)
-            for name, parameter in unique.items()
-            if name not in streamed
-        }
-        for name, owner, leaf in parameter_slots(self.module):
-            first = first_name[live[name]]
-            if first in assigned:
-                owner._parameters[leaf] = assigned[first]
+        for parameter, name in names.items():
+            if name not in streamed:
+                values = buffers.get(name, dtensors.local(parameter.parameter.detach()))
+                assigned = nn.Parameter(values, requires_grad=False)
+                for _, owner, leaf in slots[parameter]:
+                    owner._parameters[leaf] = assigned
         self._share_module_buffers()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
