@@ -56,7 +56,7 @@ class StageTask:
     The first of `models` is the policy; `generates` is its shape as it is split for generation (default: the same).
     A step has `sequences` over all ranks, `passes` over them, and `updates` optimizer steps a pass. `shares_forward`:
     PPO keeps its forwards from scoring to the first update; None decides by memory. `fills_memory`: memory decides how
-    many sequences decode at a time. The stage has `steps` steps. A sequence has `tokens` tokens on average and an
+    many sequences have room in the cache. The stage has `steps` steps. A sequence has `tokens` tokens on average and an
     answer of a rollout `response` (0: the largest length). The evaluations of the stage answer `answered` prompts and
     score `scored` sequences.
     """
@@ -142,7 +142,7 @@ def stage_task(
         load,
         generates,
         shares_forward=ppo.shared_forward if may_share else False,
-        fills_memory=config.rollout.batch_size is None and is_ppo and not is_cpu and not load.uses_vllm,
+        fills_memory=_fills_memory(config, stage, is_cpu=is_cpu),
         sequences=_rows(config, stage),
         passes=ppo.update_epochs if is_ppo else 1,
         updates=ppo.minibatches if is_ppo else 1,
@@ -278,6 +278,12 @@ def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoa
         cache_bytes=rollout.cache_bytes,
         uses_vllm=uses_vllm,
     )
+
+
+def _fills_memory(config: RunConfig, stage: str, *, is_cpu: bool) -> bool:
+    if config.rollout.generator == "vllm":
+        return config.rollout.cache_bytes is None and stage != "reward"
+    return config.rollout.batch_size is None and stage == "ppo" and not is_cpu
 
 
 def _rows(config: RunConfig, stage: str) -> int:
