@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import OptimizerConfig
+from engine.optimizers.bf16_adamw import BFloat16AdamW
+from engine.optimizers.onebit_adam import ERRORS, OneBitAdam
 
 
 class Lion(torch.optim.Optimizer):
@@ -48,7 +50,7 @@ class Lion(torch.optim.Optimizer):
 
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-ERRORS = ("worker_error_of_", "server_error_of_")  # state names of 1-bit Adam; the number of ranks follows
+OWN = {"lion": Lion, "onebitadam": OneBitAdam}
 CONFIG_FIELDS = {
     "adamw": ("betas", "eps"), "adam": ("betas", "eps"), "onebitadam": ("betas", "eps"), "lion": ("betas",),
 }  # fmt: skip
@@ -70,7 +72,7 @@ def build(
     memory use is known before the first step. Raises ValueError for an unknown or unsupported name or option.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    kind = _bf16_adamw() if states == "bf16" else optimizer_class(config.name)
+    kind = BFloat16AdamW if states == "bf16" else optimizer_class(config.name)
     optimizer = with_groups(parameter_groups(trainable, config), config, kind)
     if kind in ADAMS.values():
         allocate_states(module, optimizer, config, [name for name, p in module.named_parameters() if p.requires_grad])
@@ -125,23 +127,10 @@ def optimizer_class(name: str) -> Any:
     low = name.lower()
     if low in UNSUPPORTED:
         raise ValueError(f"optimizer {name} is not supported: {UNSUPPORTED[low]}. Use adamw or lion")
-    if low == "lion":
-        return Lion
-    if low == "onebitadam":
-        from engine.optimizers.onebit_adam import OneBitAdam
-
-        return OneBitAdam
-    known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
+    known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)} | OWN
     if low not in known:
-        names = ", ".join(sorted([*(key for key in known if key not in UNSUPPORTED), "lion", "onebitadam"]))
-        raise ValueError(f"there is no optimizer {name}. Use one of {names}")
+        raise ValueError(f"there is no optimizer {name}. Use one of {', '.join(sorted(known.keys() - UNSUPPORTED))}")
     return known[low]
-
-
-def _bf16_adamw() -> Any:
-    from engine.optimizers.bf16_adamw import BFloat16AdamW
-
-    return BFloat16AdamW
 
 
 def _is_optimizer(value: Any) -> bool:

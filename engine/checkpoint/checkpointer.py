@@ -13,21 +13,20 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from engine import optim
 from engine.checkpoint.storage import LoadPlanner, LocalChunks, SavePlanner, Writer, chunks_of, verify
-from engine.optim import ERRORS
+from engine.config import OptimizerConfig
+from engine.optimizer_step import Average, LossScaler, Optimizer
+from engine.optimizers.onebit_adam import ERRORS
 from engine.parallel import dist, zero
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
 
 PARAMETER, AVERAGE, BUFFER = "parameter.", "average.", "buffer."  # prefixes of the names of tensors
 COPY_SHARE = 0.5  # of the host's free memory that the copies of all its ranks may use
@@ -35,10 +34,21 @@ COPY_SHARE = 0.5  # of the host's free memory that the copies of all its ranks m
 log = logging.getLogger(__name__)
 
 
+class Trained(Protocol):
+    """The state of a training engine (`engine.engine.Engine`)."""
+
+    module: nn.Module
+    step_count: int
+    scaler: LossScaler
+    average: Average
+    optimizer: Optimizer | None
+    optimizer_config: OptimizerConfig | None
+
+
 class Checkpointer:
     """Saves and loads several engines as one checkpoint, with plain JSON values."""
 
-    def __init__(self, engines: Mapping[str, "Engine"]) -> None:
+    def __init__(self, engines: Mapping[str, Trained]) -> None:
         self.engines = engines
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Any] | None = None
@@ -176,7 +186,7 @@ def _reason(error: BaseException) -> tuple[int, str]:
     return getattr(first, "errno", None) or errno.EIO, getattr(first, "strerror", None) or str(first)
 
 
-def _states(engine: "Engine") -> Iterator[tuple[str, Tensor, Tensor]]:
+def _states(engine: Trained) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield ("kind.parameter name", parameter, state) of the optimizer. An offloaded one also has masters, averages."""
     assert engine.optimizer is not None
     states = engine.optimizer.state
@@ -186,7 +196,7 @@ def _states(engine: "Engine") -> Iterator[tuple[str, Tensor, Tensor]]:
                 yield f"{kind}.{name}", parameter, value
 
 
-def _tensors(engine: "Engine") -> dict[str, LocalChunks]:
+def _tensors(engine: Trained) -> dict[str, LocalChunks]:
     """Return trained parameters, optimizer states, averages and buffers by name.
 
     A parameter with an fp32 master is represented by its master.
@@ -198,7 +208,7 @@ def _tensors(engine: "Engine") -> dict[str, LocalChunks]:
     return found | {name: chunks_of(value, parameter) for name, parameter, value in _states(engine) if value.ndim}
 
 
-def _tensors_to_load(engine: "Engine", saved: Mapping[str, Any]) -> dict[str, LocalChunks]:
+def _tensors_to_load(engine: Trained, saved: Mapping[str, Any]) -> dict[str, LocalChunks]:
     """Return the tensors to read from a checkpoint with these counters.
 
     The errors of 1-bit Adam belong to a number of ranks. At another number they start at zero again.
@@ -210,7 +220,7 @@ def _tensors_to_load(engine: "Engine", saved: Mapping[str, Any]) -> dict[str, Lo
     return found
 
 
-def _counters(engine: "Engine") -> dict[str, Any]:
+def _counters(engine: Trained) -> dict[str, Any]:
     """Return the step count, the loss scale, and the optimizer's numbers, for JSON. Every rank calls."""
     states = [(name, value) for name, _, value in _states(engine) if not name.startswith((PARAMETER, AVERAGE))]
     moments = [name for name, value in states if value.ndim]
@@ -227,7 +237,7 @@ def _counters(engine: "Engine") -> dict[str, Any]:
     }
 
 
-def _difference(engine: "Engine", saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str | None:
+def _difference(engine: Trained, saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str | None:
     """Return why a checkpoint with these counters and shapes does not fit this engine. None if it fits."""
     assert engine.optimizer_config is not None
     trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
@@ -249,7 +259,7 @@ def _difference(engine: "Engine", saved: Mapping[str, Any], shapes: Mapping[str,
     return None
 
 
-def _allocate_states(engine: "Engine", saved: Mapping[str, Any]) -> None:
+def _allocate_states(engine: Trained, saved: Mapping[str, Any]) -> None:
     """Give the optimizer exactly the states that the checkpoint has."""
     assert engine.optimizer is not None and engine.optimizer_config is not None
     names = {name.partition(".")[2] for name in [*saved["moments"], *saved["numbers"]]}
@@ -259,7 +269,7 @@ def _allocate_states(engine: "Engine", saved: Mapping[str, Any]) -> None:
         engine.optimizer.allocate_states(names)
 
 
-def _restore_counters(engine: "Engine", saved: Mapping[str, Any]) -> None:
+def _restore_counters(engine: Trained, saved: Mapping[str, Any]) -> None:
     """Restore step count, loss scale and the optimizer's numbers, after the tensors were loaded."""
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
