@@ -24,7 +24,7 @@ from engine.generation.inference_model import InferenceModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
-from engine.optimizer_step import Average, Gradients, LossScaler, Optimizer, OptimizerStep, Step, Update
+from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, Update
 from engine.parallel import collectives, dist, zero
 from engine.passes import Batch, LossFn, Passes, PipelinePasses, add_up
 
@@ -164,7 +164,9 @@ class Engine:
         parameters have a gradient on each rank, and one of them may overflow. A step leaves out unused parameters, as
         on one rank. Their gradients are zeros, or None.
         """
-        squared_norm = self._gradients().squared_norm()
+        zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
+        # Some optimizers take the gradients from the module during backward, or average them over ranks.
+        squared_norm = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
         trained, used = zero.take_used(self.module)
         numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])
         *highest, norm, missing = highest
@@ -173,19 +175,12 @@ class Engine:
 
     def _step(self, squared_norm: float, unused: set[str]) -> Step:
         assert self._optimizer_step is not None, "a frozen engine has no step"
-        step = self._optimizer_step.run(self._gradients(), squared_norm, unused, self.step_count)
+        step = self._optimizer_step.run(squared_norm, unused, self.step_count)
         if not step.skipped:
             self._flush_pages()
         self.step_count += 1
         self._micro_batches = 0
         return step
-
-    def _gradients(self) -> Gradients:
-        """Return the gradients of the step, which some optimizers take from the module during backward."""
-        zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
-        if isinstance(self.optimizer, Gradients):
-            return self.optimizer
-        return self._passes.gradients()
 
     def update(
         self,

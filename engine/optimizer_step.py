@@ -6,7 +6,7 @@ The dynamic loss scale of fp16: Micikevicius et al., 2018, arXiv:1710.03740.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -188,38 +188,6 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.lr * (1.0 - fall * (1.0 - config.final_lr_ratio))
 
 
-@runtime_checkable
-class Gradients(Protocol):
-    """The gradients of a step. An optimizer that takes them from the module during backward has these methods."""
-
-    def squared_norm(self) -> float | Tensor:
-        """Return the sum of squares, the same number on every rank, possibly on the device."""
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-
-
-@dataclass(frozen=True)
-class ModuleGradients:
-    """The gradients of a module's shards. `norm` replaces the sum of squares if the module is a pipeline stage."""
-
-    module: nn.Module
-    norm: Callable[[], float] | None = None
-
-    def squared_norm(self) -> float | Tensor:
-        """Return the sum of squares, the same number on every rank, possibly on the device."""
-        if self.norm is not None:
-            return self.norm()
-        return dtensors.squared_norm(self._tensors())
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        torch._foreach_mul_([dtensors.local(gradient) for gradient in self._tensors()], factor)
-
-    def _tensors(self) -> list[Tensor]:
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
-
-
 class OptimizerStep:
     """The optimizer steps of one module.
 
@@ -239,7 +207,7 @@ class OptimizerStep:
         self._module, self._optimizer, self._config = module, optimizer, config
         self._scaler, self._average, self._scheduler = scaler, average, scheduler
 
-    def run(self, gradients: Gradients, squared_norm: float, unused: set[str], number: int) -> Step:
+    def run(self, squared_norm: float, unused: set[str], number: int) -> Step:
         """Clip, update the parameters, and drop the gradients. `number` counts steps from 0.
 
         A step with a non-finite gradient is skipped, on all ranks. `squared_norm` is that of the scaled gradients.
@@ -253,7 +221,7 @@ class OptimizerStep:
             if self._config.max_grad_norm > 0:
                 factor *= min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             if factor != 1.0:
-                gradients.scale(factor)
+                self._scale_gradients(factor)
             self._remove_gradients(unused)
             self._average.begin_step(number + 1 - self._scaler.skipped)
             self._optimizer.step()
@@ -269,6 +237,13 @@ class OptimizerStep:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return lr
+
+    def _scale_gradients(self, factor: float) -> None:
+        if isinstance(self._optimizer, torch.optim.Optimizer):
+            gradients = [dtensors.local(p.grad) for p in self._module.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+        else:
+            self._optimizer.scale(factor)
 
     def _remove_gradients(self, names: set[str]) -> None:
         if not isinstance(self._optimizer, torch.optim.Optimizer):

@@ -21,8 +21,8 @@ from engine.config import TORCH_DTYPE, EngineConfig
 from engine.internals import tree_flatten, tree_map_only, tree_unflatten
 from engine.memory.tracker import MemoryTracker
 from engine.oom import PassOutOfMemory, is_out_of_memory
-from engine.optimizer_step import Gradients, LossScaler, ModuleGradients
-from engine.parallel import dist, zero
+from engine.optimizer_step import LossScaler
+from engine.parallel import dist, dtensors, zero
 
 Batch = TypeVar("Batch")
 Tree = TypeVar("Tree")
@@ -135,9 +135,9 @@ class Passes:
             self.discard()
             self._before.restore()
 
-    def gradients(self) -> Gradients:
-        """Return the gradients of this rank's parameters, with the norm of the full model."""
-        return ModuleGradients(self.module)
+    def squared_norm(self) -> float | Tensor:
+        """Return the sum of squares of the full model's gradients, the same number on every rank."""
+        return dtensors.squared_norm([p.grad for p in self.module.parameters() if p.grad is not None])
 
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of the full model on every rank; `own` are those of this rank's module."""
@@ -177,8 +177,8 @@ class PipelinePasses(Passes):
         """Return None: forwards and backwards of a pipeline take turns."""
         return None
 
-    def gradients(self) -> Gradients:
-        return ModuleGradients(self.module, self._pipeline.squared_norm)
+    def squared_norm(self) -> float | Tensor:
+        return self._pipeline.squared_norm()
 
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._pipeline.all_parameters(own)

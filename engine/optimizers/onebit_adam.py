@@ -83,10 +83,6 @@ class OneBitAdam(torch.optim.Optimizer):
         collectives.all_reduce(squared.div_(dist.world().size), kind="reduce")
         return squared.item()
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        torch._foreach_mul_(self._gradients(), factor)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
