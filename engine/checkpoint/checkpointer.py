@@ -41,7 +41,7 @@ class Trained(Protocol):
     step_count: int
     scaler: LossScaler
     average: Average
-    optimizer: Optimizer | None
+    optimizer: "Optimizer | None"
     optimizer_config: OptimizerConfig | None
 
 

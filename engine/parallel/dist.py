@@ -1,19 +1,18 @@
 """The process group, this process among its ranks, and what ranks exchange on the host: numbers and objects.
 
 The environment names the ranks as torchrun does: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`. An
-environment without them means one rank. NCCL carries everything between GPUs: numbers and objects travel as tensors on
-the device. Gloo carries everything between CPUs. On GPUs, only checkpoints use Gloo, because a background thread saves
-them. `engine/parallel/collectives.py` has the collectives of tensors. No other file calls collectives of torch.
+environment without them means one rank. NCCL carries tensors and numbers between GPUs, and Gloo between CPUs. On GPUs,
+Gloo serves the background thread that saves checkpoints, and ranks that wait for an object of rank 0: a waiting NCCL
+collective would keep the GPU busy. `engine/parallel/collectives.py` has the collectives of tensors. No other file calls
+collectives of torch.
 """
 
 import os
-import pickle
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -28,7 +27,6 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 RANK_ZERO_TIMEOUT = timedelta(days=1)  # for work that only rank 0 does, such as tokenizing
-OBJECT_CHUNK = 2**26  # bytes of an object that are on the device at a time
 
 
 @dataclass(frozen=True)
@@ -131,9 +129,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         timeout=TIMEOUT,
         device_id=own_device if kind == "cuda" else None,
     )
-    # Its own connection: a wait on it does not block the threads of NCCL, which use the store too.
-    _cache["store"], _cache["waits"] = store.clone(), count()  # type: ignore[attr-defined]
     _cache["checkpoints"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    _cache["objects"] = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)
     _world = World(rank, size, local_rank, own_device)
     return _world
 
@@ -297,32 +294,17 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def broadcast_object(
-    value: Any, *, source: int = 0, group: dist.ProcessGroup | None = None, patient: bool = False
-) -> Any:
+def broadcast_object(value: Any, *, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """Return the object of rank `source` of a group (default: of all ranks) on every rank of the group.
 
-    `patient`: the ranks wait up to a day for rank 0, which may work for all ranks first. They wait for a key in the
-    store, because a collective would end after `TIMEOUT` and keep GPUs busy meanwhile. The object may be large, such as
-    a tokenized dataset: only a chunk of it is on the device at a time.
+    Without a group, the other ranks wait up to a day for the source, which may work for all ranks first.
     """
     if world().size == 1:
         return value
-    data = bytearray(pickle.dumps(value)) if dist.get_rank(group) == source else bytearray()
+    values = [value]
     with observed("broadcast_object"):
-        if patient:
-            key = f"rank-zero-{next(_cache['waits'])}"
-            if is_rank_zero():
-                _cache["store"].set(key, "here")
-            _cache["store"].wait([key], RANK_ZERO_TIMEOUT)
-        size = torch.tensor([len(data)], device=world().device)
-        dist.broadcast(size, group=group, group_src=source)
-        data = data or bytearray(int(size.item()))
-        for chunk in torch.frombuffer(data, dtype=torch.uint8).split(OBJECT_CHUNK):
-            on_device = chunk.to(world().device)
-            dist.broadcast(on_device, group=group, group_src=source)
-            chunk.copy_(on_device)
-    return pickle.loads(data)
+        dist.broadcast_object_list(values, group=group or _cache["objects"], group_src=source)
+    return values[0]
 
 
 def barrier() -> None:

@@ -43,7 +43,7 @@ def on_rank_zero(make: Callable[[], Result]) -> Result:
                 outcome = make(), None
         except UserError as mistake:
             outcome = None, str(mistake)
-    result, problem = distributed.broadcast_object(outcome, patient=True)
+    result, problem = distributed.broadcast_object(outcome)
     if problem is not None:
         raise UserError(problem)
     return cast(Result, result)

@@ -75,9 +75,7 @@ def reductions() -> tuple[Any, ...]:
     rank = dist.world().rank
     numbers = torch.tensor([rank + 0.5, float("nan") if rank else 1.0], device=dist.world().device)
     reduced = dist.reduce_over_ranks([numbers[0], 2.0**-40 * rank], [rank, -numbers[0], numbers[1]])
-    dist.OBJECT_CHUNK = 1000
-    large = dist.broadcast_object(bytes(range(256)) * 16 if rank == 0 else None, patient=True)
-    # On GPUs, only the group of checkpoints has Gloo.
+    large = dist.broadcast_object(bytes(range(256)) * 16 if rank == 0 else None)
     default = torch.distributed.get_backend()
     mesh = meshes.mesh(replicate=1, shard=2)
     of_rank = DTensor.from_local(
@@ -94,6 +92,6 @@ def test_numbers_and_objects_of_ranks() -> None:
 
 
 @pytest.mark.skipif(building.unavailable_reason() is not None, reason=str(building.unavailable_reason()))
-def test_gpus_exchange_everything_over_nccl() -> None:
+def test_gpus_exchange_numbers_over_nccl_and_objects_of_one_rank_over_gloo() -> None:
     expected = [2.0, 2.0**-40], [1.0, -0.5, float("inf")]
     assert run_ranks(reductions, 2, device="cuda") == [(expected, True, "simulated", "gloo")] * 2
