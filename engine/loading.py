@@ -6,8 +6,7 @@ A rank holds its shard only, and one full parameter at most while random values 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,24 +77,11 @@ def read_region(tensor: Any, region: Region) -> Tensor:
     return torch.cat([tensor[(*first[:dim], rows, *first[dim + 1 :])] for rows in region[dim]], dim)
 
 
-_observers: dict[int, Callable[[Tensor], None]] = {}
-
-
-@contextmanager
-def observe_writes(observers: Mapping[int, Callable[[Tensor], None]]) -> Iterator[None]:
-    """Inside this context, call `observers[id(parameter)]` with each value written to a parameter, before rounding."""
-    _observers.update(observers)
-    try:
-        yield
-    finally:
-        _observers.clear()
-
-
 def _write(parameter: Tensor, values: Tensor) -> None:
-    """Write this rank's region of a parameter."""
+    """Write this rank's region of a parameter, and of its fp32 master weight in an offloaded optimizer."""
     dtensors.local(parameter).copy_(values)
-    if id(parameter) in _observers:
-        _observers[id(parameter)](values)
+    if "write_master" in vars(parameter):
+        vars(parameter)["write_master"](values)
 
 
 @torch.no_grad()
@@ -124,8 +110,10 @@ def read_parameters(
         local, region = dtensors.local(parameter), local_region(parameter)
         if not local.numel():
             continue
-        if id(parameter) in _observers:
-            _write(parameter, folder.read(stored, region))
+        if "write_master" in vars(parameter):
+            values = torch.empty(local.shape)
+            folder.copy(stored, region, values)
+            _write(parameter, values)
         else:
             folder.copy(stored, region, local)
         if isinstance(parameter, nn.Parameter) and not _is_finite(local):

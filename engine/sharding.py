@@ -1,7 +1,6 @@
 """Apply a layout to a module: its precision, tensor and pipeline parallelism, ZeRO shards, and their memory."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -115,14 +114,13 @@ def fill(
 
     The masters of an offloaded optimizer get the values in full precision.
     """
-    with (
-        nullcontext() if optimizer is None or isinstance(optimizer, torch.optim.Optimizer) else optimizer.initializing()
-    ):
-        for name, parameter in module.named_parameters():
-            if name in values:
-                copy_local(parameter, values.pop(name))
-        if initialize is not None:
-            initialize(module)
+    for name, parameter in module.named_parameters():
+        if name in values:
+            copy_local(parameter, values.pop(name))
+    if initialize is not None:
+        initialize(module)
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
+        optimizer.update_masters()
 
 
 def uses_offload(config: EngineConfig, optimizer: OptimizerConfig | None) -> bool:

@@ -119,8 +119,7 @@ def _engine_step(config: EngineConfig, gradients: Sequence[Tensor]) -> Callable[
     """Return a complete step of the offloaded optimizer, from gradients that are already on the host."""
     module = nn.ParameterList(nn.Parameter(torch.zeros(len(g), dtype=torch.bfloat16)) for g in gradients)
     optimizer = OffloadedOptimizer(module, OPTIMIZER, config)
-    with optimizer.initializing():
-        pass
+    optimizer.update_masters()
     tier = optimizer.tiers[0]
 
     def step() -> None:

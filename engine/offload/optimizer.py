@@ -4,8 +4,7 @@ ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840; ZeRO-Infinity: Rajbhandari et 
 keeps its shards in compute precision. Steps, checkpoints and averages use the fp32 master weight of each shard.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
 from engine.host_memory import return_freed_memory
 from engine.internals import take_gradients
-from engine.loading import observe_writes
 from engine.offload.states import States
 from engine.offload.tier import AVERAGE, MASTER, Tier, TrainedShard
 from engine.parallel import dtensors
@@ -33,7 +31,7 @@ class OffloadedOptimizer:
         *,
         after_write: Callable[[], None] | None = None,
     ) -> None:
-        """Allocate all states; `initializing` sets the master weights. Every rank calls.
+        """Allocate all states; `engine.loading` and `update_masters` set the master weights. Every rank calls.
 
         `after_write` is called whenever shards of a sub-group were written. Raises OSError if a disk is full.
         """
@@ -61,33 +59,19 @@ class OffloadedOptimizer:
         self._shards = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
         takers = {id(t.shards[n].parameter): partial(t.gradients.add, n) for t, n in self._shards.values()}
         take_gradients(module, takers)
+        for tier, number in self._shards.values():
+            vars(tier.shards[number].parameter)["write_master"] = partial(tier.states.write, MASTER, number)
         self._factor = 1.0
         self.average_weight: float | None = None  # of the parameters after a step in their average; None: no average
 
-    @contextmanager
-    def initializing(self) -> Iterator[None]:
-        """Inside this context, `engine.loading` writes to the master weights too.
+    @torch.no_grad()
+    def update_masters(self) -> None:
+        """Set the master weights of the shards that were initialized by other means than `engine.loading`.
 
-        A parameter that is initialized by other means is copied to its master afterwards, in its own precision.
+        `engine.loading` writes to the master weights too, in full precision. Call this after the initialization.
         """
-        written: set[str] = set()
-
-        def master_writer(name: str) -> Callable[[Tensor], None]:
-            def write(values: Tensor) -> None:
-                written.add(name)
-                tier, number = self._shards[name]
-                tier.states.write(MASTER, number, values)
-
-            return write
-
-        with observe_writes(
-            {id(tier.shards[n].parameter): master_writer(name) for name, (tier, n) in self._shards.items()}
-        ):
-            yield
-        for name, (tier, number) in self._shards.items():
-            shard = tier.shards[number]
-            if name not in written:
-                tier.states.write(MASTER, number, shard.flat)
+        for tier in self.tiers:
+            tier.update_masters()
         if self._is_nvme:
             return_freed_memory()
 

@@ -132,7 +132,7 @@ class States:
         return self.tensors[kind][offset : offset + self.sizes[shard]]
 
     def write(self, kind: str, shard: int, values: Tensor) -> None:
-        """Replace the elements of one shard."""
+        """Replace the elements of one shard, and release the memory of those in files."""
         stored, start = self.shard(kind, shard), self.offsets[shard]
         stored.view(values.shape).copy_(values.detach())
         if self.is_nvme:

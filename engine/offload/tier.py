@@ -119,6 +119,13 @@ class Tier:
         self._fp32_gradients: Tensor | None = None
         self._is_upload = device.type == "cpu" and shards[0].flat.device.type == "cuda"
 
+    def update_masters(self) -> None:
+        """Copy the shards of the module that are not their rounded master weights to the master weights."""
+        for number, shard in enumerate(self.shards):
+            master, values = self.states.shard(MASTER, number), shard.flat
+            is_rounded = torch.equal(master.to(values), values)
+            self.states.write(MASTER, number, master if is_rounded else values)
+
     def gradient_norms(self) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with the norm of its local gradient."""
         self.gradients.wait()
