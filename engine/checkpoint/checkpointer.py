@@ -10,7 +10,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,16 +72,17 @@ class Checkpointer:
         self.wait()
         for engine in self.engines.values():
             zero.release(engine.module)  # gathered parameters are not those of the optimizer
-        counters = {name: _counters(engine) for name, engine in self.engines.items()}
+        counters = {
+            name: {"step_count": engine.step_count, "scaler": engine.scaler.state()}
+            for name, engine in self.engines.items()
+        }
         values = {f"rank-{dist.world().rank}.json": json.dumps(mine or {})}
         if dist.is_rank_zero():
             values["state.json"] = json.dumps({"shared": shared, "engines": counters, "ranks": dist.world().size})
-        tensors = {name: _tensors(engine) for name, engine in self.engines.items()}
+        tensors = {f"{n}.{key}": c for n, engine in self.engines.items() for key, c in _tensors(engine).items()}
         can_copy = self._can_copy(tensors)
         if can_copy:
-            tensors = {
-                name: {key: chunks.copy_to_host() for key, chunks in found.items()} for name, found in tensors.items()
-            }
+            tensors = {name: chunks.copy_to_host() for name, chunks in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._pending = self._thread.submit(
@@ -119,16 +120,20 @@ class Checkpointer:
         state = json.loads((folder / "state.json").read_text())
         reader = dcp.HuggingFaceStorageReader(str(folder))
         metadata = reader.read_metadata().state_dict_metadata
-        shapes = {name: tensor.size for name, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
+        shapes: dict[str, dict[str, torch.Size]] = {name: {} for name in state["engines"]}
+        for key, tensor in metadata.items():
+            name, _, own_key = key.partition(".")
+            if isinstance(tensor, TensorStorageMetadata):
+                shapes[name][own_key] = tensor.size
         for name, engine in self.engines.items():
-            if name not in state["engines"]:
-                raise ValueError(f"{folder} is a checkpoint of {', '.join(state['engines'])}, and has no {name}")
-            own = {key.removeprefix(f"{name}."): shape for key, shape in shapes.items() if key.startswith(f"{name}.")}
-            if (reason := _difference(engine, state["engines"][name], own)) is not None:
+            if name not in shapes:
+                raise ValueError(f"{folder} is a checkpoint of {', '.join(shapes)}, and has no {name}")
+            if (reason := _difference(engine, shapes[name])) is not None:
                 raise ValueError(f"{folder} is a checkpoint of something else than {name}: {reason}")
+        tensors: dict[str, LocalChunks] = {}
         for name, engine in self.engines.items():
-            _allocate_states(engine, state["engines"][name])
-        tensors = {name: _tensors_to_load(engine, state["engines"][name]) for name, engine in self.engines.items()}
+            _allocate_states(engine, shapes[name])
+            tensors |= {f"{name}.{key}": chunks for key, chunks in _tensors_to_load(engine, shapes[name]).items()}
         dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(), process_group=dist.checkpoint_group())
         for name, engine in self.engines.items():
             _restore_counters(engine, state["engines"][name])
@@ -136,9 +141,9 @@ class Checkpointer:
         mine = json.loads((folder / f"rank-{dist.world().rank}.json").read_text()) if is_same_size else None
         return state["shared"], mine
 
-    def _can_copy(self, tensors: Mapping[str, Mapping[str, LocalChunks]]) -> bool:
+    def _can_copy(self, tensors: Mapping[str, LocalChunks]) -> bool:
         """Return whether the host has room for a copy of all ranks' tensors. Log the first refusal."""
-        values = [chunks.values for found in tensors.values() for chunks in found.values()]
+        values = [chunks.values for chunks in tensors.values()]
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
         # PyTorch rounds pinned memory up to powers of two, and keeps what earlier copies no longer use.
         needed = ranks * sum(1 << (v.nbytes - 1).bit_length() if v.is_cuda and v.nbytes else v.nbytes for v in values)
@@ -186,59 +191,39 @@ def _reason(error: BaseException) -> tuple[int, str]:
     return getattr(first, "errno", None) or errno.EIO, getattr(first, "strerror", None) or str(first)
 
 
-def _states(engine: Trained) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield ("kind.parameter name", parameter, state) of the optimizer. An offloaded one also has masters, averages."""
-    assert engine.optimizer is not None
-    states = engine.optimizer.state
-    for name, parameter in engine.module.named_parameters():
-        for kind, value in states.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield f"{kind}.{name}", parameter, value
-
-
 def _tensors(engine: Trained) -> dict[str, LocalChunks]:
     """Return trained parameters, optimizer states, averages and buffers by name.
 
-    A parameter with an fp32 master is represented by its master.
+    The states of a parameter have the names "kind.parameter name". An offloaded optimizer also has the fp32 masters and
+    the averages. A parameter with an fp32 master is represented by its master.
     """
+    assert engine.optimizer is not None
     trained = {f"{PARAMETER}{n}": p for n, p in engine.module.named_parameters() if p.requires_grad}
     averages = {f"{AVERAGE}{name}": mean for name, mean in engine.average.tensors.items()}
     buffers = {f"{BUFFER}{name}": buffer for name, buffer in zero.persistent_buffers(engine.module).items()}
     found = {name: chunks_of(tensor) for name, tensor in (trained | averages | buffers).items()}
-    return found | {name: chunks_of(value, parameter) for name, parameter, value in _states(engine) if value.ndim}
+    states = engine.optimizer.state
+    for name, parameter in engine.module.named_parameters():
+        for kind, value in states.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{kind}.{name}"] = chunks_of(value, parameter) if value.ndim else chunks_of(value.view(1))
+    return found
 
 
-def _tensors_to_load(engine: Trained, saved: Mapping[str, Any]) -> dict[str, LocalChunks]:
-    """Return the tensors to read from a checkpoint with these counters.
+def _tensors_to_load(engine: Trained, shapes: Mapping[str, torch.Size]) -> dict[str, LocalChunks]:
+    """Return the tensors to read from a checkpoint with these shapes.
 
     The errors of 1-bit Adam belong to a number of ranks. At another number they start at zero again.
     """
     found = _tensors(engine)
-    missing = {name for name in found if name.startswith(ERRORS) and name not in saved["moments"]}
+    missing = {name for name in found if name.startswith(ERRORS) and name not in shapes}
     for name in missing:
         found.pop(name).values.zero_()
     return found
 
 
-def _counters(engine: Trained) -> dict[str, Any]:
-    """Return the step count, the loss scale, and the optimizer's numbers, for JSON. Every rank calls."""
-    states = [(name, value) for name, _, value in _states(engine) if not name.startswith((PARAMETER, AVERAGE))]
-    moments = [name for name, value in states if value.ndim]
-    numbers = {name: value.item() for name, value in states if not value.ndim}
-    if dist.world().pipeline > 1:  # each rank of a pipeline has the states of its own blocks
-        ranks = dist.gather_objects((moments, numbers))
-        moments = list(dict.fromkeys(name for names, _ in ranks for name in names))
-        numbers = {name: value for _, values in ranks for name, value in values.items()}
-    return {
-        "step_count": engine.step_count,
-        "scaler": engine.scaler.state(),
-        "moments": moments,
-        "numbers": numbers,
-    }
-
-
-def _difference(engine: Trained, saved: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str | None:
-    """Return why a checkpoint with these counters and shapes does not fit this engine. None if it fits."""
+def _difference(engine: Trained, shapes: Mapping[str, torch.Size]) -> str | None:
+    """Return why a checkpoint with tensors of these shapes does not fit this engine. None if it fits."""
     assert engine.optimizer_config is not None
     trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
     here = trained | {f"{BUFFER}{name}": b.shape for name, b in zero.persistent_buffers(engine.module).items()}
@@ -249,7 +234,7 @@ def _difference(engine: Trained, saved: Mapping[str, Any], shapes: Mapping[str, 
             return f"{name} is {found} there and {own} here"
     if engine.average.runs and not any(name.startswith(AVERAGE) for name in shapes):
         return "it has no average of the weights, but start_averaging was called here"
-    there = {name.partition(".")[0] for name in [*saved["moments"], *saved["numbers"]] if not name.startswith(ERRORS)}
+    there = {name.partition(".")[0] for name in _states(shapes) if not name.startswith(ERRORS)}
     states = optim.state_names(engine.optimizer_config)
     if there and there != states:
         here_states = ", ".join(sorted(states)) or "none"
@@ -259,10 +244,15 @@ def _difference(engine: Trained, saved: Mapping[str, Any], shapes: Mapping[str, 
     return None
 
 
-def _allocate_states(engine: Trained, saved: Mapping[str, Any]) -> None:
+def _states(names: Iterable[str]) -> list[str]:
+    """Return the names of optimizer states among the names of an engine's tensors."""
+    return [name for name in names if not name.startswith((PARAMETER, AVERAGE, BUFFER))]
+
+
+def _allocate_states(engine: Trained, shapes: Mapping[str, torch.Size]) -> None:
     """Give the optimizer exactly the states that the checkpoint has."""
     assert engine.optimizer is not None and engine.optimizer_config is not None
-    names = {name.partition(".")[2] for name in [*saved["moments"], *saved["numbers"]]}
+    names = {name.partition(".")[2] for name in _states(shapes)}
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         optim.allocate_states(engine.module, engine.optimizer, engine.optimizer_config, names)
     else:
@@ -270,12 +260,9 @@ def _allocate_states(engine: Trained, saved: Mapping[str, Any]) -> None:
 
 
 def _restore_counters(engine: Trained, saved: Mapping[str, Any]) -> None:
-    """Restore step count, loss scale and the optimizer's numbers, after the tensors were loaded."""
+    """Restore step count, loss scale and the module of an offloaded optimizer, after the tensors were loaded."""
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])
-    for name, _, value in _states(engine):
-        if not value.ndim:
-            value.fill_(saved["numbers"][name])
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         engine.optimizer.write_to_module("parameter")

@@ -113,25 +113,20 @@ def chunks_of(tensor: Tensor, parameter: Tensor | None = None) -> LocalChunks:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans the writing of {engine: {name: LocalChunks}}. DCP removes chunks that several ranks hold."""
+    """Plans the writing of {name: LocalChunks}. DCP removes chunks that several ranks hold."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of {engine: {name: LocalChunks}} from a checkpoint with any other division into chunks."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)
+    """Plans the reading of {name: LocalChunks} from a checkpoint with any other division into chunks."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Flatten the names. The method of the base class accepts tensors only."""
-        found = ((engine, name, chunks) for engine, tensors in state_dict.items() for name, chunks in tensors.items())
-        self.state_dict = {f"{engine}.{name}": chunks for engine, name, chunks in found}
-        self.metadata, self.is_coordinator = metadata, is_coordinator
+        """Do what the method of the base class does for tensors only."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
