@@ -143,7 +143,6 @@ class Engine:
             )
         if last is None:
             last = self._micro_batches + 1 >= self.config.gradient_accumulation
-        self._passes.prepare(last=last)
         # FSDP2 averages gradients over ranks; sequence-parallel ranks each have a summand of their group's gradient.
         self._passes.backward(loss, dist.world().sequence / self.config.gradient_accumulation, last=last)
         self._micro_batches += 1

@@ -7,10 +7,9 @@ micro-batches until `train` computes the losses and the backwards. This needs me
 Pipeline parallelism runs several micro-batches at once, and has their results on the last rank: `PipelinePasses`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -46,14 +45,12 @@ class Passes:
         self._outputs: list[Any] = []  # the module's output for each of them
         self._before = PassState(self.module)  # before their forwards
 
-    def prepare(self, *, last: bool) -> None:
-        """Prepare the next backward. `last` is True for the last micro-batch of a step."""
-        zero.before_micro_batch(self.module, stage=self.config.zero_stage, last=last)
-
     def backward(self, loss: Tensor, factor: float, *, last: bool) -> None:
-        """Add the gradient of `factor` times a loss, averaged over ranks."""
+        """Add the gradient of `factor` times a loss, averaged over ranks. `last` means the last one of a step."""
+        zero.before_backward(self.module, stage=self.config.zero_stage, last=last)
         (loss * (factor * self.scaler.scale)).backward()
-        zero.after_micro_batch(self.module, last=last)
+        if last:
+            zero.release(self.module)
 
     def train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], count: float) -> list[LossAndMetrics]:
         """Run forward and backward of all micro-batches of a step. The gradients are those of the sum over `count`.
@@ -69,18 +66,16 @@ class Passes:
         results = list[LossAndMetrics]()
         with watch_pass(holds_graphs=holds_graphs):
             for index, micro_batch in enumerate(micro_batches):
-                last = index == len(micro_batches) - 1
-                self.prepare(last=last)
                 if holds_graphs:
-                    recorded = partial(_recorded, outputs.pop(0))  # the same output, in the place of the module
-                    loss, metrics = loss_fn(cast("nn.Module", recorded), micro_batch)
-                    del recorded
+                    output = outputs.pop(0)
+                    loss, metrics = loss_fn(cast("nn.Module", lambda *_, output=output, **__: output), micro_batch)
+                    del output
                 else:
                     with self.tracker.training():
                         loss, metrics = loss_fn(self.module, micro_batch)
-                self.backward(loss, dist.world().zero_size / count, last=last)
+                self.backward(loss, dist.world().zero_size / count, last=index == len(micro_batches) - 1)
                 self.tracker.after_backward()
-                results.append((loss.detach(), detach_metrics(metrics)))
+                results.append(tree_map_only(Tensor, Tensor.detach, (loss, metrics)))
                 del loss, metrics  # the graph is freed before the next forward
         return results
 
@@ -98,7 +93,6 @@ class Passes:
                 before.restore()
 
     def _dry_run(self, micro_batch: Any, loss_fn: LossFn[Any]) -> None:
-        self.prepare(last=True)
         loss, _ = loss_fn(self.module, micro_batch)
         self.backward(loss, 1.0, last=True)
 
@@ -117,8 +111,7 @@ class Passes:
         hook = self.module.register_forward_hook(lambda module, inputs, output: self._outputs.append(output))
         try:
             with watch_pass(holds_graphs=True):
-                for index, micro_batch in enumerate(micro_batches):
-                    self.prepare(last=index == len(micro_batches) - 1)
+                for micro_batch in micro_batches:
                     with self.tracker.training():
                         results.append(tree_map_only(Tensor, Tensor.detach, score_fn(self.module, micro_batch)))
         finally:
@@ -192,7 +185,7 @@ class PipelinePasses(Passes):
         def scaled_loss(micro_batch: Any) -> tuple[Tensor, LossAndMetrics]:
             with self.tracker.training():
                 loss, metrics = loss_fn(self.module, micro_batch)
-            return loss * factor, (loss.detach(), detach_metrics(metrics))
+            return loss * factor, tree_map_only(Tensor, Tensor.detach, (loss, metrics))
 
         with watch_pass():
             return self._pipeline.run(micro_batches, scaled_loss)
@@ -207,10 +200,6 @@ def watch_pass(*, holds_graphs: bool = False) -> Iterator[None]:
         if isinstance(error, PassOutOfMemory) or not is_out_of_memory(error):
             raise
         raise PassOutOfMemory(str(error).partition("\n")[0], holds_graphs=holds_graphs) from error
-
-
-def _recorded(output: Any, *_: Any, **__: Any) -> Any:
-    return output
 
 
 class PassState:
@@ -247,11 +236,6 @@ def add_up(
             else:
                 totals[name] = totals[name] + value
     return total_loss, totals
-
-
-def detach_metrics(metrics: Mapping[str, float | Tensor]) -> dict[str, float | Tensor]:
-    """Return metrics that hold no autograd graph."""
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
 def to_host(tree: Tree) -> Tree:

@@ -107,7 +107,7 @@ class OffloadedOptimizer:
         """Drop the gradients of these parameters."""
         for name in names:
             tier, number = self._shards[name]
-            tier.gradients.remove(number)
+            tier.gradients.sums.pop(number, None)
 
     @torch.no_grad()
     def start_averaging(self) -> None:

@@ -38,17 +38,17 @@ class TrainedShard:
 
 
 class GradientSums:
-    """Flat gradients of shards, stored on `device` until the optimizer step."""
+    """Flat gradients of shards, stored on `device` until the optimizer step: `sums` by number of the shard."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sums: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
         self._is_downloaded = False
 
     def add(self, shard: int, gradient: Tensor) -> None:
         """Add the gradient of one micro-batch. A copy to host memory is pinned, and the host does not wait for it."""
         gradient = gradient.detach().reshape(-1)
-        previous = self._sums.get(shard)
+        previous = self.sums.get(shard)
         if previous is not None:
             # Upload before the cast: a cast on the CPU would not wait for the download of `previous`.
             gradient = previous.to(gradient.device, non_blocking=True).float().add_(gradient)
@@ -57,40 +57,27 @@ class GradientSums:
             gradient.record_stream(torch.cuda.current_stream())
             gradient = pinned.copy_(gradient, non_blocking=True)
             self._is_downloaded = True
-        self._sums[shard] = gradient
+        self.sums[shard] = gradient
 
     def wait(self) -> None:
         """Wait until the copies from the GPU are complete."""
         if self._is_downloaded:
             torch.cuda.current_stream().synchronize()  # FSDP2 made this stream wait for the stream of the copies
 
-    def of(self, segment: Segment) -> Tensor | None:
-        """Return the gradient of a segment of a shard; None if the shard has no gradient."""
-        found = self._sums.get(segment.shard)
-        return None if found is None else found[segment.start : segment.stop]
-
-    def has(self, shard: int) -> bool:
-        """Return whether a gradient of this shard was added in this step."""
-        return shard in self._sums
-
-    def remove(self, shard: int) -> None:
-        """Drop the gradient of this shard."""
-        self._sums.pop(shard, None)
-
     def clear(self) -> None:
         """Drop all gradients."""
         self.wait()
-        self._sums.clear()
+        self.sums.clear()
 
     def norm(self, shard: int) -> Tensor:
         """Return the norm of the gradient of this shard, () fp32: 0 without a gradient. Call `wait` before."""
-        gradient = self._sums.get(shard, torch.zeros(0, device=self._device))
+        gradient = self.sums.get(shard, torch.zeros(0, device=self._device))
         return torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
     @property
     def bytes(self) -> int:
         """Return the memory of the gradients."""
-        return sum(gradient.nbytes for gradient in self._sums.values())
+        return sum(gradient.nbytes for gradient in self.sums.values())
 
 
 class Tier:
@@ -154,10 +141,10 @@ class Tier:
         groups = [
             group
             for group in self.states.sub_groups
-            if average_weight is not None or any(self.gradients.has(segment.shard) for segment in group.segments)
+            if average_weight is not None or any(segment.shard in self.gradients.sums for segment in group.segments)
         ]
         for group, states in self.states.iterate(groups, list(self.states.tensors)):
-            segments = [segment for segment in group.segments if self.gradients.has(segment.shard)]
+            segments = [segment for segment in group.segments if segment.shard in self.gradients.sums]
             if segments:
                 self._step_segments(make_optimizer, segments, states, factor)
             if average_weight is not None:
@@ -211,8 +198,7 @@ class Tier:
             self._scalars[segment.shard] = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
 
     def _fp32_gradient(self, segment: Segment, factor: float) -> Tensor:
-        gradient = self.gradients.of(segment)
-        assert gradient is not None
+        gradient = self.gradients.sums[segment.shard][segment.start : segment.stop]
         if gradient.dtype != torch.float32:
             if self._fp32_gradients is None:
                 self._fp32_gradients = torch.empty(self.states.largest_sub_group, device=self.device)

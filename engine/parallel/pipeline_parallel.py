@@ -81,7 +81,7 @@ class Pipeline:
         return results
 
     def _before_backward(self, *, last: bool) -> None:
-        zero.before_micro_batch(self.module, stage=self._zero_stage, last=last)
+        zero.before_backward(self.module, stage=self._zero_stage, last=last)
 
     def _run_schedule(self, module: nn.Module, number: int, *, trains: bool) -> None:
         """Run `module` on the indices of `number` micro-batches. A schedule supports one shape of messages only."""
@@ -114,7 +114,7 @@ class Pipeline:
 
     def finish_step(self) -> None:
         """End a step: add the gradients of a tied weight as embedding (first rank) and as head (last rank)."""
-        zero.after_micro_batch(self.module, last=True)
+        zero.release(self.module)
         if self._ends is None:
             return
         for name, parameter in self.module.named_parameters():

@@ -142,22 +142,12 @@ def take_used(module: nn.Module) -> tuple[set[str], set[str]]:
     return set(trained), {name for name, key in trained.items() if key in used_shards}
 
 
-def before_micro_batch(module: nn.Module, *, stage: int, last: bool) -> None:
-    """Set whether the next backward reduces gradients and releases parameters."""
-    copies = compute_copies(module)
-    if copies is not None:
-        copies.gather()
-        return
-    assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(last or stage >= 2)
-    module.set_reshard_after_backward(last or stage == 3)
-
-
-def after_micro_batch(module: nn.Module, *, last: bool) -> None:
-    """Release the compute copies of one rank after the last backward. FSDP2 releases by itself."""
-    copies = compute_copies(module)
-    if copies is not None and last:
-        copies.release()
+def before_backward(module: nn.Module, *, stage: int, last: bool) -> None:
+    """Set whether the next backward reduces gradients and releases parameters. `last` means the last one of a step."""
+    if compute_copies(module) is None:
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(last or stage >= 2)
+        module.set_reshard_after_backward(last or stage == 3)
 
 
 def release(module: nn.Module) -> None:

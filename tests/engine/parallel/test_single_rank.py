@@ -44,11 +44,11 @@ def two_micro_batches(module: nn.Module) -> list[Tensor]:
     outputs = []
     for number, last in ((1, False), (2, True)):
         source = torch.Generator().manual_seed(number)
-        zero.before_micro_batch(module, stage=0, last=last)
+        zero.before_backward(module, stage=0, last=last)
         out = module(torch.randint(11, (3, 5), generator=source), torch.randn(8, generator=source))
         (out.float() * torch.randn(out.shape, generator=source)).sum().backward()
-        zero.after_micro_batch(module, last=last)
         outputs.append(out.detach())
+    zero.release(module)
     masters = dict(module.named_parameters())
     assert all(master.dtype == torch.float32 for master in masters.values())
     assert masters["blocks.0.0.bias"].grad is None
@@ -79,9 +79,9 @@ def test_compute_copies_follow_their_masters() -> None:
 
 def test_discard_drops_gradients_of_an_interrupted_pass() -> None:
     module = build_module("bf16", without_fsdp=True)
-    zero.before_micro_batch(module, stage=0, last=False)
+    zero.before_backward(module, stage=0, last=False)
     module(torch.arange(4)[None], torch.zeros(8)).sum().backward()
-    zero.before_micro_batch(module, stage=0, last=True)
+    zero.before_backward(module, stage=0, last=True)
     module(torch.arange(4)[None], torch.zeros(8))
     zero.discard(module)
     assert all(p.grad is None and p.dtype == torch.float32 for p in module.parameters())
