@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
+    FileSystemWriter,
     Metadata,
     SavePlan,
-    StorageWriter,
 )
 from torch.distributed.checkpoint import SavePlanner as AnySavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -132,35 +132,22 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
 
 
-class Writer(StorageWriter):
+class Writer(FileSystemWriter):
     """Writes `FOLDER.tmp` and renames it to `folder` after every rank has finished.
 
     `values` are this rank's JSON files by name. `then` runs on rank 0 after the folder has its name.
     """
 
     def __init__(self, folder: Path, values: Mapping[str, str], then: Callable[[], None]) -> None:
-        super().__init__()
         self._folder, self._staging = folder, folder.with_name(folder.name + ".tmp")
+        super().__init__(self._staging)
         self._values, self._then = values, then
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a writer writes one checkpoint."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, str | os.PathLike)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Make an empty folder. The other ranks write into it after they received the coordinator's plan."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Remove an incomplete folder. The base class makes a new one before it plans."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging.mkdir(parents=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's files. Returns their checksums. Raises OSError."""
@@ -245,13 +232,9 @@ def verify(folder: Path) -> None:
 
     Raises Damaged on every rank if a file differs, or if a file that a load reads has no checksum.
     """
-    expected, reason = dist.broadcast_object(_read_checksums(folder))
-    names = list(expected)[dist.world().rank :: dist.world().size]
-    differences = (_difference(folder / name, expected[name]) for name in names)
-    reasons = dist.gather_objects(reason or next((found for found in differences if found), None))
-    reason = next((found for found in reasons if found), None)
-    if reason is not None:
-        raise Damaged(folder, reason)
+    reasons = [reason for reason in dist.gather_objects(_damage(folder)) if reason is not None]
+    if reasons:
+        raise Damaged(folder, reasons[0])
 
 
 def checksum_of(path: Path, *, sync: bool = False) -> Checksum:
@@ -265,19 +248,21 @@ def checksum_of(path: Path, *, sync: bool = False) -> Checksum:
         return {"bytes": file.tell(), "xxh3_128": digest.hexdigest()}
 
 
-def _read_checksums(folder: Path) -> tuple[dict[str, Checksum], str | None]:
-    """Return the content of checksums.json, or the reason why it cannot be read."""
+def _damage(folder: Path) -> str | None:
+    """Return how this rank's share of the files differs from what was written. None if it is the same."""
     try:
         content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         checksums = {Path(name).name: {"bytes": c["bytes"], "xxh3_128": c["xxh3_128"]} for name, c in content.items()}
-        read = {path.name for suffix in ("json", "safetensors") for path in folder.glob(f"*.{suffix}")} - {CHECKSUMS}
-        unlisted = min((read | {"state.json"}) - checksums.keys(), default=None)
-        return checksums, None if unlisted is None else f"{CHECKSUMS} has no checksum of {unlisted}"
     except FileNotFoundError:
         missing = f"{CHECKSUMS} is missing (zerochat 0.1 wrote checkpoints of another format)"
-        return {}, missing if folder.is_dir() else "there is no such folder"
+        return missing if folder.is_dir() else "there is no such folder"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        return {}, f"{CHECKSUMS} cannot be read ({problem})"
+        return f"{CHECKSUMS} cannot be read ({problem})"
+    read = {path.name for suffix in ("json", "safetensors") for path in folder.glob(f"*.{suffix}")} - {CHECKSUMS}
+    if unlisted := (read | {"state.json"}) - checksums.keys():
+        return f"{CHECKSUMS} has no checksum of {min(unlisted)}"
+    own = list(checksums)[dist.world().rank :: dist.world().size]
+    return next((reason for name in own if (reason := _difference(folder / name, checksums[name]))), None)
 
 
 def _difference(path: Path, expected: Checksum) -> str | None:
