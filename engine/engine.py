@@ -24,6 +24,7 @@ from engine.generation.inference_model import InferenceModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
+from engine.offload import OffloadedOptimizer
 from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, Update
 from engine.parallel import collectives, dist, zero
 from engine.passes import Batch, LossFn, Passes, PipelinePasses, add_up
@@ -95,8 +96,6 @@ class Engine:
 
     def _make_optimizer(self, config: OptimizerConfig) -> Optimizer:
         if sharding.uses_offload(self.config, config):
-            from engine.offload import OffloadedOptimizer
-
             return OffloadedOptimizer(self.module, config, self.config, after_write=self._release_pages)
         return optim.build(self.module, config, states=self.config.states)
 

@@ -6,19 +6,17 @@ The dynamic loss scale of fp16: Micikevicius et al., 2018, arXiv:1710.03740.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import LossScale, OptimizerConfig
+from engine.offload import OffloadedOptimizer
 from engine.parallel import dtensors
 from engine.parallel.collectives import SentBytes
 
-if TYPE_CHECKING:
-    from engine.offload import OffloadedOptimizer
-
-Optimizer: TypeAlias = "torch.optim.Optimizer | OffloadedOptimizer"
+Optimizer: TypeAlias = torch.optim.Optimizer | OffloadedOptimizer
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class Average:
     name. `runs` is True after `start`.
     """
 
-    def __init__(self, module: nn.Module, optimizer: "Optimizer | None") -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         self._module = module
-        self._offloaded = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
         self._decay = self._weight = 0.0
         self.runs = False
         self.tensors: dict[str, Tensor] = {}
@@ -239,14 +237,14 @@ class OptimizerStep:
         return lr
 
     def _scale_gradients(self, factor: float) -> None:
-        if isinstance(self._optimizer, torch.optim.Optimizer):
+        if isinstance(self._optimizer, OffloadedOptimizer):
+            self._optimizer.scale(factor)
+        else:
             gradients = [dtensors.local(p.grad) for p in self._module.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
-        else:
-            self._optimizer.scale(factor)
 
     def _remove_gradients(self, names: set[str]) -> None:
-        if not isinstance(self._optimizer, torch.optim.Optimizer):
+        if isinstance(self._optimizer, OffloadedOptimizer):
             self._optimizer.remove_gradients(names)
         for name, parameter in self._module.named_parameters() if names else ():
             if name in names:

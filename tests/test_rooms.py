@@ -152,6 +152,17 @@ def test_workers_do_not_import_hydra():
             assert not module.startswith(("hydra", "omegaconf", "pipeline.config.compose")), f"{file}:{line}: {module}"
 
 
+def test_modules_of_the_engine_form_no_import_circle():
+    """Imports inside functions and imports for types count too."""
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+               for file in sources("engine")}  # fmt: skip
+    graph: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        used = {name for name, _ in imports(file) if name.startswith("engine.")}
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in used}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a circle
+
+
 def torch_distributed_calls(file: Path) -> Iterator[tuple[str, int]]:
     """Yield (call, line) for calls of collectives, under any name that this file gives torch.distributed."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
