@@ -26,6 +26,7 @@ from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.offload import OffloadedOptimizer
 from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, Update
+from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import collectives, dist, zero
 from engine.passes import Batch, LossFn, Passes, PipelinePasses, add_up
 
@@ -163,8 +164,9 @@ class Engine:
         on one rank. Their gradients are zeros, or None.
         """
         zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
-        # Some optimizers take the gradients from the module during backward, or average them over ranks.
-        squared_norm = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
+        # These optimizers take the gradients from the module during backward, or average them over ranks.
+        owner = self.optimizer if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam) else self._passes
+        squared_norm = owner.squared_norm()
         trained, used = zero.take_used(self.module)
         numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])
         *highest, norm, missing = highest
