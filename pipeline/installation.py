@@ -17,6 +17,7 @@ CHAT = "python chat.py" if IS_CHECKOUT else "zerochat chat"
 DOCTOR = "python zerochat.py doctor" if IS_CHECKOUT else "zerochat doctor"
 EXPORT = "python zerochat.py export" if IS_CHECKOUT else "zerochat export"
 SERVE = "python zerochat.py serve" if IS_CHECKOUT else "zerochat serve"
+REPORT = "python zerochat.py report" if IS_CHECKOUT else "zerochat report"
 
 
 def pip_install(extra: str) -> str:

@@ -74,7 +74,10 @@ def _chat(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog=CHAT, description=USAGE.format(chat=CHAT), formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=CHAT,
+        usage=f"{CHAT} [options] path",
+        description=USAGE.format(chat=CHAT),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
     parser.add_argument("--web", action="store_true", help="serve a chat page on this machine")

@@ -48,8 +48,8 @@ def find(path: Path) -> ChatModel:
     raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages{_runs_in(path)}")
 
 
-def find_each(path: Path, names: str) -> list[ChatModel]:
-    """Return the models to compare. Raises UserError for a name that is neither a finished stage nor a folder.
+def find_each(path: Path, names: str, option: str = "--compare") -> list[ChatModel]:
+    """Return the models that `option` names. Raises UserError for a name that is neither a finished stage nor a folder.
 
     `names` are stages of the run at `path`, `base` for its base model, or folders, separated by commas.
     """
@@ -63,13 +63,13 @@ def find_each(path: Path, names: str) -> list[ChatModel]:
             chosen.append(ChatModel(BASE, path.expanduser(), is_base=True))
         elif name in ANSWERING:
             if not _finished(path.expanduser(), name):
-                raise UserError(f"{path} has no finished {name} stage; --compare takes stages of the run, or folders")
+                raise UserError(f"{path} has no finished {name} stage; {option} takes stages of the run, or folders")
             chosen.append(ChatModel(name, path.expanduser() / name / "model"))
         elif Path(name).expanduser().is_dir():
             chosen.append(find(Path(name)))
         else:
             raise UserError(
-                f"--compare {name}: neither a stage that answers ({', '.join(ANSWERING)}), nor {BASE}, nor a folder"
+                f"{option} {name}: neither a stage that answers ({', '.join(ANSWERING)}), nor {BASE}, nor a folder"
             )
     if not chosen:
         raise UserError("--compare needs names: sft,ppo, or folders")

@@ -57,7 +57,7 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{key} is missing{_described(key, root)}"
     if kind == "literal_error":
-        return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}"
+        return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}{_described(key, root)}"
     if kind == "string_too_short":
         return f"{key} is empty: write a text, or remove the key{_described(key, root)}"
     bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}

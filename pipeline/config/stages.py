@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.config.stage_sections import DpoSection, StageSection
+
 if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
 
@@ -18,7 +20,7 @@ class Stage:
     step: str
     """The unit of its progress."""
     examples: str
-    """The unit of `batch_size`."""
+    """The unit of `batch_size`, unless `example_unit` returns another one."""
     needs: str
     """What a row of data must contain, for an error message."""
     reads: str
@@ -85,6 +87,11 @@ POLICIES = ("dpo", "ppo")
 """The stages that train a policy further after SFT."""
 ANSWERING = ("sft", *POLICIES)
 """The stages that train a chat model."""
+
+
+def example_unit(stage: str, section: StageSection) -> str:
+    """Return the unit of the batch size of a stage. KTO counts answers, the other losses of DPO count pairs."""
+    return "answers" if isinstance(section, DpoSection) and not section.reads_pairs else STAGES[stage].examples
 
 
 def stages_to_run(config: "RunConfig") -> list[str]:

@@ -274,12 +274,12 @@ def _at_least_one(evaluation: _Evaluation, turns: Set[bytes], name: str) -> _Eva
 def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
     forms = [detect(table.columns) for table in unused]
     found = [
-        f"{table.name} (columns {', '.join(sorted(table.columns))}) has {form}, which are data for "
+        f"{table.name} (columns {', '.join(sorted(table.columns))}) has {form}, for "
         f"{', '.join((*STAGES_BY_FORM[form], *['dpo with dpo=kto'] * (form == 'labelled')))}"
         for table, form in zip(unused, forms, strict=True)
     ]
     ways = [f"run only a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})"] if forms else []
-    if stage == "reward":
+    if stage == "reward" and any("ppo" in STAGES_BY_FORM[form] for form in forms):
         ways.append("run PPO without a reward model (ppo.reward_model=false ppo.reward_function=FILE.py:NAME)")
     ways.append("set data.path=FILE or data=NAME to other data")
     return (

@@ -179,7 +179,10 @@ def _new_folder(output: Path) -> Iterator[Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=EXPORT, description=USAGE.format(export=EXPORT), formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=EXPORT,
+        usage=f"{EXPORT} --to FORMAT [options] path",
+        description=USAGE.format(export=EXPORT),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, help="a run, or a stage of a run")
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format")

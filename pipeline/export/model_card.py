@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from pipeline.config.schema import SourceConfig
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import STAGES, example_unit
 from pipeline.data.hub import cached_licence
 from pipeline.data.sources import configured_sources, is_remote
 from pipeline.export.source import FinishedStage
@@ -102,7 +102,7 @@ def _settings(stage: FinishedStage) -> str:
     for each in stage.history:
         section = getattr(each.config, each.name)
         trained = f"adapters (LoRA) of rank {each.lora_rank}" if each.lora_rank else "all parameters"
-        size = f"{section.batch_size} {STAGES[each.name].examples}"
+        size = f"{section.batch_size} {example_unit(each.name, section)}"
         rows.append((STAGES[each.name].title, str(each.config.seed), f"{section.lr:g}", size, trained))
     return "## Training\n\n" + _table(("stage", "seed", "learning rate", "batch size", "trained"), rows)
 

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.config.stages import STAGES
 from pipeline.errors import UserError
 from pipeline.files import write_atomically
+from pipeline.installation import REPORT as REPORT_COMMAND
 from pipeline.report import comparison, costs
 from pipeline.report.data import RunReading, read_run
 from pipeline.report.gaming import gaming_section
@@ -24,8 +26,8 @@ REPORT = "report.html"
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` atomically, and return its path. Raise UserError if the folder is missing."""
-    if not run_dir.is_dir():
+    """Write `run_dir/report.html` atomically, and return its path. Raise UserError if the folder has no stage."""
+    if not any((run_dir / stage).is_dir() for stage in STAGES):
         raise UserError(f"there is no run folder {run_dir}: set the folder that contains sft/, reward/, dpo/ or ppo/")
     path = run_dir / REPORT
     write_atomically(path, render_report(read_run(run_dir)))
@@ -80,7 +82,7 @@ def render_report(run: RunReading) -> Markup:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a run folder, or one page about several runs, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="zerochat report",
+        prog=REPORT_COMMAND,
         description="Write RUN/report.html again. With several runs, write one page about runs that differ in seed=.",
     )
     parser.add_argument("run_dirs", type=Path, metavar="RUN", nargs="+", help="the folder of a run")

@@ -67,7 +67,7 @@ def find_all(path: Path) -> list[ChatModel]:
 
 def _serve(options: argparse.Namespace, *, default: Callable[[Path], list[ChatModel]]) -> int:
     listener = Listener.of(options)
-    models = find_each(options.path, options.models) if options.models else default(options.path)
+    models = find_each(options.path, options.models, "--models") if options.models else default(options.path)
     from pipeline.serve.app import create_app
     from pipeline.serve.models import load_all
 
@@ -79,7 +79,7 @@ def _serve(options: argparse.Namespace, *, default: Callable[[Path], list[ChatMo
 
 def _serve_arena(options: argparse.Namespace) -> int:
     listener = Listener.of(options)
-    models = find_each(options.path, options.models) if options.models else find_all(options.path)[:2]
+    models = find_each(options.path, options.models, "--models") if options.models else find_all(options.path)[:2]
     manifest = Manifest.read(options.path.expanduser())
     if len(models) != 2 or not manifest.stages:
         raise UserError(
@@ -168,7 +168,10 @@ def add_server_options(parser: argparse.ArgumentParser, port: int) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=SERVE, description=USAGE.format(serve=SERVE), formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=SERVE,
+        usage=f"{SERVE} [options] path",
+        description=USAGE.format(serve=SERVE),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
     parser.add_argument("--models", metavar="A,B", help="stages of the run (sft, dpo, ppo), base, or folders")

@@ -10,7 +10,7 @@ from engine import distributed
 from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
-from pipeline.config.stages import POLICIES, STAGES, stages_to_run
+from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
 from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED, StageRecords, first_turn, is_generated, load_held_out, load_stage
 from pipeline.data.records import Preference, Prompt
@@ -92,7 +92,7 @@ def examples(
     train, notes = on_rank_zero(partial(encode, records.train))
     log_cut(stage, notes, len(records.train), f"{stage}.max_length")
     evaluation_records = records.held_out[: section.eval_examples]
-    held_out, _ = on_rank_zero(partial(encode, evaluation_records, name=f"held-out {STAGES[stage].examples}"))
+    held_out, _ = on_rank_zero(partial(encode, evaluation_records, name=f"held-out {example_unit(stage, section)}"))
     if section.export == "best" and not held_out:
         raise UserError(
             f"{stage}.export=best needs held-out examples, and there are none: set data.eval_fraction or eval_path of "

@@ -15,7 +15,7 @@ from engine import Engine, OptimizerConfig, Sampling, distributed, kernels
 from pipeline import progress
 from pipeline.config.schema import RolloutSection, RunConfig
 from pipeline.config.stage_sections import StageSection
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import STAGES, example_unit
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.files import read_plan
 from pipeline.models.build import DTYPE, EngineChoice
@@ -73,13 +73,16 @@ def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
     """Print the numbers of steps and examples of a stage, and a warning if there are too few steps."""
     if not distributed.is_rank_zero():
         return
-    unit, kind = STAGES[stage].step, STAGES[stage].examples
+    unit, kind = STAGES[stage].step, example_unit(stage, section)
     counted_steps = f"{steps} {unit}{'s' if steps > 1 else ''}"
     batch_size, count = section.batch_size, steps * section.batch_size / examples
     passes = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
     passes += " pass" if passes == "1" else " passes"
-    cut = section.steps is not None and steps < section.steps
-    limit = f"; {stage}.epochs={section.epochs:g} ends before {stage}.steps={section.steps}" if cut else ""
+    limit = ""
+    if section.steps is not None and steps < section.steps:
+        epochs = _epochs_for(section.steps, batch_size, examples)
+        reason = f"{stage}.epochs={section.epochs:g} ends before {stage}.steps={section.steps}"
+        limit = f"; {reason}: set {stage}.epochs={epochs}"
     print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes} over {examples}{limit}", flush=True)
     if warning := few_steps(stage, section, steps, examples):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -117,9 +120,7 @@ def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
     """Return how ranks, micro-batches and accumulation make the batch of one optimizer step, at full length."""
     section, settings, ppo = getattr(config, stage), config.engine, config.ppo
     group = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
-    groups, length, rows, kind = ranks // group, section.max_length, section.batch_size, STAGES[stage].examples
-    if stage == "dpo" and not config.dpo.reads_pairs:
-        kind = "answers"
+    groups, length, rows, kind = ranks // group, section.max_length, section.batch_size, example_unit(stage, section)
     sequences = 2 if stage == "reward" or (stage == "dpo" and config.dpo.reads_pairs) else 1
     if stage == "ppo":
         length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
@@ -129,7 +130,7 @@ def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
     unit = f"rank{'s' if groups > 1 else ''}" if group == 1 else f"groups of {group} ranks"
     return (
         f"batch of {rows} {kind} = {groups} {unit} x micro-batch of {fitting} x accumulation over "
-        f"{math.ceil(share / fitting)} (with {length} tokens each; shorter ones need fewer)"
+        f"{math.ceil(share / fitting)} (with {length} tokens each; shorter {kind} need fewer micro-batches)"
     )
 
 
@@ -150,11 +151,16 @@ def few_steps(stage: str, section: StageSection, steps: int, examples: int) -> s
     """
     if section.steps is not None or steps >= FEW_STEPS:
         return ""
-    epochs = math.ceil(FEW_STEPS * section.batch_size / examples)
+    epochs = _epochs_for(FEW_STEPS, section.batch_size, examples)
     return (
         f"{stage}: {steps} {STAGES[stage].step}{'s' if steps > 1 else ''} will hardly change the model: for "
         f"{FEW_STEPS} steps set {stage}.epochs={epochs} or a smaller {stage}.batch_size, or add data"
     )
+
+
+def _epochs_for(steps: int, batch_size: int, examples: int) -> int:
+    """Return a whole number of epochs that is enough for a number of steps."""
+    return math.ceil(steps * batch_size / examples)
 
 
 @dataclass(frozen=True)

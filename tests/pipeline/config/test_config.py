@@ -433,6 +433,7 @@ def test_keys_that_exclude_sequence_parallelism_are_refused(words: list[str], me
         (["stage=plan", "plan.ranks=8"], "plan.ranks=8 needs plan.device=NAME: set it, or set ranks=8"),
         (["stage=plan", "plan.device=h100", "ranks=8"], "write plan.ranks=8 instead"),
         (["stage=plan", "plan.device=h10"], "plan.device=h10: write b200, h200, h100"),
+        (["stage=plan", "plan.device=cpu"], "or t4 (stage=plan: GPU to plan for, by its data sheet; null: measure"),
     ],
 )
 def test_keys_of_a_plan_without_an_effect_are_refused(words: list[str], message: str):

@@ -212,6 +212,9 @@ def test_data_without_rows_for_the_stage_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=output):
         load_stage(data, "reward", seed=1)
+    texts = DataConfig(name="x", path=write(tmp_path / "texts.jsonl", [{"text": f"{i} dwarfs."} for i in range(100)]))
+    with pytest.raises(UserError, match=r"has text, for sft\. Choose one: run only a stage.*=sft.; set data\.path"):
+        load_stage(texts, "reward", seed=1)  # PPO cannot use texts, so PPO without a reward model is no advice
     with pytest.raises(UserError, match="no source lists the stage"):
         load_stage(of({"path": data.path, "stages": ["sft"]}), "ppo", seed=1)
     with pytest.raises(UserError, match=r"data\.stage_shares gives ppo no row"):

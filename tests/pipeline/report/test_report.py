@@ -219,6 +219,9 @@ def test_dpo_shows_rewards_of_held_out_pairs_and_which_it_ranks(tmp_path: Path) 
 def test_a_missing_folder_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         write_report(tmp_path / "nothing")
+    with pytest.raises(UserError, match="no run folder"):
+        write_report(tmp_path)  # for example runs/ instead of runs/NAME
+    assert not list(tmp_path.iterdir())
 
 
 def test_measured_and_predicted_bytes_are_shown_by_owner(tmp_path: Path) -> None:

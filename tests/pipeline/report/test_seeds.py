@@ -193,6 +193,9 @@ def test_the_command_takes_several_runs(tmp_path: Path, capsys: pytest.CaptureFi
     output = capsys.readouterr().out
     assert output.startswith("RLHF helped over 3 seeds") and output.rstrip().endswith("demo-seeds.html")
     assert main([paths[0], paths[0]]) == 2 and "same seed" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().err.startswith("usage: python zerochat.py report ")  # the command of a checkout
 
 
 def test_a_multirun_compares_only_runs_that_differ_in_their_seed(tmp_path: Path) -> None:

@@ -21,11 +21,19 @@ def test_a_stage_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nppo: 20 rollouts of 64 prompts, 1 pass over 1280\n" in output.out and output.err == ""
 
 
+def test_kto_counts_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    section = tiny_config(dpo={"loss": "kto", "batch_size": 64, "steps": 3}).dpo
+    log_steps("dpo", section, 3, 216)
+    assert capsys.readouterr().out == "dpo: 3 steps of 64 answers, 0.89 passes over 216\n"
+
+
 def test_a_stage_that_its_epochs_end_names_both_keys(capsys: pytest.CaptureFixture[str]) -> None:
     section = tiny_config().ppo.model_copy(update={"batch_size": 32, "steps": 15, "epochs": 1.0})
     log_steps("ppo", section, 11, 366)
-    line = "ppo: 11 rollouts of 32 prompts, 0.96 passes over 366; ppo.epochs=1 ends before ppo.steps=15\n"
-    assert capsys.readouterr().out == line
+    assert capsys.readouterr().out == (
+        "ppo: 11 rollouts of 32 prompts, 0.96 passes over 366; ppo.epochs=1 ends before ppo.steps=15: "
+        "set ppo.epochs=2\n"
+    )
 
 
 def test_a_precision_that_is_slow_on_this_cpu_causes_a_warning() -> None:
