@@ -16,7 +16,6 @@ parameter since 2.15, where `unsharded_accumulated_grad` is a property that retu
 | `torch._dynamo.config` | the limit of compilations of one function |
 | `_StridedShard` | the placement of several concatenated matrices that are split over ranks |
 | `torch.ops.mkldnn` | linear layers with weights that oneDNN has packed before |
-| `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` | fused attention on the meta device |
 | `UntypedStorage._cdata` | one number per storage, also on the meta device |
 | FSDP2's parameter groups | reduced gradients, gathered parameters, and a reset in the middle of a pass |
 | transformers' `_attn_implementation`, `_tp_plan` | the name of the attention function; the tensor-parallel plan |
@@ -44,7 +43,6 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 functional_collectives = _functional_collectives
-fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def interleaved_shard(dim: int, matrices: int) -> Placement:

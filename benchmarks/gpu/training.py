@@ -16,7 +16,7 @@ from benchmarks.gpu.ceilings import matmul_rate
 from benchmarks.gpu.setting import OPT_1_3B, Setting, failure
 from engine import EngineConfig, OptimizerConfig, token_logprobs
 from engine.engine import Engine
-from engine.memory import ModelShape, Workload, trained_states
+from engine.memory import ModelShape, ModelStates, Workload, trained_states
 from engine.parallel import dtensors, zero
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -77,12 +77,10 @@ def largest(setting: Setting) -> Iterator[dict[str, Any]]:
         sizes = setting.of(list(SIZES), ["tiny"])
         predicted = {size: _predicted(setting, size, TIERS[name]) for size in sizes}
         fitting = [
-            size
-            for size, (on_device, on_host) in predicted.items()
-            if on_device <= 0.95 * free and on_host <= 0.85 * host
+            size for size, states in predicted.items() if states.peak <= 0.95 * free and states.host <= 0.85 * host
         ]
         for size in fitting[::-1]:
-            row = {"case": name, "model": size, "predicted_gib": predicted[size][0] / 2**30}
+            row = {"case": name, "model": size, "predicted_gib": predicted[size].peak / 2**30}
             try:
                 seconds, _ = _step_seconds(setting, _shape(setting, size), TIERS[name], 1, setting.of(512, 16), 1)
                 yield {**row, "trains": True, "step_seconds": seconds, "peak_gib": setting.peak_gib()}
@@ -106,15 +104,13 @@ def _shape(setting: Setting, size: str) -> dict[str, Any]:
     }
 
 
-def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes of the model states on the device and on the host, in a step of one micro-batch."""
+def _predicted(setting: Setting, size: str, tier: dict[str, Any]) -> ModelStates:
+    """Predict the model states in a step of one micro-batch."""
     model = setting.blueprint(_shape(setting, size))
     units = [sum(p.numel() for p in unit.parameters()) for unit in zero.units(model)]
     total = sum(p.numel() for p in model.parameters())
     shape = ModelShape(total, root=total - sum(units), block=max(units))
-    states = trained_states(shape, Workload(EngineConfig(**tier), step_tokens=1))
-    host = states["host"] + states["host_gradients"]
-    return sum(states.values()) - host, host
+    return trained_states(shape, Workload(EngineConfig(**tier), step_tokens=1))
 
 
 def _step_seconds(

@@ -17,7 +17,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.record import Result
 from benchmarks.zero.parity import RANKS, layouts
 from engine import Engine, EngineConfig, OptimizerConfig
-from engine.memory import ModelShape, Workload, resting_bytes, trained_states
+from engine.memory import ModelShape, Workload, trained_states
 from engine.offload import OffloadedOptimizer
 from engine.offload.scratch_file import ScratchFile
 from engine.parallel import dist, zero
@@ -99,12 +99,12 @@ def _predicted(engine: Engine, layout: dict[str, Any]) -> dict[str, float]:
     shape = ModelShape(total, root=total - BLOCKS * block, block=block)
     states = trained_states(shape, Workload(engine.config, ranks))
     shards = 1 if layout["zero_stage"] == 0 else ranks
-    gradients = 4 * total // shards if layout["offload_optimizer"] == "none" else states["host_gradients"]
-    resting = sum(resting_bytes(states).values()) + states["host"]
+    gradients = 4 * total // shards if layout["offload_optimizer"] == "none" else states.host_gradients
+    resting = states.resting + states.host - states.host_gradients
     return {
         "predicted_resting": resting,
         "predicted_after_backward": resting + gradients,
-        "predicted_files": states["nvme"],
+        "predicted_files": states.nvme,
     }
 
 

@@ -19,17 +19,17 @@ from engine.memory.phases import (
     training_bytes,
 )
 from engine.memory.rates import GPUS, Gpu, Rates, measure_rates, tabulated_rates
-from engine.memory.states import STATES, Owners, Workload, frozen_states, trained_states
+from engine.memory.states import ModelStates, Owners, Workload, frozen_states, trained_states
 
 __all__ = [
     "GPUS",
     "RETAINED",
-    "STATES",
     "VLLM_SEQUENCES",
     "CostModel",
     "GenerationLoad",
     "Gpu",
     "ModelShape",
+    "ModelStates",
     "Owners",
     "Rates",
     "Workload",

@@ -1,9 +1,10 @@
 """Bytes that a forward saves for backward, measured on the meta device: autograd reports which tensors it would save.
 
-A body of two blocks runs. All other depths follow linearly. Fused attention saves queries, keys, values, the output and
-one number a query; eager attention also saves its (T, T) weights.
+Fused attention saves queries, keys, values, the output and one number a query; eager attention also saves its (T, T)
+weights. A body of one block and one of two blocks run; all other depths follow linearly.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModel
+from transformers import AutoModel, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from engine.config import TORCH_DTYPE, Precision
-from engine.internals import fused_attention, storage_id
+from engine.internals import storage_id
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
-from engine.parallel import zero
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,32 @@ def activations(
     outputs inside adapters, keys and values that some kernels store once more for each answer to a shared prompt, and a
     second copy of attention's outputs (without a kernel for packed rows, and in sequence groups).
     """
-    outside, block = (tokens * size // length for size in _saved_bytes(shape, length, dtype, has_adapters))
-    return Activations(outside, block, tokens * shape.width * BYTES[dtype], shape.blocks)
+    one, two = (tokens * _saved_bytes(shape, count, length, dtype, has_adapters) // length for count in (1, 2))
+    block_input = tokens * shape.width * BYTES[dtype]
+    return Activations(outside=max(0, 2 * one - two), block=two - one, block_input=block_input, blocks=shape.blocks)
+
+
+def with_blocks(config: PretrainedConfig, blocks: int) -> PretrainedConfig:
+    """Return a copy of the configuration with `blocks` blocks."""
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config()
+    before, text.num_hidden_layers = text.num_hidden_layers, blocks
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and "layer" in key and len(value) == before:  # one entry for each block
+            setattr(text, key, (value * blocks)[:blocks])
+    return shorter
 
 
 @lru_cache(maxsize=64)
-def _saved_bytes(shape: ModelShape, length: int, dtype: Precision, has_adapters: bool) -> tuple[int, int]:
-    """Return the bytes that autograd saves on one rank for one sequence: outside of the blocks, and in one block.
+def _saved_bytes(shape: ModelShape, blocks: int, length: int, dtype: Precision, has_adapters: bool) -> int:
+    """Return the bytes that autograd saves on one rank for one sequence in a body of `blocks` blocks.
 
     With tensor parallelism a rank holds all numbers of tensors that are as wide as hidden states, and its share of the
     others: heads, and the inner width of the MLP.
     """
     with torch.device("meta"):
-        body = AutoModel.from_config(shape.config, attn_implementation=shape.attention)
+        body = AutoModel.from_config(with_blocks(shape.config, blocks), attn_implementation=shape.attention)
         body = body.to(TORCH_DTYPE[dtype]).eval()  # without dropout
-    blocks = _block_list(body)
-    del blocks[2:]
     for layer in body.modules() if has_adapters else ():
         if not isinstance(layer, nn.Linear | Conv1D):
             for parameter in layer.parameters(recurse=False):
@@ -69,7 +79,6 @@ def _saved_bytes(shape: ModelShape, length: int, dtype: Precision, has_adapters:
     own = {storage_id(t) for t in [*body.parameters(), *body.buffers()]}
     saved: dict[int, int] = {}
     references: list[Tensor] = []  # keep the addresses of storages unique
-    sums: list[int] = []  # of `saved` before and after the last block
 
     def save(tensor: Tensor) -> Tensor:
         if storage_id(tensor) not in own:
@@ -78,17 +87,9 @@ def _saved_bytes(shape: ModelShape, length: int, dtype: Precision, has_adapters:
             references.append(tensor)
         return tensor
 
-    blocks[-1].register_forward_pre_hook(lambda *_: sums.append(sum(saved.values())))
-    blocks[-1].register_forward_hook(lambda *_: sums.append(sum(saved.values())))
     with _fused_kernels_on_meta(), saved_tensors_hooks(save, lambda tensor: tensor):
         _forward(body, length)
-    block = sums[-1] - sums[-2]
-    return sum(saved.values()) - len(blocks) * block, block
-
-
-def _block_list(body: nn.Module) -> nn.ModuleList:
-    first = zero.blocks(body)[0]
-    return next(each for each in body.modules() if isinstance(each, nn.ModuleList) and first in each)
+    return sum(saved.values())
 
 
 def _forward(body: nn.Module, length: int) -> Any:
@@ -104,16 +105,42 @@ def _forward(body: nn.Module, length: int) -> Any:
     return body(input_ids=ids, use_cache=False, attention_mask=plain_mask)
 
 
+class _FusedAttention(torch.autograd.Function):
+    """Save what the fused kernels save, and return an output like the queries."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, length, _ = query.shape
+        # The kernels write the output token by token, so that concatenating the heads copies nothing.
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("the meta device runs no backward")
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Save what `grouped_mm` (experts) saves; the meta device has that product for bf16 only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(len(rows), matrices.shape[-1])
+
+    backward = _FusedAttention.backward
+
+
 @contextmanager
 def _fused_kernels_on_meta() -> Iterator[None]:
-    """Replace attention and the product of experts by operators that save the same tensors.
-
-    The public functions choose unfused attention on the meta device, and multiply experts in bf16 only.
-    """
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention, functional.grouped_mm
-    functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: fused_attention(query, key, value)[0]
-    functional.grouped_mm = lambda rows, matrices, **_: rows @ matrices[0]
+    functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: _FusedAttention.apply(
+        query, key, value
+    )
+    functional.grouped_mm = lambda rows, matrices, **_: _GroupedProduct.apply(rows, matrices)
     try:
         yield
     finally:

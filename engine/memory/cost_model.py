@@ -29,8 +29,9 @@ class CostModel:
         `head_share` is the share of tokens whose log-probabilities are computed. A pipeline of p stages takes
         n + p - 1 turns for n micro-batches.
         """
-        passes = 4 if self.work.config.activation_checkpointing else 3  # a backward takes as long as two forwards
-        compute = passes * self._forward_seconds() + 3 * self._head_seconds(head_share)
+        forwards = 2 if self.work.config.activation_checkpointing else 1
+        compute = forwards * self._forward_seconds()
+        compute += self._rank_tokens * (self._block_parameters * self.rates.backward + self._head_rate(head_share))
         stages, count = self.work.config.pipeline_parallel, self._micro_batches
         compute *= (count + stages - 1) / (count * stages)
         communication = self._communication_seconds(updates) / stages
@@ -38,8 +39,8 @@ class CostModel:
 
     def scoring_seconds(self, *, head_share: float = 0.0) -> float:
         """Return the seconds of a forward over all tokens."""
-        compute = self._forward_seconds() + self._head_seconds(head_share)
-        return compute + self._offloaded_read_seconds(self._micro_batches)
+        head = self._rank_tokens * self._head_rate(head_share) / 3  # a third of forward and backward
+        return self._forward_seconds() + head + self._offloaded_read_seconds(self._micro_batches)
 
     def generation_seconds(self, *, steps: float, slots: int, prompt_share: float, context: float = 0.0) -> float:
         """Return the seconds of `steps` decode steps of `slots` sequences, and of the prompts' prefill.
@@ -50,8 +51,7 @@ class CostModel:
         number = BYTES[self.work.config.dtype]
         cache = slots * context * self.shape.cache_per_token * number
         moved = self.work.packed_bytes + number * self.work.packed + cache
-        head = slots * self._head * self.rates.forward
-        decode = self._block_parameters * self.rates.decode + head + moved * self.rates.read
+        decode = self._block_parameters * self.rates.decode + slots * self.rates.head / 3 + moved * self.rates.read
         return prompt_share * self._forward_seconds() + steps * decode
 
     def optimizer_seconds(self) -> float:
@@ -76,12 +76,8 @@ class CostModel:
     def _block_parameters(self) -> int:
         return self.shape.blocks * self.shape.block
 
-    @property
-    def _head(self) -> int:
-        return self.shape.vocabulary * self.shape.width
-
-    def _head_seconds(self, share: float) -> float:
-        return share * self._rank_tokens * self._head * self.rates.forward
+    def _head_rate(self, share: float) -> float:
+        return share * self.rates.head if self.shape.vocabulary else 0.0
 
     def _forward_seconds(self) -> float:
         return self._rank_tokens * self._block_parameters * self.rates.forward

@@ -11,10 +11,11 @@ from engine.generation.prepacked_linears import copies_weights
 from engine.kernels.token_logprobs import BLOCK_ELEMENTS
 from engine.memory.activations import Activations, activations
 from engine.memory.model_shape import ModelShape, pipeline_stages
-from engine.memory.states import BYTES, RESTING, Owners, Workload, trained_states
+from engine.memory.states import BYTES, ModelStates, Owners, Workload, trained_states
 
 # Owners that `GenerationLoad.keep` holds between calls.
-RETAINED = ("inference_model", "prepacked_linears", "cache")
+RETAINED = ("inference_model", "prepacked_linears", "decode_graphs", "cache")
+GRAPHED_SETTINGS = 2  # sampling settings whose CUDA graphs exist at a time: those of rollouts and of evaluations
 
 
 @dataclass(frozen=True)
@@ -37,31 +38,31 @@ class GenerationLoad:
     uses_vllm: bool = False
 
 
-def resting_bytes(states: Owners) -> Owners:
+def resting_bytes(states: ModelStates) -> Owners:
     """Return the bytes on the device between steps."""
-    return {owner: states[owner] for owner in RESTING}
+    owners = {"parameters": states.parameters, "optimizer": states.optimizer}
+    return owners | ({"average": states.average} if states.average else {})
 
 
-def training_bytes(shape: ModelShape, work: Workload, states: Owners, *, forwards: int = 1) -> Owners:
-    """Return the bytes that training adds, where `forwards` micro-batches wait for their backward.
-
-    "temporary" has a block of logits three times (its softmax and its gradient), gradients of hidden states in fp32,
-    one unit's gradient in compute precision and in fp32 for the reduction, and a recomputed block.
-    """
+def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, forwards: int = 1) -> Owners:
+    """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
     saved, checkpointing = _activations(shape, work, work.rank_tokens), work.config.activation_checkpointing
+    # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
     logits = 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if shape.vocabulary else 0
-    reduced = (BYTES[work.config.dtype] + 4) * (work.adapters // shape.blocks or shape.largest_unit)
-    return {
-        "gathered": states["gathered"],
-        "gradients": states["gradients"],
+    owners = {
+        **_gathered_bytes(states),
+        "gradients": states.gradients,
+        "reduction": states.reduction,
         "activations": forwards * saved.total(checkpointing=checkpointing),
-        "temporary": logits + reduced + checkpointing * saved.block,
+        "recomputed": saved.block if checkpointing else 0,
+        "logits": logits,
     }
+    return owners | ({"overlap": -states.overlap} if states.overlap else {})
 
 
-def scoring_bytes(shape: ModelShape, work: Workload, states: Owners) -> Owners:
+def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
     """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
-    return {"gathered": states["gathered"], "temporary": 8 * _logits(shape, work)}
+    return _gathered_bytes(states) | {"logits": 8 * _logits(shape, work)}
 
 
 def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
@@ -80,33 +81,42 @@ def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
 def generation_bytes(
     shape: ModelShape, work: Workload, load: GenerationLoad, *, resident: int = 0, free_bytes: int | None = None
 ) -> Owners:
-    """Return the bytes that generation adds: weights, cache, and the temporary tensors of prefills and decode steps.
+    """Return the bytes that generation adds: weights, cache, and the tensors of prefills and of decode steps.
 
     One block runs at a time, without gradients, and the tensors that it would save for backward bound its tensors. The
     cache takes half of what `resident` bytes of other owners leave of the device's `free_bytes` (None: unlimited). CUDA
-    graphs of decode steps, which need less than a prefill, are not counted.
+    graphs hold the tensors of the largest step for each of their sampling settings.
 
-    vLLM has full weights of its own. The weights that the sync gathers exist until vLLM has copied them. Its cache has
-    `cache_bytes`, or room for eight sequences.
+    vLLM has full weights of its own. The weights that the sync gathers exist until vLLM has copied them
+    ("weight_sync"). Its graphs serve all settings. Its cache has `cache_bytes`, or room for eight sequences.
     """
-    number, weights = BYTES[work.config.dtype], _weight_bytes(shape, work, load)
     tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
     block = _activations(shape, work, tokens, length=16).block  # attention over the cache has no (T, T) tensors
-    temporary = block + 4 * 2 * load.slots * shape.vocabulary
+    step = load.slots * (block // tokens + BYTES[work.config.dtype] * shape.vocabulary)
+    temporary = {"prefill": block, "logits": 4 * 2 * load.slots * shape.vocabulary}
+    gathered = _weight_bytes(shape, work, load)
     if load.uses_vllm:
+        number = BYTES[work.config.dtype]
         eight = 8 * (load.prompt + load.response) * number * shape.cache_per_token
         return {
+            "weight_sync": gathered,
             "inference_model": number * shape.parameters,
-            "temporary": temporary + weights,
+            "decode_graphs": 0 if work.is_cpu else step,
+            **temporary,
             "cache": eight if load.cache_bytes is None else load.cache_bytes,
         }
     owners = {
-        "inference_model": weights,
+        "inference_model": gathered,
         "prepacked_linears": _prepacked_bytes(shape, work),
-        "temporary": temporary,
+        "decode_graphs": 0 if work.is_cpu or load.stream else GRAPHED_SETTINGS * step,
+        **temporary,
     }
     free = None if free_bytes is None else free_bytes - resident - sum(owners.values())
     return owners | {"cache": _cache_bytes(shape, work, load, free)}
+
+
+def _gathered_bytes(states: ModelStates) -> Owners:
+    return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
 
 
 def _activations(shape: ModelShape, work: Workload, tokens: int, length: int = 0) -> Activations:

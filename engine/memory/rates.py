@@ -1,10 +1,8 @@
 """The speed of a machine, in seconds per unit of work: measured on this machine, or tabulated for a named GPU.
 
-A forward pass needs 2 operations for each token and parameter, a backward pass 4 (Kaplan et al., 2020,
-arXiv:2001.08361). The measurement runs a block of a Llama model of the same width, at most `WIDEST`, so that it takes
-about a second for every model. Products of larger matrices are not faster. The table has the peak figures of data
-sheets, of which a training run reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, report 0.46 for a large
-model).
+The measurement runs a block of a Llama model of the same width, at most `WIDEST`, so that it takes about a second for
+every model. Products of larger matrices are not faster. The table has the peak figures of data sheets, of which a
+training run reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, report 0.46 for a large model).
 """
 
 import math
@@ -18,12 +16,13 @@ from torch import nn
 
 from engine.config import TORCH_DTYPE, Precision
 from engine.generation.prepacked_linears import PrepackedLinears
+from engine.kernels import token_logprobs
 from engine.kernels.products import widen_linears
 from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 from engine.parallel import collectives, dist
 
-WIDEST = 1024  # the width of the measured block
+WIDEST, HEAD_ROWS = 1024, 2**13  # the width of the measured block, and the vocabulary of the measured head
 TOKENS = {"cpu": 512, "cuda": 4096}  # the largest micro-batch of the measurement
 PARAMETERS = 2**21  # of the measured optimizer step
 MESSAGE_BYTES, FILE_BYTES = 2**22, 2**24
@@ -38,12 +37,14 @@ FP32_SHARE = 1 / 16  # of the peak in 16 bits
 class Rates:
     """Rates in seconds.
 
-    Of a token and a parameter: `forward`; a backward takes twice as long. `decode`: one step of all sequences, of a
-    block's parameter. Of a parameter: AdamW on the device (`adam`) and on the host (`host_adam`). Of a byte:
-    `all_reduce`, `copy` between host and device, `disk`, and `read` of device memory.
+    Of a token and a block's parameter: `forward`, `backward`. Of a token: `head`, forward and backward. `decode`: one
+    step of all sequences, of a block's parameter. Of a parameter: AdamW on the device (`adam`) and on the host
+    (`host_adam`). Of a byte: `all_reduce`, `copy` between host and device, `disk`, and `read` of device memory.
     """
 
     forward: float
+    backward: float
+    head: float
     decode: float
     adam: float
     host_adam: float
@@ -87,15 +88,18 @@ NETWORK, RANKS_OF_A_MACHINE = 50, 8  # GB/s of a rank between machines; ranks of
 PCIE, HOST, DISK = 25, 20, 3  # GB/s of a rank: copies to the host, the host's memory, an NVMe disk
 
 
-def tabulated_rates(gpu: Gpu, *, dtype: Precision, ranks: int) -> Rates:
+def tabulated_rates(gpu: Gpu, shape: ModelShape, *, dtype: Precision, ranks: int) -> Rates:
     """Return the rates of one of `ranks` GPUs from its data sheet.
 
-    A decode step of few sequences reads each parameter once. A ring all-reduce sends each byte twice.
+    A parameter needs 2 operations a token in the forward pass and 4 in the backward pass. A decode step of few
+    sequences reads each parameter once. A ring all-reduce sends each byte twice.
     """
     operation = 1e-12 / (gpu.tflops * UTILISATION * (FP32_SHARE if dtype == "fp32" else 1))
     read = 1e-9 / (gpu.bandwidth * READ_SHARE)
     return Rates(
         forward=2 * operation,
+        backward=4 * operation,
+        head=6 * operation * shape.vocabulary * shape.width,
         decode=BYTES[dtype] * read,
         adam=ADAM_BYTES * read,
         host_adam=ADAM_BYTES * 1e-9 / HOST,
@@ -114,10 +118,12 @@ def measure_rates(
     compiled blocks, and the communication of tensor and sequence groups inside of blocks are not measured.
     """
     device = dist.world().device
-    forward, decode = _block_seconds(shape, dtype, device, length, rows)
+    forward, backward, decode = _block_seconds(shape, dtype, device, length, rows)
     adam = _adam_seconds(device)
     return Rates(
         forward=forward,
+        backward=backward,
+        head=_head_seconds(shape, dtype, device) if shape.vocabulary else 0.0,
         decode=decode,
         adam=adam,
         host_adam=adam if device.type == "cpu" else _adam_seconds(torch.device("cpu")),
@@ -129,8 +135,8 @@ def measure_rates(
 
 def _block_seconds(
     shape: ModelShape, dtype: Precision, device: torch.device, length: int, rows: int
-) -> tuple[float, float]:
-    """Return the rates `forward` (a third of forward and backward) and `decode`."""
+) -> tuple[float, float, float]:
+    """Return the rates `forward`, `backward` and `decode`."""
     body = _build_block(shape, dtype, device)
     parameters = sum(parameter.numel() for parameter in body.layers.parameters())
     length = min(length, TOKENS[device.type])
@@ -142,9 +148,12 @@ def _block_seconds(
         return body(inputs_embeds=vectors, use_cache=False).last_hidden_state.sum()  # type: ignore[no-any-return]
 
     both = _seconds(lambda: run(inputs).backward())
-    with torch.no_grad(), PrepackedLinears(body).applied():
-        decode = _seconds(lambda: run(next_inputs))
-    return both / 3 / parameters / (sequences * length), decode / parameters
+    with torch.no_grad():
+        forward = _seconds(lambda: run(inputs))
+        with PrepackedLinears(body).applied():
+            decode = _seconds(lambda: run(next_inputs))
+    backward, tokens = max(both - forward, forward), sequences * length
+    return forward / parameters / tokens, backward / parameters / tokens, decode / parameters
 
 
 def _build_block(shape: ModelShape, dtype: Precision, device: torch.device) -> Any:
@@ -169,6 +178,15 @@ def _build_block(shape: ModelShape, dtype: Precision, device: torch.device) -> A
     if dtype == "fp32" and device.type == "cpu":
         widen_linears(body)  # as the engine does
     return body.train()
+
+
+def _head_seconds(shape: ModelShape, dtype: Precision, device: torch.device) -> float:
+    count, width, rows = TOKENS[device.type] // 4, min(shape.width, WIDEST), min(shape.vocabulary, HEAD_ROWS)
+    options: dict[str, Any] = {"dtype": TORCH_DTYPE[dtype], "device": device, "requires_grad": True}
+    hidden, weight = torch.full((count, width), 0.01, **options), torch.full((rows, width), 0.01, **options)
+    targets = torch.zeros(count, dtype=torch.long, device=device)
+    seconds = _seconds(lambda: token_logprobs(hidden, weight, targets)[0].sum().backward()) / count
+    return seconds * (shape.vocabulary * shape.width) / (rows * width)
 
 
 def _adam_seconds(device: torch.device) -> float:

@@ -4,7 +4,8 @@ With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 
 - fp32 masters 4P/N and Adam moments 8P/N; N = 1 at stage 0,
 - gathered copies dP from forward until backward at stages 0 to 2; the root unit and two others at a time at stage 3,
-- fp32 gradients 4P at stage 0, and at stage 1 while micro-batches accumulate; otherwise 4P/N.
+- fp32 gradients 4P at stage 0, and at stage 1 while micro-batches accumulate; otherwise 4P/N,
+- during backward, one unit's gradient twice: in compute precision, and in fp32 for the reduction.
 
 One rank without offload uses no FSDP2: copies dP where d < 4, gradients 4P, at every stage.
 
@@ -14,18 +15,15 @@ where a step reduces once, otherwise 4P/N). On NVMe masters and moments are in f
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, OptimizerConfig, Precision
 from engine.memory.model_shape import ModelShape
 from engine.optim import averages_itself, moment_names
 
-Owners = dict[str, int]  # bytes by owner
+Owners = dict[str, int]
 BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 SUB_GROUPS_IN_FLIGHT = 4
-RESTING = ("parameters", "optimizer", "average")  # owners on the device between steps
-STATES = (*RESTING, "gathered", "gradients", "host", "host_gradients", "nvme")
-OFFLOADED = {"cpu": "host", "nvme": "nvme"}  # owner of the offloaded bytes of each tier
 
 
 @dataclass(frozen=True)
@@ -88,71 +86,130 @@ class Workload:
         return self.adapters or shape.parameters
 
 
-def trained_states(shape: ModelShape, work: Workload) -> Owners:
-    """Return the bytes of each owner in `STATES` for a model that trains.
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes of one model on one rank, at the peak of a step.
 
-    "gathered", "gradients" and "host_gradients" exist while the model trains, the other owners also between steps. Over
-    packed layers, only the adapters have fp32 masters. The other frozen parameters are in compute precision.
+    Between steps the device holds `parameters` (masters, or shards in compute precision), `optimizer` (moments) and
+    `average`. While the model trains, `gathered`, `gradients` and `reduction` come on top. `gathered` includes the
+    `prefetched` block, and `overlap` bytes of it are freed before the last gradients exist. `host` includes
+    `host_gradients`; `nvme` is in files.
     """
-    config, size, shards = work.config, BYTES[work.config.dtype], work.shards
-    trained, moments = work.trained(shape), len(moment_names(work.optimizer))
-    masters = work.adapters if work.packed else shape.parameters + work.adapters
-    frozen = size * (shape.parameters - work.packed) if work.packed else 0
-    number = 2 if config.states == "bf16" else 4  # bytes of a master and of a moment
-    gradients = 4 * trained if config.zero_stage == 0 or (config.zero_stage == 1 and work.accumulates) else 0
-    owners = dict.fromkeys(STATES, 0)
-    if config.offload_optimizer == "none":
-        on_device = trained // shards
-        shard, gradient = number * masters // shards, number
-    else:
-        offloaded = round(config.offload_ratio * trained / shards)
-        on_device = trained // shards - offloaded
-        shard, gradient = size * masters // shards, 4 if work.accumulates and config.zero_stage >= 2 else size
-        gradients = gradients if work.accumulates else 0
-        owners["parameters"] += 4 * on_device
-        owners["host_gradients"] += gradient * offloaded
-        if gradient < 4:  # the step casts the gradients of a sub-group to fp32
-            owners["host"] += 4 * min(offloaded, config.sub_group_size)
-        states = 4 * (1 + moments + work.has_average)
-        owners[OFFLOADED[config.offload_optimizer]] += states * offloaded
-        if config.offload_optimizer == "nvme":
-            owners["host"] += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
-    owners["optimizer"] += number * moments * on_device
-    if averages_itself(work.optimizer):  # 1-bit Adam's errors of the compression, on this rank and on the server
-        owners["optimizer"] += 4 * trained + 4 * trained // work.ranks
-    owners["average"] += number * work.has_average * on_device
-    owners["gradients"] += gradients or gradient * on_device
-    owners[OFFLOADED.get(config.offload_parameters, "parameters")] += shard
-    if config.offload_parameters != "none" and config.offload_optimizer == "none":
-        # Masters, moments and reduced gradients stay with the shards on the host.
-        host = owners["host"] + owners["optimizer"] + owners["average"]
-        owners |= {"optimizer": 0, "average": 0, "host": host, "host_gradients": 4 * on_device}
-        owners["gradients"] = gradients if config.zero_stage == 1 else 0
-    owners["parameters"] += work.packed_bytes + frozen // shards
+
+    parameters: int = 0
+    optimizer: int = 0
+    average: int = 0
+    gathered: int = 0
+    prefetched: int = 0
+    gradients: int = 0
+    reduction: int = 0
+    overlap: int = 0
+    host: int = 0
+    host_gradients: int = 0
+    nvme: int = 0
+
+    @property
+    def resting(self) -> int:
+        """Bytes on the device between steps."""
+        return self.parameters + self.optimizer + self.average
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the peak of a step."""
+        return self.resting + self.gathered + self.gradients + self.reduction - self.overlap
+
+
+def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
+    """Return the states of a model that trains.
+
+    Over packed layers, only the adapters have fp32 masters. The other frozen parameters are in compute precision.
+    """
+    config, size = work.config, BYTES[work.config.dtype]
+    masters, unit, frozen = shape.parameters + work.adapters, shape.largest_unit, 0
+    if work.packed:
+        masters, unit, frozen = work.adapters, work.adapters // shape.blocks, size * (shape.parameters - work.packed)
     is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}
-    if is_offloaded or not work.is_single or config.states == "bf16" or averages_itself(work.optimizer):
-        owners["gathered"] = _gathered_bytes(shape, masters, config) + frozen
+    states = (_device_states if config.offload_optimizer == "none" else _offloaded_states)(shape, work, masters)
+    prefetched = 0
+    if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
+        gathered, reduction = size * masters if size < 4 else 0, size * unit  # without FSDP2
+    else:
+        gathered, prefetched = _gathered_bytes(shape, masters, config)
+        gathered, reduction = gathered + frozen, (size + 4) * unit
         if not (is_offloaded or work.accumulates or config.zero_stage == 3):
             # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
-            owners["gathered"] -= min(owners["gathered"], owners["gradients"])
+            states = replace(states, overlap=min(gathered, states.gradients))
+    parameters = states.parameters + work.packed_bytes + frozen // work.shards
+    return replace(states, parameters=parameters, gathered=gathered, prefetched=prefetched, reduction=reduction)
+
+
+def _device_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
+    """Return the states between steps, and the gradients, where masters and moments are next to the shards."""
+    config, shards, trained = work.config, work.shards, work.trained(shape)
+    each = 2 if config.states == "bf16" else 4
+    error_feedback = 4 * trained + 4 * trained // work.ranks if averages_itself(work.optimizer) else 0
+    is_full = config.zero_stage == 0 or (config.zero_stage == 1 and work.accumulates)
+    states = ModelStates(
+        parameters=each * masters // shards,
+        optimizer=each * len(moment_names(work.optimizer)) * trained // shards + error_feedback,
+        average=each * work.has_average * trained // shards,
+        gradients=4 * trained if is_full else each * trained // shards,
+    )
+    if config.offload_parameters == "none":
+        return states
+    reduced = 4 * trained // shards  # masters, moments and reduced gradients stay with the shards on the host
+    gradients = states.gradients if config.zero_stage == 1 else 0
+    return ModelStates(gradients=gradients, host=states.resting + reduced, host_gradients=reduced)
+
+
+def _offloaded_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
+    """Return the same where a share `offload_ratio` of the optimizer states is on the host or in files."""
+    config, shards, trained = work.config, work.shards, work.trained(shape)
+    size, moments = BYTES[config.dtype], len(moment_names(work.optimizer))
+    offloaded = round(config.offload_ratio * trained / shards)
+    remaining = trained // shards - offloaded
+    gradient = 4 if work.accumulates and config.zero_stage >= 2 else size
+    states = 4 * (1 + moments + work.has_average)
+    host, nvme = gradient * offloaded, 0
+    if gradient < 4:  # the step casts the gradients of a sub-group to fp32
+        host += 4 * min(offloaded, config.sub_group_size)
+    if config.offload_optimizer == "cpu":
+        host += states * offloaded
     else:
-        owners["gathered"] = size * masters if size < 4 else 0
-    return owners
+        nvme += states * offloaded
+        host += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
+    shard = {config.offload_parameters: size * masters // shards}
+    return ModelStates(
+        parameters=shard.get("none", 0) + 4 * remaining,
+        optimizer=4 * moments * remaining,
+        average=4 * work.has_average * remaining,
+        gradients=4 * trained if work.accumulates and config.zero_stage < 2 else gradient * remaining,
+        host=host + shard.get("cpu", 0),
+        host_gradients=gradient * offloaded,
+        nvme=nvme + shard.get("nvme", 0),
+    )
 
 
-def frozen_states(shape: ModelShape, work: Workload) -> Owners:
-    """Return the bytes of each owner in `STATES` for a model that only scores, in compute precision."""
-    config, loose = work.config, shape.parameters - work.packed  # parameters outside of packed layers
-    owners = dict.fromkeys(STATES, 0)
-    shard = work.packed_bytes + BYTES[config.dtype] * loose // work.shards
-    owners[OFFLOADED.get(config.offload_parameters, "parameters")] = shard
-    if not work.is_single or config.offload_parameters != "none":
-        owners["gathered"] = _gathered_bytes(shape, loose, config)
-    return owners
+def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
+    """Return the states of a model that only scores: parameters in compute precision, gathered while they are used."""
+    config, size = work.config, BYTES[work.config.dtype]
+    loose = size * (shape.parameters - work.packed)  # parameters outside of packed layers
+    shard = {config.offload_parameters: work.packed_bytes + loose // work.shards}
+    is_copied = not work.is_single or config.offload_parameters != "none"
+    gathered, prefetched = _gathered_bytes(shape, shape.parameters - work.packed, config) if is_copied else (0, 0)
+    return ModelStates(
+        parameters=shard.get("none", 0),
+        gathered=gathered,
+        prefetched=prefetched,
+        host=shard.get("cpu", 0),
+        nvme=shard.get("nvme", 0),
+    )
 
 
-def _gathered_bytes(shape: ModelShape, parameters: int, config: EngineConfig) -> int:
-    """Return the bytes of gathered copies: of all parameters, or at stage 3 of the units in use and the next block."""
-    if config.zero_stage == 3:
-        parameters = min(parameters, shape.root_unit + shape.largest_released + shape.block)
-    return BYTES[config.dtype] * parameters
+def _gathered_bytes(shape: ModelShape, parameters: int, config: EngineConfig) -> tuple[int, int]:
+    """Return the bytes of gathered copies, and those of the prefetched block among them, which only stage 3 has."""
+    size = BYTES[config.dtype]
+    if config.zero_stage < 3:
+        return size * parameters, 0
+    used = shape.root_unit + shape.largest_released
+    return size * min(parameters, used + shape.block), size * max(0, min(shape.block, parameters - used))

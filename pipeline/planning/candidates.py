@@ -116,7 +116,7 @@ def predict(
     overrides = [f"engine.{key}={str(value).lower()}" for key, value in changes.items()]
     if tokens != task.work.micro_batch_tokens:
         overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
-    task = _with_cache(task.with_setting(engine, tokens), capacity)
+    task = _with_paged_cache(_with_decode_batch(task.with_setting(engine, tokens), capacity), capacity)
     demand, seconds, total = _demand(task, capacity), dict[str, float](), 0.0
     if rates is not None:
         seconds = predict_seconds(task, rates, shares_forward=demand.shares_forward)
@@ -132,29 +132,41 @@ def _demand(task: StageTask, capacity: Capacity) -> Demand:
     return demand
 
 
-def _with_cache(task: StageTask, capacity: Capacity) -> StageTask:
-    """Return the task with room for as many sequences in the cache as fit next to the other bytes of the stage.
+def _with_decode_batch(task: StageTask, capacity: Capacity) -> StageTask:
+    """Return the task with as many sequences decoding at a time as fit next to the other bytes of the stage.
 
-    The number is at most that of a rank's sequences. It decides how many sequences decode at a time (DECODE_BATCH at
-    least), or the bytes of vLLM's cache (eight sequences at least).
+    The number is at least DECODE_BATCH, and at most that of a rank's sequences.
     """
     if not task.fills_memory:
         return task
-    load, eight = task.load, predict_bytes(task).phases["generate"]["cache"]  # of vLLM without `cache_bytes`
-    fewest = 8 if load.uses_vllm else min(DECODE_BATCH, load.sequences)
 
-    def with_room(sequences: int) -> StageTask:
-        if load.uses_vllm:
-            return replace(task, load=replace(load, cache_bytes=eight // 8 * sequences))
-        return replace(task, load=replace(load, slots=sequences))
+    def with_slots(slots: int) -> StageTask:
+        return replace(task, load=replace(task.load, slots=slots))
 
-    shares = _demand(with_room(fewest), capacity).shares_forward
+    fewest, most = min(DECODE_BATCH, task.load.sequences), task.load.sequences
+    shares = _demand(with_slots(fewest), capacity).shares_forward
 
-    def exceeds(sequences: int) -> bool:
+    def exceeds(slots: int) -> bool:
         # Without a bound by free bytes, the cache has a slot for each of the sequences.
-        return not capacity.fits(predict_bytes(with_room(sequences), shares_forward=shares))
+        return not capacity.fits(predict_bytes(with_slots(slots), shares_forward=shares))
 
-    return with_room(fewest + bisect_left(range(fewest + 1, load.sequences + 1), True, key=exceeds))
+    return with_slots(fewest + bisect_left(range(fewest + 1, most + 1), True, key=exceeds))
+
+
+def _with_paged_cache(task: StageTask, capacity: Capacity) -> StageTask:
+    """Return the task with pages for all sequences of a rank, or with as many as fit next to the other bytes.
+
+    There are pages for eight sequences at least. Does nothing without vLLM, or if `cache_bytes` is configured.
+    """
+    load = task.load
+    if not load.uses_vllm or load.cache_bytes is not None or task.stage == "reward":
+        return task
+    demand = _demand(task, capacity)
+    least = demand.phases["generate"]["cache"]
+    held = max(demand.device_bytes(phase) for phase, owners in demand.phases.items() if "cache" in owners)
+    room = int(HEADROOM * capacity.device) - held - (0 if capacity.is_gpu else demand.host)
+    useful = least // 8 * max(8, load.sequences)
+    return replace(task, load=replace(load, cache_bytes=max(least, min(least + room, useful))))
 
 
 def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Prediction]:
@@ -183,9 +195,19 @@ def _micro_batch_sizes(tokens: int, least: int) -> Iterator[int]:
 
 
 def _layouts(ranks: int, *, is_gpu: bool) -> Iterator[dict[str, Any]]:
-    """Yield the values of `LAYOUT_KEYS`, from the fastest layout to the leanest."""
-    every, lean, offloading = ((0, 1, 2, 3), (2, 3), 2) if ranks > 1 else ((0,), (0,), 0)
-    rows = [(stage, "none", "none", False) for stage in every] + [(stage, "none", "none", True) for stage in lean]
+    stages = (0, 1, 2, 3) if ranks > 1 else (0,)
+    for stage in stages:
+        yield _layout(stage)
+    for stage in stages[-2:]:
+        yield _layout(stage, checkpointing=True)
     for tier in ("cpu", "nvme") if is_gpu else ("nvme",):
-        rows += [(offloading, tier, "none", False), (offloading, tier, "none", True), (3, tier, tier, True)]
-    return (dict(zip(LAYOUT_KEYS, row, strict=True)) for row in rows)
+        stage = 2 if ranks > 1 else 0
+        yield _layout(stage, optimizer=tier)
+        yield _layout(stage, optimizer=tier, checkpointing=True)
+        yield _layout(3, optimizer=tier, parameters=tier, checkpointing=True)
+
+
+def _layout(
+    stage: int, *, optimizer: str = "none", parameters: str = "none", checkpointing: bool = False
+) -> dict[str, Any]:
+    return dict(zip(LAYOUT_KEYS, (stage, optimizer, parameters, checkpointing), strict=True))

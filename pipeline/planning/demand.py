@@ -4,12 +4,13 @@ All models of a stage hold their states, and one of them works on one micro-batc
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.memory import (
     RETAINED,
     CostModel,
+    ModelStates,
     Owners,
     Rates,
     generation_bytes,
@@ -76,39 +77,47 @@ def predict_bytes(task: StageTask, *, free_bytes: int | None = None, shares_forw
     first = next(iter(states.values()))
     resting, stages = resting_bytes(first), list[Owners]()
     if is_ppo:
-        owning = [name for name, model in task.models.items() if model.kind != "shared"]
-        resting = {name: sum(resting_bytes(states[name]).values()) for name in owning}
+        resting = {name: states[name].resting for name, model in task.models.items() if model.kind != "shared"}
     elif work.config.pipeline_parallel > 1:
         stages = pipeline_training_bytes(policy, work)
         resting = {owner: max(stage[owner] for stage in stages) for owner in resting}
-    phases, busy = dict[str, Owners](), resting
-    offloaded = {tier: sum(each[tier] for each in states.values()) for tier in TIERS}
+    phases, offloaded, busy = dict[str, Owners](), _offloaded(states.values()), resting
     if task.stage != "reward":
-        parked = first["optimizer"] if load.park_optimizer and work.config.offload_optimizer == "none" else 0
-        owner = next(iter(task.models)) if is_ppo else "optimizer"
-        held = resting | {owner: resting[owner] - parked}
-        shape, others = task.generates or policy, sum(held.values())
+        parked = first.optimizer if load.park_optimizer and work.config.offload_optimizer == "none" else 0
+        others = sum(resting.values()) - parked
+        shape = task.generates or policy
         generation = generation_bytes(shape, work, load, resident=others, free_bytes=free_bytes)
-        phases["generate"] = held | generation | offloaded | {"host": offloaded["host"] + parked}
+        phases["generate"] = resting | generation | offloaded
+        if parked:
+            owner = next(iter(task.models)) if is_ppo else "optimizer"
+            host = offloaded.get("host", 0) + parked
+            phases["generate"] |= {owner: resting[owner] - parked, "host": host}
         if (is_ppo and load.keep) or (load.uses_vllm and work.is_cpu):  # on a CPU, vLLM cannot free its memory
             busy = resting | {owner: generation.get(owner, 0) for owner in RETAINED}
     for number, stage in enumerate(stages, 1):
         phases[f"train, stage {number}" if number > 1 else "train"] = stage
     if stages:
         return Demand(phases)
-    widest = max(states.values(), key=lambda each: each["gathered"])
+    widest = max(states.values(), key=lambda each: each.gathered)
     phases["score"] = busy | scoring_bytes(policy, work, widest) | offloaded
     for name, model in task.models.items():
         if model.kind == "trained":
             forwards = model.work.micro_batches if shares_forward and not model.work.has_other_loss else 1
             owners = training_bytes(model.shape, model.work, states[name], forwards=forwards)
-            host = offloaded["host"] + states[name]["host_gradients"]
-            phases[f"train {name}" if is_ppo else "train"] = busy | owners | offloaded | {"host": host}
+            label = f"train {name}" if is_ppo else "train"
+            phases[label] = busy | owners | _offloaded(states.values(), trains=states[name])
     if shares_forward and "critic" in task.models:
         if task.models["critic"].work.config.zero_stage < 3:  # stage 3 releases all units but the root unit, a norm
-            phases["train actor"]["gathered"] += states["critic"]["gathered"]
+            phases["train actor"]["gathered"] += states["critic"].gathered
         phases["train actor"]["activations"] += phases["train critic"]["activations"]
     return Demand(phases, shares_forward)
+
+
+def _offloaded(models: Collection[ModelStates], trains: ModelStates | None = None) -> Owners:
+    """Return the offloaded bytes of all models; gradients exist for the model that trains."""
+    host = sum(states.host - (0 if states is trains else states.host_gradients) for states in models)
+    sizes = {"host": host, "nvme": sum(states.nvme for states in models)}
+    return {tier: size for tier, size in sizes.items() if size}
 
 
 def predict_seconds(task: StageTask, rates: Rates, *, shares_forward: bool = False) -> dict[str, float]:

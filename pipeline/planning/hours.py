@@ -51,7 +51,7 @@ class Machine:
         """Return the speed for the models of a stage; every rank calls."""
         if self.gpu is None:
             return measure(config, task)
-        return tabulated_rates(GPUS[self.gpu], dtype=task.work.config.dtype, ranks=self.ranks)
+        return tabulated_rates(GPUS[self.gpu], task.policy.shape, dtype=task.work.config.dtype, ranks=self.ranks)
 
     def speed(self, dtype: str) -> str:
         """Return the origin of the speed."""

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from engine import OptimizerConfig
 from engine.memory import (
-    STATES,
     VLLM_SEQUENCES,
     GenerationLoad,
     ModelShape,
-    Owners,
+    ModelStates,
     Workload,
     frozen_states,
     measure_shape,
@@ -42,10 +41,10 @@ class StageModel:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def states(self) -> Owners:
-        """The bytes of each owner in `STATES`."""
+    def states(self) -> ModelStates:
+        """The bytes that the model holds."""
         if self.kind == "shared":
-            return dict.fromkeys(STATES, 0)
+            return ModelStates()
         return (trained_states if self.kind == "trained" else frozen_states)(self.shape, self.work)
 
 
@@ -56,7 +55,7 @@ class StageTask:
     The first of `models` is the policy; `generates` is its shape as it is split for generation (default: the same).
     A step has `sequences` over all ranks, `passes` over them, and `updates` optimizer steps a pass. `shares_forward`:
     PPO keeps its forwards from scoring to the first update; None decides by memory. `fills_memory`: memory decides how
-    many sequences have room in the cache. The stage has `steps` steps. A sequence has `tokens` tokens on average and an
+    many sequences decode at a time. The stage has `steps` steps. A sequence has `tokens` tokens on average and an
     answer of a rollout `response` (0: the largest length). The evaluations of the stage answer `answered` prompts and
     score `scored` sequences.
     """
@@ -142,7 +141,7 @@ def stage_task(
         load,
         generates,
         shares_forward=ppo.shared_forward if may_share else False,
-        fills_memory=_fills_memory(config, stage, is_cpu=is_cpu),
+        fills_memory=config.rollout.batch_size is None and is_ppo and not is_cpu and not load.uses_vllm,
         sequences=_rows(config, stage),
         passes=ppo.update_epochs if is_ppo else 1,
         updates=ppo.minibatches if is_ppo else 1,
@@ -278,12 +277,6 @@ def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoa
         cache_bytes=rollout.cache_bytes,
         uses_vllm=uses_vllm,
     )
-
-
-def _fills_memory(config: RunConfig, stage: str, *, is_cpu: bool) -> bool:
-    if config.rollout.generator == "vllm":
-        return config.rollout.cache_bytes is None and stage != "reward"
-    return config.rollout.batch_size is None and stage == "ppo" and not is_cpu
 
 
 def _rows(config: RunConfig, stage: str) -> int:

@@ -22,8 +22,10 @@ from engine.memory import (
 from engine.memory.rates import _disk_seconds
 from tests.ranks import run_ranks
 
-RATES = Rates(forward=1e-9, decode=1e-7, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10, disk=1e-9)
-HEAD = 96 * 32 * 1e-9  # seconds of a token in the head, forward
+RATES = Rates(
+    forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
+    disk=1e-9,
+)  # fmt: skip
 
 
 def llama() -> ModelShape:
@@ -42,7 +44,7 @@ def model(shape: ModelShape, *, ranks: int = 1, tokens: int = 400, is_gpu: bool 
 
 def test_communication_by_stage() -> None:
     shape = llama()
-    compute = 400 * 3 * (4 * shape.block * 1e-9 + HEAD)
+    compute = 400 * (4 * shape.block * 3e-9 + 1e-4)
     once = 4 * shape.parameters * 1e-9  # an all-reduce; a gather or a reduce-scatter costs half as much
     for stage, sent in enumerate((1.0, 1.0, 0.5 + 4 * 0.5, 4 * 1.5)):
         actual = model(shape, ranks=2, zero_stage=stage)
@@ -54,7 +56,7 @@ def test_communication_by_stage() -> None:
 def test_offloaded_states_are_read_and_written() -> None:
     shape = llama()
     files = model(shape, zero_stage=3, dtype="bf16", offload_optimizer="nvme", offload_parameters="nvme")
-    compute = 400 * 3 * (4 * shape.block * 1e-9 + HEAD)
+    compute = 400 * (4 * shape.block * 3e-9 + 1e-4)
     assert files.training_seconds() == pytest.approx(compute + 4 * 2 * 2 * shape.parameters * 1e-9)
     assert files.optimizer_seconds() == pytest.approx(shape.parameters * 24 * 1e-9)
     host = model(shape, zero_stage=2, dtype="bf16", offload_optimizer="cpu")
@@ -65,9 +67,9 @@ def test_checkpointing_scoring_and_generation() -> None:
     shape = llama()
     forward = 400 * 4 * shape.block * 1e-9
     actual = model(shape, activation_checkpointing=True)
-    assert actual.training_seconds(head_share=0.5) == pytest.approx(4 * forward + 400 * 0.5 * 3 * HEAD)
-    assert actual.scoring_seconds(head_share=0.5) == pytest.approx(forward + 400 * 0.5 * HEAD)
-    expected = 0.9 * forward + 20 * (4 * shape.block * 1e-7 + 2 * HEAD)
+    assert actual.training_seconds(head_share=0.5) == pytest.approx(4 * forward + 400 * 0.5 * 1e-4)
+    assert actual.scoring_seconds(head_share=0.5) == pytest.approx(forward + 400 * 0.5 * 1e-4 / 3)
+    expected = 0.9 * forward + 20 * (4 * shape.block * 1e-7 + 2 * 1e-4 / 3)
     assert actual.generation_seconds(steps=20, slots=2, prompt_share=0.9) == pytest.approx(expected)
     cache = 20 * 2 * 300 * (2 * 4 * 2 * 8 * 4) * 1e-9 / 28  # keys and values of 4 layers, 2 heads of 8 numbers in fp32
     long = actual.generation_seconds(steps=20, slots=2, prompt_share=0.9, context=300)
@@ -78,9 +80,9 @@ def test_sequence_groups_share_tokens_and_pipelines_share_blocks() -> None:
     shape = llama()
     blocks, once = 4 * shape.block * 3e-9, 4 * shape.parameters * 1e-9
     groups = model(shape, ranks=4, sequence_parallel=2)
-    assert groups.training_seconds() == pytest.approx(200 * (blocks + 3 * HEAD) + once)
+    assert groups.training_seconds() == pytest.approx(200 * (blocks + 1e-4) + once)
     pipeline = model(shape, pipeline_parallel=2)
-    assert pipeline.training_seconds() == pytest.approx(5 / 4 * 400 * (blocks + 3 * HEAD) / 2)
+    assert pipeline.training_seconds() == pytest.approx(5 / 4 * 400 * (blocks + 1e-4) / 2)
     assert pipeline.optimizer_seconds() == pytest.approx(shape.parameters / 2 * 1e-9)
 
 
@@ -97,20 +99,22 @@ def measured() -> dict[str, Any]:
 
 def test_rates_are_measured_on_two_ranks() -> None:
     first, second = run_ranks(measured, 2)
-    assert all(first[name] > 0 for name in ("forward", "decode", "adam", "all_reduce", "disk"))
+    assert all(first[name] > 0 for name in ("forward", "backward", "decode", "head", "adam", "all_reduce", "disk"))
     assert first["copy"] == 0
     assert first["forward"] == second["forward"], "every rank must use the rates of the slowest rank"
 
 
 def test_rates_of_a_data_sheet() -> None:
     """An A100 (312 TFLOPS, 2,039 GB/s, 300 GB/s) reaches 40 % of its compute peak and 60 % of its bandwidths."""
-    actual = tabulated_rates(GPUS["a100"], dtype="bf16", ranks=8)
-    assert actual.forward == pytest.approx(2 / 124.8e12, rel=1e-6, abs=0)
+    shape = llama()
+    actual = tabulated_rates(GPUS["a100"], shape, dtype="bf16", ranks=8)
+    assert actual.forward == pytest.approx(2 / 124.8e12, rel=1e-6, abs=0) and actual.backward == 2 * actual.forward
+    assert actual.head == pytest.approx(6 * 96 * 32 / 124.8e12, rel=1e-6, abs=0)
     assert actual.decode == pytest.approx(2 / 1223.4e9, rel=1e-6, abs=0) and actual.adam == pytest.approx(
         28 / 1223.4e9, rel=1e-6, abs=0
     )
     assert actual.all_reduce == pytest.approx(2 / 300e9, rel=1e-6, abs=0)
-    many = tabulated_rates(GPUS["a100"], dtype="fp32", ranks=16)
+    many = tabulated_rates(GPUS["a100"], shape, dtype="fp32", ranks=16)
     assert many.all_reduce == pytest.approx(2 / 50e9, rel=1e-6, abs=0) and many.forward == pytest.approx(
         16 * actual.forward, rel=1e-6, abs=0
     )

@@ -74,8 +74,7 @@ def test_first_ranks_hold_more_micro_batches() -> None:
     assert first["activations"] == 2 * (one.outside + 3 * one.block)  # two micro-batches, three blocks
     assert last["activations"] == one.outside + 2 * one.block
     assert predicted("llama", {"activation_checkpointing": True})[0]["activations"] < first["activations"]
-    logits = 12 * ROWS * LENGTH * 96 + 4 * ROWS * LENGTH * 64  # three times, and gradients of hidden states
-    assert last["temporary"] - first["temporary"] == logits, "only the last stage computes logits"
+    assert first["logits"] == 0 < last["logits"]
 
 
 def test_two_ranks_hold_what_is_predicted() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
-from engine.memory import ModelShape, Owners, Workload, frozen_states, resting_bytes, trained_states
+from engine.memory import ModelShape, ModelStates, Workload, frozen_states, trained_states
 from engine.parallel import dist, zero
 from tests.ranks import run_ranks
 
@@ -135,15 +135,14 @@ def check(ranks: int, measured: list[dict[str, int]]) -> None:
         frozen = frozen_states(shape, Workload(EngineConfig(zero_stage=stage, dtype=dtype), ranks))  # type: ignore[arg-type]
         shards = 1 if stage == 0 else ranks
         where = f"stage {stage} {dtype} {special} {ranks} ranks: {actual}"
-        resting = sum(resting_bytes(states).values())
-        assert actual["resting"] == pytest.approx(resting, rel=0.05), where
+        assert actual["resting"] == pytest.approx(states.resting, rel=0.05), where
         gradients = (2 if special == "lean" else 4) * total / shards
-        assert actual["backward"] == pytest.approx(resting + gradients, rel=0.05), where
-        assert actual["forward"] == pytest.approx(resting + states["gathered"] + states["gradients"], rel=0.05), where
+        assert actual["backward"] == pytest.approx(states.resting + gradients, rel=0.05), where
+        assert actual["forward"] == pytest.approx(states.resting + states.gathered + states.gradients, rel=0.05), where
         # The gather of the next block may be in flight. Without a backward, the buffer of the last block remains.
         slack = block * (4 if dtype == "fp32" else 2) * 1.05
-        assert actual["frozen"] == pytest.approx(frozen["parameters"], abs=slack), where
-        assert actual["scoring"] == pytest.approx(frozen["parameters"] + frozen["gathered"], abs=slack), where
+        assert actual["frozen"] == pytest.approx(frozen.resting, abs=slack), where
+        assert actual["scoring"] == pytest.approx(frozen.resting + frozen.gathered, abs=slack), where
 
 
 def test_one_rank_holds_what_is_predicted() -> None:
@@ -155,35 +154,29 @@ def test_two_ranks_hold_what_is_predicted() -> None:
         check(2, measured)
 
 
-def states_of(engine: dict[str, Any], **keys: Any) -> Owners:
-    """Predict the states of a million parameters on four ranks, without owners of no bytes."""
+def states_of(engine: dict[str, Any], **keys: Any) -> ModelStates:
+    """Predict the states of a million parameters on four ranks."""
     shape = ModelShape(1_000_000 - keys.get("adapters", 0), root=100_000, block=300_000)
-    states = trained_states(shape, Workload(EngineConfig(**engine), 4, **keys))
-    return {owner: size for owner, size in states.items() if size}
+    return trained_states(shape, Workload(EngineConfig(**engine), 4, **keys))
 
 
 def test_optimizer_adapters_and_offload() -> None:
     adam = states_of({"zero_stage": 2})
-    assert adam == {"parameters": 10**6, "optimizer": 2 * 10**6, "gathered": 2 * 10**6, "gradients": 10**6}
-    assert states_of({"zero_stage": 2}, optimizer=OptimizerConfig(lr=1.0, name="lion"))["optimizer"] == 10**6
+    assert (adam.parameters, adam.optimizer, adam.gathered, adam.gradients) == (10**6, 2 * 10**6, 2 * 10**6, 10**6)
+    assert states_of({"zero_stage": 2}, optimizer=OptimizerConfig(lr=1.0, name="lion")).optimizer == 10**6
     lora = states_of({"zero_stage": 2}, adapters=10_000)
-    assert (lora["parameters"], lora["optimizer"], lora["gradients"]) == (10**6, 20_000, 10_000)
+    assert (lora.parameters, lora.optimizer, lora.gradients) == (10**6, 20_000, 10_000)
     host = states_of({"zero_stage": 3, "offload_parameters": "cpu"})
-    assert host == {"host": 3 * 10**6, "host_gradients": 10**6, "gathered": 1_400_000}
+    assert (host.resting, host.host, host.gathered) == (0, 4 * 10**6, 1_400_000)
     offloaded = states_of({"zero_stage": 2, "offload_optimizer": "cpu"})
-    assert offloaded == {
-        "parameters": 500_000, "gathered": 2 * 10**6, "host": 250_000 * (4 + 8), "host_gradients": 250_000 * 4,
-    }  # fmt: skip
+    assert (offloaded.resting, offloaded.gradients) == (500_000, 0)
+    assert (offloaded.host, offloaded.nvme) == (250_000 * (4 + 8 + 4), 0)
     in_files = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme", "sub_group_size": 10_000}
     files = states_of(in_files)
-    assert files == {
-        "gathered": 1_400_000, "host": 4 * 10_000 * 12, "host_gradients": 250_000 * 4, "nvme": 250_000 * 14,
-    }  # fmt: skip
+    assert (files.resting, files.host, files.nvme) == (0, 250_000 * 4 + 4 * 10_000 * 12, 250_000 * 14)
     half = states_of({"zero_stage": 2, "offload_optimizer": "cpu", "offload_ratio": 0.6})
-    assert (half["parameters"], half["optimizer"], half["gradients"]) == (500_000 + 4 * 100_000, 8 * 100_000, 400_000)
-    assert (half["host"], half["host_gradients"]) == (150_000 * 12, 150_000 * 4)
+    assert (half.resting, half.gradients, half.host) == (500_000 + 100_000 * 12, 400_000, 150_000 * 16)
     short = states_of({"zero_stage": 1, "offload_optimizer": "cpu", "sub_group_size": 100_000})
-    assert short["host"] == 250_000 * (4 + 8) + 4 * 100_000  # a step casts the gradients of a sub-group to fp32
-    assert short["host_gradients"] == 250_000 * 2
+    assert short.host == 250_000 * (2 + 4 + 8) + 4 * 100_000  # a step casts the gradients of a sub-group to fp32
     last = states_of({"zero_stage": 1}, step_tokens=1)
-    assert last["gathered"] + last["gradients"] == 2 * 10**6  # copies are freed as gradients come
+    assert last.gathered + last.gradients - last.overlap == 2 * 10**6  # copies are freed as gradients come

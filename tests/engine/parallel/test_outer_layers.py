@@ -99,7 +99,7 @@ def test_blocks_run_without_embedding_and_head(ranks: list[list[Found]]) -> None
     tied = measure_shape("llama", made("llama", **WIDE, tie_word_embeddings=True).config)
     assert (tied.largest_released, tied.root_unit) == (tied.block, tied.root)
     work = Workload(config=EngineConfig(zero_stage=3, dtype="fp32"), ranks=2)
-    predicted = frozen_states(shape, work)["gathered"]
+    predicted = frozen_states(shape, work).gathered
     assert predicted == 4 * (32 + layer + shape.block)  # the norm, embedding or head, and a block that is prefetched
     for rank in ranks:
         one, _, both, _ = rank

@@ -15,7 +15,10 @@ from pipeline.planning.stage_task import stage_task
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.tiny import tiny_config
 
-RATES = Rates(forward=3e-12, decode=3e-10, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10, disk=1e-9)
+RATES = Rates(
+    forward=3e-12, backward=6e-12, decode=3e-10, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
+    disk=1e-9,
+)  # fmt: skip
 
 
 def test_less_memory_needs_settings_with_less_memory() -> None:
@@ -86,7 +89,7 @@ def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
         engine={"dtype": "bf16"}, ppo={"batch_size": 2000, "micro_batch_tokens": 2048}, rollout=longest
     )
     task = stage_task(config, "ppo", policy=source(), ranks=1, is_cpu=False)
-    assert task.load.slots == 1024
+    assert task.load.slots == 1024 and not task.fills_memory
     sequence = 2048 * 2 * 2 * 8 * 512  # keys and values in bf16 of 8 layers
 
     def pages(size: int, cache_bytes: int | None = None, **rollout: bool) -> int | None:
@@ -99,7 +102,7 @@ def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
     kept, freed = pages(16 * GIB) or 0, pages(16 * GIB, keep=False) or 0
     assert 8 * sequence < kept < freed < 16 * GIB, "freed pages leave their memory to training"
     demand = plan(config, "ppo", policy=source(), ranks=1, capacity=Capacity(16 * GIB, 0, 0, is_gpu=True)).demand
-    assert demand.peak <= 0.92 * 16 * GIB < demand.peak + sequence and demand.peak_phase == "train actor"
+    assert demand.peak == int(0.92 * 16 * GIB) and demand.peak_phase == "train actor"
     assert pages(GIB) == 8 * sequence and pages(16 * GIB, cache_bytes=12345) == 12345
 
 

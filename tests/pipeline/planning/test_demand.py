@@ -74,20 +74,21 @@ def test_bytes_by_layout(opt: ModelShape) -> None:
     assert kept[0] == kept[1] == pytest.approx(kept[2] / 2, rel=0.01), "a pair of 2 x 1,024 tokens is never split"
 
 
-def test_temporary_bytes(opt: ModelShape) -> None:
+def test_logits(opt: ModelShape) -> None:
     gpu, cpu = 12 * BLOCK_ELEMENTS["cuda"], 12 * BLOCK_ELEMENTS["cpu"]  # a block of logits three times
     hidden = 4 * 8192 * 768  # gradients of hidden states
-    unit = 6 * opt.root  # gradients of the largest unit, in bf16 and in fp32
-    assert sft(opt, work()).phases["train"]["temporary"] == hidden + gpu + unit
-    assert sft(opt, work(sequence_parallel=4)).phases["train"]["temporary"] == hidden / 4 + gpu + unit
-    assert sft(opt, work(is_cpu=True)).phases["train"]["temporary"] == hidden + cpu + unit
+    assert sft(opt, work()).phases["train"]["logits"] == hidden + gpu
+    assert sft(opt, work(sequence_parallel=4)).phases["train"]["logits"] == hidden / 4 + gpu
+    assert sft(opt, work(is_cpu=True)).phases["train"]["logits"] == hidden + cpu
 
 
 def test_ppo_counts_only_the_models_that_it_needs(opt: ModelShape) -> None:
     four = ppo(opt, work())
     assert four.phases["generate"]["cache"] == ALL_SLOTS * 2 * 12 * 768
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
-    held = sum(four.phases["generate"][owner] for owner in ("inference_model", "cache"))
+    # Graphs of two settings hold the logits of 64 rows in bf16, and the tensors of a block.
+    assert four.phases["generate"]["decode_graphs"] > 2 * 64 * 2 * 50272
+    held = sum(four.phases["generate"][owner] for owner in ("inference_model", "decode_graphs", "cache"))
     freed = ppo(opt, work(), keep=False)
     assert freed.phases["generate"] == four.phases["generate"]
     for phase in ("score", "train actor", "train critic"):
@@ -137,8 +138,10 @@ def test_shards_average_and_adapters(llama: ModelShape) -> None:
     adapters = ppo(llama, replace(layout, adapters=100)).phases["train actor"]
     assert adapters["actor"] == 4 * (full + 100) // 2 + 8 * 100 // 2 and adapters["critic"] == 12 * full // 2
     assert "reference" not in adapters, "the reference is the actor under its adapters"
-    one = sft(llama, work(zero_stage=1, step_tokens=8192)).phases["train"]  # copies are freed as gradients come
-    assert (one["gathered"], one["gradients"]) == (2 * full - 4 * full // 8, 4 * full // 8)
+    one = sft(llama, work(zero_stage=1, step_tokens=8192))  # copies are freed as gradients come
+    train = one.phases["train"]
+    assert (train["gathered"], train["gradients"]) == (2 * full, 4 * full // 8)
+    assert train["overlap"] == -4 * full // 8 and one.device_bytes("train") == sum(train.values())
 
 
 def test_weights_for_generation(llama: ModelShape) -> None:
@@ -185,13 +188,14 @@ def test_vllm_has_weights_and_pages_of_its_own(llama: ModelShape) -> None:
         return sft(llama, layout, uses_vllm=True, slots=256, **load)
 
     gpu = stage(work(2, zero_stage=3))
-    owners, sharing = gpu.phases["generate"], stage(work(1, states="bf16")).phases["generate"]
-    assert owners["inference_model"] == full, "vLLM's own weights"
-    assert owners["temporary"] - sharing["temporary"] == full, "the gathered copy, until vLLM has copied it"
-    assert "cache" not in gpu.phases["train"]
+    owners = gpu.phases["generate"]
+    assert owners["weight_sync"] == owners["inference_model"] == full, "the gathered copy, and vLLM's own weights"
+    assert owners["decode_graphs"] > 0 and "cache" not in gpu.phases["train"]
     assert owners["cache"] == 8 * (512 + 256) * 2 * llama.cache_per_token
     assert stage(work(2), cache_bytes=12345).phases["generate"]["cache"] == 12345
+    assert stage(work(1, dtype="fp32")).phases["generate"]["weight_sync"] == 0, "vLLM copies the trained weights"
     cpu = stage(work(2, is_cpu=True))
+    assert cpu.phases["generate"]["decode_graphs"] == 0
     for owner in ("inference_model", "cache"):  # on a CPU, vLLM cannot free them
         assert cpu.phases["train"][owner] == cpu.phases["generate"][owner]
 
@@ -205,7 +209,10 @@ def test_pipelines_train_in_stages(llama: ModelShape) -> None:
 
 
 def test_seconds_by_hand(llama: ModelShape) -> None:
-    rates = Rates(forward=1e-9, decode=1e-7, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10, disk=1e-9)
+    rates = Rates(
+        forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
+        disk=1e-9,
+    )  # fmt: skip
     layout = work(
         2,
         zero_stage=1,
@@ -220,27 +227,26 @@ def test_seconds_by_hand(llama: ModelShape) -> None:
     task = StageTask("ppo", models, GenerationLoad(response=10, slots=2), sequences=8, passes=2)
     blocks = 3 * llama.block
     forward = 400 * blocks * 1e-9
-    of_token = 64 * 64 * 1e-9  # forward
-    head = 40 * of_token  # of the responses' tokens
+    head = 1e-4 * 40  # of the responses' tokens
     train = 4 * forward  # recomputing is a second forward
     sent = [4 * shape.parameters * 1e-9 for shape in (llama, scorer)]
     cached = 2 * 4 * llama.cache_per_token * 1e-9 / 28  # both sequences' keys and values of a token in fp32
     wanted = {
-        "generate": 2 * 10 * (blocks * 1e-7 + 2 * of_token + 95 * cached) + 0.9 * forward,
-        "score": 4 * forward + 2 * head,
-        "train": 2 * (2 * train + 3 * head + sum(sent)),
+        "generate": 2 * 10 * (blocks * 1e-7 + 2 * 1e-4 / 3 + 95 * cached) + 0.9 * forward,
+        "score": 4 * forward + 2 * head / 3,
+        "train": 2 * (2 * train + head + sum(sent)),
         "step": 2 * (llama.parameters + scorer.parameters) / 2 * 1e-9,
     }
     assert predict_seconds(task, rates) == pytest.approx(wanted)
     shared = predict_seconds(task, rates, shares_forward=True)
-    assert shared["score"] == pytest.approx(2 * forward + head)
+    assert shared["score"] == pytest.approx(2 * forward + head / 3)
     short = replace(task, tokens=50.0, response=5.0, steps=3, answered=6, scored=8)
     seconds = predict_seconds(short, rates)
     assert seconds["generate"] == pytest.approx(
-        2 * 5 * (blocks * 1e-7 + 2 * of_token + 47.5 * cached) + 0.9 * forward / 2
+        2 * 5 * (blocks * 1e-7 + 2 * 1e-4 / 3 + 47.5 * cached) + 0.9 * forward / 2
     )
-    assert seconds["train"] == pytest.approx(2 * (2 * train / 2 + 3 * head / 2 + sum(sent)))
-    answers = 6 / 2 / 2 * 10 * (blocks * 1e-7 + 2 * of_token)  # of the largest length
-    scores = 8 / 2 * 50 * (blocks * 1e-9 + of_token)
+    assert seconds["train"] == pytest.approx(2 * (2 * train / 2 + head / 2 + sum(sent)))
+    answers = 6 / 2 / 2 * 10 * (blocks * 1e-7 + 2 * 1e-4 / 3)  # of the largest length
+    scores = 8 / 2 * 50 * (blocks * 1e-9 + 1e-4 / 3)
     total = stage_seconds(short, rates, seconds)
     assert total == pytest.approx(3 * sum(seconds.values()) + answers + scores)

@@ -41,13 +41,13 @@ def test_hours_are_steps_times_seconds_and_cost_money(monkeypatch: pytest.Monkey
         plan={"price_per_gpu_hour": 9},
     )
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"prompts": 1})})
-    monkeypatch.setattr(hours, "tabulated_rates", lambda *_, **__: replace(RATES, forward=1e-10))
+    monkeypatch.setattr(hours, "tabulated_rates", lambda *_, **__: replace(RATES, forward=1e-10, backward=2e-10))
     lines = h100(config, 2, sft=SIZES["sft"])
     row = next(line for line in lines if line.startswith("  sft")).split()
     assert row[1:3] == ["25", "3,200"]
     # 32 sequences on each GPU, 1.2 B parameters in blocks; then the head, an all-reduce and AdamW.
     parameters, blocks = 1_315_758_080, 24 * 50_358_272
-    step = 1600 * 3 * (blocks + 50272 * 2048) * 1e-10 + parameters * 1e-9
+    step = 1600 * (blocks * 3e-10 + 1e-4) + parameters * 1e-9
     assert float(row[3]) == pytest.approx(step, rel=0.01)
     cost = next(line for line in lines if line.startswith("  cost"))
     assert float(cost.split()[1].replace(",", "")) == pytest.approx(9 * 2 * 25 * step / 3600, rel=0.02)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine import EngineConfig
 from engine.kernels_cpu.library import library
-from engine.memory import STATES, Workload, measure_shape, training_bytes
+from engine.memory import ModelStates, Workload, measure_shape, training_bytes
 from engine.parallel.sequence import sequence_shard
 from pipeline.data.batch import Documents
 from pipeline.models.attention import use_documents
@@ -47,5 +47,5 @@ def test_packed_rows() -> None:
     if library("ragged_attention") is None:
         pytest.skip("the kernel needs a C compiler")
     work = Workload(EngineConfig(dtype="fp32"), micro_batch_tokens=DOCUMENTS * LENGTH, max_length=LENGTH, is_cpu=True)
-    predicted = training_bytes(measure_shape("llama", CONFIG), work, dict.fromkeys(STATES, 0))["activations"]
+    predicted = training_bytes(measure_shape("llama", CONFIG), work, ModelStates())["activations"]
     assert predicted == pytest.approx(saved_bytes(), rel=0.02)
