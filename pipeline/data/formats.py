@@ -13,6 +13,7 @@
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -129,8 +130,9 @@ def _form(found: set[str], name: str) -> Form:
     nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
     case = f" {', '.join(nearly)}: write the name in lower case, without spaces around it." if nearly else ""
     renamed = ", ".join(f"{column}: {column.strip().lower()}" for column in nearly)
+    header = " The first line must contain the column names." if re.search(r"\.[ct]sv", name) else ""
     raise UserError(
-        f"{name}: the columns match no known form. Columns found: {', '.join(sorted(found)) or 'none'}.{case} "
+        f"{name}: the columns match no known form. Columns found: {', '.join(sorted(found)) or 'none'}.{case}{header} "
         f"Known forms: {FORMS_TEXT}. {RENAME.replace('their name: our name', renamed) if nearly else RENAME}."
     )
 

@@ -227,7 +227,7 @@ def label_of(value: Any) -> bool:
         raise BadRow("no label")
     label = labels.get(str(value).strip().lower())
     if label is None:
-        raise BadRow("label is neither true nor false (rename a column with another meaning)")
+        raise BadRow("label is neither true nor false (write true or false, or rename a column with another meaning)")
     return label
 
 

@@ -63,6 +63,13 @@ def test_columns_determine_the_format(columns: list[str], form: str) -> None:
     assert detect(columns) == form
 
 
+def test_unknown_columns_of_a_csv_file_may_be_a_missing_header() -> None:
+    with pytest.raises(UserError, match=r"rows\.csv: .* Columns found: 4, How much is 2 \+ 2\?\. The first line must"):
+        detect(["How much is 2 + 2?", "4"], "rows.csv")
+    with pytest.raises(UserError, match=r"Columns found: body\. Known forms"):
+        detect(["body"], "rows.jsonl")
+
+
 @pytest.mark.parametrize(
     "columns",
     [["text", "label"], ["messages", "Label"], ["prompt", "completion", "labels"], ["question", "answer", " label"]],
@@ -317,7 +324,7 @@ def test_labelled_answers_for_each_stage() -> None:
     assert to_records(table, "ppo", "s", bad_row_limit=0.0).records == [Prompt(chat("q"), "s")] * 4
 
 
-@pytest.mark.parametrize(("label", "reason"), [("good", "neither true nor false"), (2, "neither")])
+@pytest.mark.parametrize(("label", "reason"), [("good", "write true or false"), (2, "neither")])
 def test_invalid_labels_are_counted(label: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         to_records(table_of("t", [{"prompt": "q", "answer": "a", "label": label}]), "sft", "s", bad_row_limit=0.0)
