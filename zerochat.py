@@ -6,7 +6,7 @@ Each command imports its own code when it runs, so that `zerochat` itself starts
 import sys
 from collections.abc import Callable, Sequence
 
-from pipeline.installation import require_packages
+from pipeline.installation import require_packages, version
 
 USAGE = """\
 usage: zerochat COMMAND ...
@@ -18,6 +18,8 @@ usage: zerochat COMMAND ...
   export RUN --to FORM  a folder with a model card, adapters, an upload to the hub, or a GGUF file
   report RUN ...        write RUN/report.html again; with several runs, one page over their seeds
 
+  --version             print the version
+
 zerochat trains a chat model from a base language model: SFT, a reward model and PPO, or SFT and DPO.
 """
 
@@ -27,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(USAGE, end="")
+        return 0
+    if name == "--version":
+        print(f"zerochat {version()}")
         return 0
     command = COMMANDS.get(name)
     if command is None:

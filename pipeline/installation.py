@@ -5,6 +5,8 @@ A checkout has `train.py`, `chat.py` and `conf/` at its root. The wheel has the 
 """
 
 import sys
+import tomllib
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +20,14 @@ DOCTOR = "python zerochat.py doctor" if IS_CHECKOUT else "zerochat doctor"
 EXPORT = "python zerochat.py export" if IS_CHECKOUT else "zerochat export"
 SERVE = "python zerochat.py serve" if IS_CHECKOUT else "zerochat serve"
 REPORT = "python zerochat.py report" if IS_CHECKOUT else "zerochat report"
+
+
+def version() -> str:
+    """Return the version of this installation; in a checkout, that of `pyproject.toml`."""
+    if not IS_CHECKOUT:
+        return metadata.version("zerochat")
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        return str(tomllib.load(file)["project"]["version"])
 
 
 def pip_install(extra: str) -> str:

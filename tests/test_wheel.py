@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def test_an_installed_wheel_runs_every_stage_from_an_empty_folder(wheel: Path, t
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert zerochat("--version") == f"zerochat {version}\n"
     printed = zerochat("train", "run_dir=run", *SMALLEST)
     assert "zerochat chat run" in printed
     example = printed.partition("sft: tokens: answers end with <|end|> (1)")[2].splitlines()[2]

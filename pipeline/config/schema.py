@@ -321,14 +321,15 @@ class ProfileSection(Section):
     ranks: Literal["first", "all"] = Field("first", description="ranks that are recorded")
 
 
+GpuName = Literal[
+    "b200", "h200", "h100", "a100", "a100-40gb", "l40s", "a6000", "rtx4090", "rtx3090", "a10g", "l4", "v100", "t4"
+]  # fmt: skip
+
+
 class PlanSection(Section):
-    device: (
-        Literal[
-            "b200", "h200", "h100", "a100", "a100-40gb", "l40s", "a6000", "rtx4090", "rtx3090", "a10g", "l4", "v100",
-            "t4",
-        ]
-        | None
-    ) = Field(None, description="stage=plan: GPU to plan for, by its data sheet; null: measure this machine")  # fmt: skip
+    device: Annotated[GpuName | None, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)] = (
+        Field(None, description="stage=plan: GPU to plan for, by its data sheet; null: measure this machine")
+    )
     ranks: int = Field(1, ge=1, description="number of GPUs of plan.device (for this machine: ranks)")
     price_per_gpu_hour: float | None = Field(None, ge=0, description="price of one GPU for one hour, in any currency")
 

@@ -440,6 +440,10 @@ def test_keys_of_a_plan_without_an_effect_are_refused(words: list[str], message:
     assert message in refusal(*words)
 
 
+def test_the_gpu_of_a_plan_may_be_written_in_capitals():
+    assert config_of("stage=plan", "plan.device=A100-40GB").plan.device == "a100-40gb"
+
+
 def test_planner_and_auto_support_pipelines():
     assert config_of("stage=plan", "engine.pipeline_parallel=2").engine.pipeline_parallel == 2
     assert config_of("stage=sft", "engine.pipeline_parallel=2", "engine=auto").engine.auto
