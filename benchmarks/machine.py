@@ -54,6 +54,11 @@ def cpu_precision() -> str:
     return "bf16" if bf16 >= fp32 / 2 else "fp32"
 
 
+def cpu_precisions() -> tuple[str, ...]:
+    """Return the precisions in which a comparison runs on the CPU: bf16 too, unless `cpu_precision` excludes it."""
+    return tuple(dict.fromkeys((cpu_precision(), "fp32")))
+
+
 def matrix_gflops(dtype: torch.dtype, seconds: float = MIN_SECONDS, size: int = SIZE) -> float:
     """Return the rate of a product of two `size` by `size` matrices on the CPU: the best of about `seconds`."""
     left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""DPO on ragged pairs of 20 to 512 tokens per side, against TRL's DPOTrainer, in bf16 and fp32.
+"""DPO on ragged pairs of 20 to 512 tokens per side, against TRL's DPOTrainer.
 
 Both sides have the same weights and use the same pairs in the same order. Both compute the reference's
 log-probabilities before the first step; the rate does not include this time. Loss and log-probabilities of each step
@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from benchmarks.machine import cpu_precisions
 from benchmarks.measure import BenchFailed, in_turn, median
 from benchmarks.peers import tasks
 from benchmarks.peers.child_process import Figures, measure, memory_and_load, read_task, report
@@ -37,7 +38,7 @@ def run(rounds: int) -> list[Result]:
     """Return pairs per second. Raises BenchFailed if the sides do different work."""
     trl = environment("trl", TRL)
     results = []
-    for precision in ("bf16", "fp32"):
+    for precision in cpu_precisions():
         preferences = tasks.preferences(PAIRS * (STEPS + WARMUP))
         task = tasks.of_pairs(precision, PAIRS, STEPS, WARMUP, preferences=preferences, beta=0.1)
         runs = in_turn(

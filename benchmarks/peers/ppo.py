@@ -5,6 +5,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.machine import cpu_precision
 from benchmarks.measure import in_turn, median
 from benchmarks.peers import tasks
 from benchmarks.peers.child_process import measure, memory_and_load, read_task, report_phases
@@ -32,9 +33,10 @@ def make_task(precision: str, *, steps: int, warmup: int) -> dict[str, Any]:
 
 
 def run(rounds: int) -> list[Result]:
-    """Return seconds per iteration: fp32 weights, bf16 where the peer computes in bf16 (in its training)."""
+    """Return seconds per iteration: fp32 weights, and `cpu_precision` where the peer computes in it (in its training)."""
     trl = environment("trl-ppo", TRL_PPO)
-    task = make_task("bf16", steps=2, warmup=1)
+    precision = cpu_precision()
+    task = make_task(precision, steps=2, warmup=1)
     runs = in_turn(
         {
             "ours": partial(measure, __name__, task),
@@ -52,7 +54,7 @@ def run(rounds: int) -> list[Result]:
             lower_is_better=True,
             peer=seconds["trl"],
             detail={
-                "dtype": "bf16",
+                "dtype": precision,
                 **memory_and_load(runs["ours"], runs["trl"]),
                 "seconds_by_phase": runs["ours"][-1].more["phases"],
             },

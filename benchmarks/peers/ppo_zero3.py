@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from benchmarks.machine import cpu_precision
 from benchmarks.measure import in_turn, median, medians_by_name
 from benchmarks.peers.child_process import measure
 from benchmarks.peers.environments import DEEPSPEED, environment
@@ -14,7 +15,8 @@ RANKS = 2
 def run(rounds: int) -> list[Result]:
     """Return seconds per iteration, with one thread per rank."""
     python = environment("deepspeed", DEEPSPEED)
-    task = make_task("bf16", steps=1, warmup=1) | {"threads": 1, "zero_stage": 3}
+    precision = cpu_precision()
+    task = make_task(precision, steps=1, warmup=1) | {"threads": 1, "zero_stage": 3}
     sides = {
         "ours": partial(measure, "benchmarks.peers.ppo", task, ranks=RANKS),
         "deepspeed": partial(measure, "benchmarks.peers.baselines.deepspeed_ppo", task, python=python, ranks=RANKS),
@@ -33,7 +35,7 @@ def run(rounds: int) -> list[Result]:
             lower_is_better=True,
             peer=seconds["deepspeed"],
             detail={
-                "dtype": "bf16",
+                "dtype": precision,
                 "ranks": RANKS,
                 "peak_gib_a_rank": median([figures.peak_gib for figures in runs["ours"]]),
                 "peer_peak_gib_a_rank": median([figures.peak_gib for figures in runs["deepspeed"]]),

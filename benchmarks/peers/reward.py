@@ -1,10 +1,11 @@
-"""A reward model on ragged pairs of 20 to 512 tokens per side, against TRL's RewardTrainer, in bf16 and fp32."""
+"""A reward model on ragged pairs of 20 to 512 tokens per side, against TRL's RewardTrainer."""
 
 import time
 from functools import partial
 
 import numpy as np
 
+from benchmarks.machine import cpu_precisions
 from benchmarks.measure import in_turn, median
 from benchmarks.peers import tasks
 from benchmarks.peers.child_process import measure, memory_and_load, read_task, report
@@ -24,7 +25,7 @@ def run(rounds: int) -> list[Result]:
     """Return pairs per second."""
     trl = environment("trl", TRL)
     results = []
-    for precision in ("bf16", "fp32"):
+    for precision in cpu_precisions():
         task = tasks.of_pairs(precision, PAIRS, STEPS, WARMUP, pairs=tasks.pairs(PAIRS * (STEPS + WARMUP)))
         runs = in_turn(
             {

@@ -1,10 +1,11 @@
-"""SFT on ragged conversations of 20 to 512 tokens, against TRL's SFTTrainer, packed and unpacked, in bf16 and fp32."""
+"""SFT on ragged conversations of 20 to 512 tokens, against TRL's SFTTrainer, packed and unpacked."""
 
 import time
 from functools import partial
 
 import numpy as np
 
+from benchmarks.machine import cpu_precisions
 from benchmarks.measure import in_turn, median
 from benchmarks.peers import tasks
 from benchmarks.peers.child_process import measure, memory_and_load, read_task, report
@@ -25,7 +26,7 @@ def run(rounds: int) -> list[Result]:
     """Return useful tokens per second. The peer's figure is the better of its two layouts."""
     trl = environment("trl", TRL)
     results = []
-    for precision in ("bf16", "fp32"):
+    for precision in cpu_precisions():
         task = tasks.make(
             precision,
             sequences=tasks.conversations(CONVERSATIONS * (STEPS + WARMUP)),

@@ -1,7 +1,8 @@
-"""Training steps of the engine and of DeepSpeed at the same ZeRO stage: 2 ranks of one thread, OPT-125M shape, bf16.
+"""Training steps of the engine and of DeepSpeed at the same ZeRO stage: 2 ranks of one thread, OPT-125M shape.
 
-Both sides have fp32 masters and get the same tokens, learning rate and clipping. Each uses its usual loss: the loss of
-the SFT stage, and the `labels=` loss of transformers. The first `WARM_UP` steps of a run are not measured.
+Both sides compute in `cpu_precision` with fp32 masters. They get the same tokens, learning rate and clipping. Each uses
+its usual loss: the loss of the SFT stage, and the `labels=` loss of transformers. The first `WARM_UP` steps of a run
+are not measured.
 """
 
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import cpu_precision
 from benchmarks.measure import in_turn, median, spread
 from benchmarks.peers.environments import DEEPSPEED, environment
 from benchmarks.ranks import run_ranks
@@ -59,6 +61,7 @@ def measure(rounds: int, stage: int) -> Result:
         detail={
             "ranks": RANKS,
             "peer": DEEPSPEED[0],
+            "dtype": cpu_precision(),
             "peak_host_gib_a_rank": gib,
             "runs": rates,
             "spread": {side: spread(values) for side, values in rates.items()},
@@ -69,7 +72,7 @@ def measure(rounds: int, stage: int) -> Result:
 
 def train(python: Path, module: str, stage: int) -> Run:
     """Run one side once. Raises BenchFailed."""
-    return summarize(run_ranks(module, [str(stage), str(STEPS)], RANKS, python=python))
+    return summarize(run_ranks(module, [str(stage), str(STEPS), cpu_precision()], RANKS, python=python))
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]]) -> Run:
@@ -78,12 +81,12 @@ def summarize(ranks: Sequence[Mapping[str, Any]]) -> Run:
     return Run(median(ranks[0]["seconds"][WARM_UP:]), peak, ranks[0]["losses"])
 
 
-def main(stage: int, steps: int) -> None:
+def main(stage: int, steps: int, precision: str) -> None:
     """Train one rank on random tokens with our engine and the loss of the SFT stage, on one thread."""
     torch.set_num_threads(1)
     world, fields = dist.start("steps", device="cpu"), architecture()
     optimizer = OptimizerConfig(lr=LEARNING_RATE, schedule="constant", betas=(0.9, 0.999), decay="all")
-    choice = EngineChoice(EngineSettings(zero_stage=stage, dtype="bf16"), optimizer)  # type: ignore[arg-type]
+    choice = EngineChoice(EngineSettings(zero_stage=stage, dtype=precision), optimizer)  # type: ignore[arg-type]
     model = ModelConfig(name="opt-125m", weights="random", architecture=fields)
     engine = build_policy(resolve(model, seed=1), choice)
 
@@ -98,4 +101,4 @@ def main(stage: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
