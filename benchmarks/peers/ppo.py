@@ -33,7 +33,7 @@ def make_task(precision: str, *, steps: int, warmup: int) -> dict[str, Any]:
 
 
 def run(rounds: int) -> list[Result]:
-    """Return seconds per iteration: fp32 weights, and `cpu_precision` where the peer computes in it (in its training)."""
+    """Return seconds per iteration: fp32 weights; the peer trains in `cpu_precision`."""
     trl = environment("trl-ppo", TRL_PPO)
     precision = cpu_precision()
     task = make_task(precision, steps=2, warmup=1)

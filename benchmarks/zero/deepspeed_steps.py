@@ -1,4 +1,7 @@
-"""Training steps of one rank with DeepSpeed and the model's own loss, in DeepSpeed's environment: `STAGE STEPS PRECISION`."""
+"""Training steps of one rank with DeepSpeed and the model's own loss, in DeepSpeed's environment.
+
+Arguments: `STAGE STEPS PRECISION`.
+"""
 
 import sys
 from typing import Any
