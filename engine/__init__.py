@@ -13,16 +13,22 @@ Other rooms import only the names in `__all__`. Lower-case names without a call 
 - `oom`: a pass that ran out of memory, and the micro-batch size that fits.
 """
 
-from engine import checkpoint, deepspeed_json, kernels, loading, memory, oom
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from engine import checkpoint, kernels, loading, memory, oom
 from engine import parallel as distributed
 from engine.checkpoint import Checkpointer
 from engine.config import EngineConfig, LossScale, OptimizerConfig
 from engine.engine import Engine, LossFn, Update
-from engine.entry import initialize
 from engine.generation import attention
 from engine.generation.generator import Generation, Generator
 from engine.generation.sampling import Sampling
 from engine.parallel.dtensors import token_logprobs
+
+if TYPE_CHECKING:
+    from engine import deepspeed_json
+    from engine.entry import initialize
 
 __all__ = [
     "Checkpointer",
@@ -46,3 +52,12 @@ __all__ = [
     "oom",
     "token_logprobs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `initialize` and `deepspeed_json` at their first use: a stage of zerochat needs neither."""
+    if name == "initialize":
+        return import_module("engine.entry").initialize
+    if name == "deepspeed_json":
+        return import_module("engine.deepspeed_json")
+    raise AttributeError(f"module engine has no attribute {name}")

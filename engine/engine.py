@@ -24,9 +24,7 @@ from engine.generation.inference_model import InferenceModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
-from engine.offload import OffloadedOptimizer
-from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, Update
-from engine.optimizers.onebit_adam import OneBitAdam
+from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, TakesGradients, Update
 from engine.parallel import collectives, dist, zero
 from engine.passes import Batch, LossFn, Passes, PipelinePasses, add_up
 
@@ -97,6 +95,8 @@ class Engine:
 
     def _make_optimizer(self, config: OptimizerConfig) -> Optimizer:
         if sharding.uses_offload(self.config, config):
+            from engine.offload import OffloadedOptimizer
+
             return OffloadedOptimizer(self.module, config, self.config, after_write=self._release_pages)
         return optim.build(self.module, config, states=self.config.states)
 
@@ -164,8 +164,7 @@ class Engine:
         on one rank. Their gradients are zeros, or None.
         """
         zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
-        # These optimizers take the gradients from the module during backward, or average them over ranks.
-        owner = self.optimizer if isinstance(self.optimizer, OffloadedOptimizer | OneBitAdam) else self._passes
+        owner = self.optimizer if isinstance(self.optimizer, TakesGradients) else self._passes
         squared_norm = owner.squared_norm()
         trained, used = zero.take_used(self.module)
         numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])

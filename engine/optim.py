@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import OptimizerConfig
-from engine.optimizers.bf16_adamw import BFloat16AdamW
-from engine.optimizers.onebit_adam import ERRORS, OneBitAdam
+from engine.optimizers import ERRORS
 
 
 class Lion(torch.optim.Optimizer):
@@ -50,7 +49,6 @@ class Lion(torch.optim.Optimizer):
 
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-OWN = {"lion": Lion, "onebitadam": OneBitAdam}
 CONFIG_FIELDS = {
     "adamw": ("betas", "eps"), "adam": ("betas", "eps"), "onebitadam": ("betas", "eps"), "lion": ("betas",),
 }  # fmt: skip
@@ -72,7 +70,7 @@ def build(
     memory use is known before the first step. Raises ValueError for an unknown or unsupported name or option.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    kind = BFloat16AdamW if states == "bf16" else optimizer_class(config.name)
+    kind = _bf16_adamw() if states == "bf16" else optimizer_class(config.name)
     optimizer = with_groups(parameter_groups(trainable, config), config, kind)
     if kind in ADAMS.values():
         allocate_states(module, optimizer, config, [name for name, p in module.named_parameters() if p.requires_grad])
@@ -127,10 +125,21 @@ def optimizer_class(name: str) -> Any:
     low = name.lower()
     if low in UNSUPPORTED:
         raise ValueError(f"optimizer {name} is not supported: {UNSUPPORTED[low]}. Use adamw or lion")
-    known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)} | OWN
+    if low == "onebitadam":
+        from engine.optimizers.onebit_adam import OneBitAdam
+
+        return OneBitAdam
+    known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)} | {"lion": Lion}
     if low not in known:
-        raise ValueError(f"there is no optimizer {name}. Use one of {', '.join(sorted(known.keys() - UNSUPPORTED))}")
+        names = ", ".join(sorted({*known, "onebitadam"} - UNSUPPORTED.keys()))
+        raise ValueError(f"there is no optimizer {name}. Use one of {names}")
     return known[low]
+
+
+def _bf16_adamw() -> Any:
+    from engine.optimizers.bf16_adamw import BFloat16AdamW
+
+    return BFloat16AdamW
 
 
 def _is_optimizer(value: Any) -> bool:

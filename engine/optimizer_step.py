@@ -6,17 +6,28 @@ The dynamic loss scale of fp16: Micikevicius et al., 2018, arXiv:1710.03740.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import LossScale, OptimizerConfig
-from engine.offload import OffloadedOptimizer
 from engine.parallel import dtensors
 from engine.parallel.collectives import SentBytes
 
-Optimizer: TypeAlias = torch.optim.Optimizer | OffloadedOptimizer
+if TYPE_CHECKING:
+    from engine.offload import OffloadedOptimizer
+
+Optimizer: TypeAlias = "torch.optim.Optimizer | OffloadedOptimizer"
+
+
+@runtime_checkable
+class TakesGradients(Protocol):
+    """An optimizer that takes gradients from the module during backward, or averages them over ranks itself."""
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of the gradients of the step."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,9 @@ class Average:
     name. `runs` is True after `start`.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+    def __init__(self, module: nn.Module, optimizer: "Optimizer | None") -> None:
         self._module = module
-        self._offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
+        self._offloaded = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._decay = self._weight = 0.0
         self.runs = False
         self.tensors: dict[str, Tensor] = {}
@@ -237,14 +248,14 @@ class OptimizerStep:
         return lr
 
     def _scale_gradients(self, factor: float) -> None:
-        if isinstance(self._optimizer, OffloadedOptimizer):
-            self._optimizer.scale(factor)
-        else:
+        if isinstance(self._optimizer, torch.optim.Optimizer):
             gradients = [dtensors.local(p.grad) for p in self._module.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, factor)
+        else:
+            self._optimizer.scale(factor)
 
     def _remove_gradients(self, names: set[str]) -> None:
-        if isinstance(self._optimizer, OffloadedOptimizer):
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
             self._optimizer.remove_gradients(names)
         for name, parameter in self._module.named_parameters() if names else ():
             if name in names:

@@ -22,8 +22,6 @@ from engine.memory.tracker import MemoryTracker
 from engine.oom import PassOutOfMemory, is_out_of_memory
 from engine.optimizer_step import LossScaler
 from engine.parallel import dist, dtensors, zero
-from engine.parallel.pipeline_parallel import Pipeline
-from engine.parallel.pipeline_split import split_of
 
 Batch = TypeVar("Batch")
 Tree = TypeVar("Tree")
@@ -143,6 +141,9 @@ class PipelinePasses(Passes):
     """The passes of this rank's stage of a pipeline."""
 
     def __post_init__(self) -> None:
+        from engine.parallel.pipeline_parallel import Pipeline
+        from engine.parallel.pipeline_split import split_of
+
         super().__post_init__()
         split = split_of(self.module)
         assert split is not None, "sharding.apply splits the module"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,10 @@ from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig, Precision
 from engine.internals import allow_compilations
 from engine.kernels.products import widen_linears
 from engine.loading import copy_local
-from engine.offload import NvmeParameters, OffloadedOptimizer
 from engine.parallel import dist, meshes, tensor, zero
-from engine.parallel.pipeline_split import split_model
+
+if TYPE_CHECKING:
+    from engine.offload import NvmeParameters, OffloadedOptimizer
 
 MAX_COMPILED_VARIANTS = 64
 """The limit of compilations of a block. The blocks of a model share their code, and gradients, dropout, padding and row
@@ -24,7 +26,7 @@ lengths each need another variant. PyTorch's limit of 8 is too low for that.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> NvmeParameters | None:
+def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | None) -> "NvmeParameters | None":
     """Cast, split, shard and allocate a module, in place. Return the files of its shards if they are on NVMe.
 
     Trained parameters are fp32 masters, except with an offloaded optimizer (which has the masters) or `states="bf16"`.
@@ -66,6 +68,8 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
             local_gradients=local_gradients,
         )
     if config.offload_parameters == "nvme":
+        from engine.offload import NvmeParameters
+
         return NvmeParameters(module, config.nvme_path)
     if is_on_meta:
         _allocate(module, device)
@@ -102,7 +106,7 @@ def check_optimizer(config: EngineConfig, optimizer: OptimizerConfig) -> None:
 
 def fill(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | OffloadedOptimizer | None,
+    optimizer: "torch.optim.Optimizer | OffloadedOptimizer | None",
     values: dict[str, Tensor],
     initialize: Callable[[nn.Module], None] | None,
 ) -> None:
@@ -115,7 +119,7 @@ def fill(
             copy_local(parameter, values.pop(name))
     if initialize is not None:
         initialize(module)
-    if isinstance(optimizer, OffloadedOptimizer):
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
         optimizer.update_masters()
 
 
@@ -140,6 +144,8 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
     if config.sequence_parallel > 1:
         meshes.sequence_group()  # made now: in the middle of a pass, other collectives may be in flight
     if config.pipeline_parallel > 1:
+        from engine.parallel.pipeline_split import split_model
+
         dtype = TORCH_DTYPE[config.dtype]
         split_model(module, rank=world.pipeline_rank, size=world.pipeline, dtype=dtype, device=world.device)
     if config.tensor_parallel > 1:

@@ -1,6 +1,7 @@
 """The start and the end of PPO, and its evaluation on held-out prompts."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from engine import Sampling, distributed
 from pipeline.config.stage_sections import LoraConfig
@@ -8,7 +9,6 @@ from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
 from pipeline.evaluation.samples import BEST_OF, GRADES
-from pipeline.evaluation.user_function import UserFunction
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
@@ -18,6 +18,9 @@ from step3_ppo.log import ROLLOUTS
 from step3_ppo.models import Models, ModelSources
 from step3_ppo.rollout import score_answers
 from step3_ppo.setup import Ppo
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.user_function import UserFunction
 
 
 def build_evaluator(
@@ -29,7 +32,7 @@ def build_evaluator(
     *,
     budget: int,
     keep: bool,
-    judge: UserFunction | None = None,
+    judge: "UserFunction | None" = None,
     candidates: int = 1,
 ) -> Evaluator:
     """Return an evaluator whose scores are those of the reward model and the reward function of PPO, if it has any."""
@@ -101,7 +104,7 @@ def finish(
     lora: LoraConfig,
     export_best: bool,
     skipped: dict[str, int],
-    pair_judge: UserFunction | None = None,
+    pair_judge: "UserFunction | None" = None,
 ) -> None:
     """Export the model, write the answers of base, SFT and PPO model to samples.jsonl, and write summary.json.
 

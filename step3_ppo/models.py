@@ -4,13 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import Engine
 from pipeline.config.schema import RunConfig
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from pipeline.evaluation.user_function import UserFunction, load_function
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.folder import model_folder
@@ -19,6 +18,9 @@ from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, resolve
 from pipeline.models.stage_models import actor_folder, base_source, policy_to_tune
 from pipeline.stages.start import optimizer_config
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.user_function import UserFunction
 
 REWARD_MODEL = "model"  # the name of the reward model in `ppo.reward_weights`
 
@@ -41,7 +43,7 @@ class Models:
     reference: Engine | None
     rewards: Sequence[Engine] = ()
     reward_std: float = 1.0
-    function: UserFunction | None = None
+    function: "UserFunction | None" = None
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     ensemble_score: str = "mean"
 
@@ -179,6 +181,8 @@ def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, 
         verify(critic, max_length=longest)
     function = None
     if section.reward_function is not None:
+        from pipeline.evaluation.user_function import load_function
+
         function = load_function(section.reward_function, section.reward_threads)
     levels = [reference_level(source) for source in sources.rewards]
     std = levels[0][1] if levels else 1.0

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from engine import optim
 from engine.checkpoint.storage import LoadPlanner, LocalChunks, SavePlanner, Writer, chunks_of, verify
 from engine.config import OptimizerConfig
-from engine.offload import OffloadedOptimizer
 from engine.optimizer_step import Average, LossScaler, Optimizer
-from engine.optimizers.onebit_adam import ERRORS
+from engine.optimizers import ERRORS
 from engine.parallel import dist, zero
 
 PARAMETER, AVERAGE, BUFFER = "parameter.", "average.", "buffer."  # prefixes of the names of tensors
@@ -42,7 +41,7 @@ class Trained(Protocol):
     step_count: int
     scaler: LossScaler
     average: Average
-    optimizer: Optimizer | None
+    optimizer: "Optimizer | None"
     optimizer_config: OptimizerConfig | None
 
 
@@ -254,10 +253,10 @@ def _allocate_states(engine: Trained, shapes: Mapping[str, torch.Size]) -> None:
     """Give the optimizer exactly the states that the checkpoint has."""
     assert engine.optimizer is not None and engine.optimizer_config is not None
     names = {name.partition(".")[2] for name in _states(shapes)}
-    if isinstance(engine.optimizer, OffloadedOptimizer):
-        engine.optimizer.allocate_states(names)
-    else:
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
         optim.allocate_states(engine.module, engine.optimizer, engine.optimizer_config, names)
+    else:
+        engine.optimizer.allocate_states(names)
 
 
 def _restore_counters(engine: Trained, saved: Mapping[str, Any]) -> None:
@@ -265,5 +264,5 @@ def _restore_counters(engine: Trained, saved: Mapping[str, Any]) -> None:
     assert engine.optimizer is not None
     engine.step_count = saved["step_count"]
     engine.scaler.restore(saved["scaler"])
-    if isinstance(engine.optimizer, OffloadedOptimizer):
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
         engine.optimizer.write_to_module("parameter")

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from engine.generation.attention import DecodeRows, StepTokens
-from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_session import DecodeSession
 from engine.generation.decode_step import DecodeStep, Sampler, SlotModel
 from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache, default_cache_bytes
@@ -30,6 +30,9 @@ from engine.generation.sampling import SampledToken, Sampling
 from engine.generation.scheduler import Chunk, Scheduler, queue_order
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
+
+if TYPE_CHECKING:
+    from engine.generation.cuda_graph import GraphedStep
 
 log = logging.getLogger(__name__)
 # Prompt tokens in one forward, at most. This bounds the activations, which should stay in the caches of a CPU.
@@ -131,7 +134,7 @@ class DecodeLoop:
                 )
         return self.cache
 
-    def _sampler_for(self, step: DecodeStep, sampling: Sampling) -> tuple[Sampler, GraphedStep | None]:
+    def _sampler_for(self, step: DecodeStep, sampling: Sampling) -> tuple[Sampler, "GraphedStep | None"]:
         """Return the sampler of these settings, and the graphs of the decode step with it, None without graphs."""
         settings = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
         if settings in self._samplers:
@@ -139,6 +142,8 @@ class DecodeLoop:
         else:
             sampler, graphs = step.sampler(settings), None
             if self.use_graphs and settings.top_logprobs is None:  # the host reads the likeliest tokens
+                from engine.generation.cuda_graph import GraphedStep
+
                 scratch, name = step.cache.size.sequences, type(self.model.module).__name__
                 graphs = GraphedStep(partial(step.run_rows, sampler), step.state.step, scratch=scratch, name=name)
             entry = sampler, graphs

@@ -9,15 +9,18 @@ answer. The host drops these tokens.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.generation.cuda_graph import GraphedStep
 from engine.generation.decode_step import NOTHING, DecodeStep, Sampler
 from engine.generation.sampling import Ending, SampledToken, Sampling, check_logprobs, combine_seeds
 from engine.generation.scheduler import ActiveSequence, Scheduler
 from engine.host_memory import upload
+
+if TYPE_CHECKING:
+    from engine.generation.cuda_graph import GraphedStep
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class _Request:
     seed: int
     ends: Callable[[int, int], bool]
     sampler: Sampler
-    graphs: GraphedStep | None
+    graphs: "GraphedStep | None"
     count: int = 0
 
 
@@ -52,7 +55,7 @@ class DecodeSession:
     def __init__(
         self,
         step: DecodeStep,
-        sampler_for: Callable[[DecodeStep, Sampling], tuple[Sampler, GraphedStep | None]],
+        sampler_for: Callable[[DecodeStep, Sampling], tuple[Sampler, "GraphedStep | None"]],
         scheduler: Scheduler,
         window: int,
     ) -> None:
@@ -154,7 +157,7 @@ class DecodeSession:
         requests = {sequence.slot: sequence.request for sequence in scheduler.decoding}
         return _Launch(requests, steps, step.state.copy_to_host(), in_graphs=graphs is not None)
 
-    def _common_graphs(self, requests: Sequence[_Request]) -> GraphedStep | None:
+    def _common_graphs(self, requests: Sequence[_Request]) -> "GraphedStep | None":
         """Return the graphs of these requests if all have the same settings; None if there are none."""
         is_common = len({id(request.sampler) for request in requests}) == 1
         return requests[0].graphs if self._window and is_common else None

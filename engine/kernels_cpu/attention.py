@@ -229,8 +229,10 @@ def _call_ragged(tensors: Sequence[Tensor], lses: Tensor, families: Families, sc
     function = compiled.ragged_attention
     function.argtypes, function.restype = _RAGGED_ARGUMENTS, ctypes.c_int
     query, key = tensors[0], tensors[1]
-    data = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    data = (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
+    strides: list[int] = []
+    for tensor in tensors:
+        strides += tensor.stride()[:2]
     failed = function(
         data,
         (ctypes.c_int64 * len(strides))(*strides),

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.optimizers import ERRORS
 from engine.parallel import collectives, dist, dtensors, meshes
-
-ERRORS = ("worker_error_of_", "server_error_of_")  # names of states; the number of ranks follows
 
 
 class OneBitAdam(torch.optim.Optimizer):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from engine import internals
 from engine.config import Compress
 from engine.internals import tree_map
-from engine.parallel import comm_hooks, dist, meshes
+from engine.parallel import dist, meshes
 
 T = TypeVar("T")
 
@@ -109,6 +109,8 @@ def shard(
     `offload` keeps the shards on the host, and `pin` pins them there. `local_gradients` (stage 0) reduces nothing, so
     that each rank has its own gradients.
     """
+    from engine.parallel import comm_hooks
+
     zero_mesh = meshes.zero_mesh(stage=stage, shard_ranks=shard_ranks)
     replicate = 1 if local_gradients else zero_mesh["replicate"].size()
     # With a replicate dimension of size 1, FSDP2 would hold all reduced fp32 gradients until backward ends.

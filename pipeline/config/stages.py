@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.config.stage_sections import DpoSection, StageSection
-
 if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
+    from pipeline.config.stage_sections import StageSection
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,9 @@ ANSWERING = ("sft", *POLICIES)
 """The stages that train a chat model."""
 
 
-def example_unit(stage: str, section: StageSection) -> str:
+def example_unit(stage: str, section: "StageSection") -> str:
     """Return the unit of the batch size of a stage. KTO counts answers, the other losses of DPO count pairs."""
-    return "answers" if isinstance(section, DpoSection) and not section.reads_pairs else STAGES[stage].examples
+    return STAGES[stage].examples if getattr(section, "reads_pairs", True) else "answers"
 
 
 def stages_to_run(config: "RunConfig") -> list[str]:

@@ -6,14 +6,16 @@ compares two answers to the same prompt.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Prompt, Row
 from pipeline.errors import SharedError, UserError
-from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, UserFunction, load_function
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.user_function import UserFunction
 
 GOLD_SOURCE = "demo"  # the data source whose prompts the gold scorer supports
 Arguments = TypeVar("Arguments")
@@ -24,31 +26,35 @@ Verdicts = tuple[float | None, float | None]
 """A pair judge's verdicts on one answer against another, for both orders: 1 better, 0 worse, None without a verdict."""
 
 
-def load_judge(config: RunConfig) -> UserFunction | None:
+def load_judge(config: RunConfig) -> "UserFunction | None":
     """Load the function that `evaluation.judge` names; return None if the key is null."""
     evaluation = config.evaluation
     if evaluation.judge is None:
         return None
+    from pipeline.evaluation.user_function import JUDGE, load_function
+
     return load_function(evaluation.judge, evaluation.judge_threads, key=JUDGE)
 
 
-def can_judge(prompts: Sequence[Prompt], judge: UserFunction | None) -> bool:
+def can_judge(prompts: Sequence[Prompt], judge: "UserFunction | None") -> bool:
     """Return whether answers to these prompts get a gold score: from the judge, or from the built-in gold scorer."""
     if judge is None:
         return bool(prompts) and all(prompt.source == GOLD_SOURCE for prompt in prompts)
     return bool(prompts) and all(prompt.row is not None for prompt in prompts)
 
 
-def load_pair_judge(config: RunConfig) -> UserFunction | None:
+def load_pair_judge(config: RunConfig) -> "UserFunction | None":
     """Load the function that `evaluation.pair_judge` names; return None if the key is null."""
     evaluation = config.evaluation
     if evaluation.pair_judge is None:
         return None
+    from pipeline.evaluation.user_function import PAIR_JUDGE, load_function
+
     return load_function(evaluation.pair_judge, evaluation.judge_threads, key=PAIR_JUDGE)
 
 
 def compare_pairs(
-    prompts: Sequence[Prompt], answers: Sequence[str], others: Sequence[str], judge: UserFunction
+    prompts: Sequence[Prompt], answers: Sequence[str], others: Sequence[str], judge: "UserFunction"
 ) -> list[Verdicts] | None:
     """Return the verdicts on each of `answers` against that of `others`, on every rank; None if a data row is missing.
 
@@ -69,7 +75,7 @@ def compare_pairs(
     return verdicts
 
 
-def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunction | None) -> list[float] | None:
+def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: "UserFunction | None") -> list[float] | None:
     """Return the gold score of each answer, on every rank; None if no judge supports these prompts.
 
     A user function needs the data row of every prompt. Raise SharedError on every rank if a call fails.
@@ -84,7 +90,7 @@ def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunctio
     return _on_all_ranks(judge.scores, [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None])
 
 
-def function_rewards(function: UserFunction, calls: Sequence[Call]) -> dict[str, list[float]]:
+def function_rewards(function: "UserFunction", calls: Sequence[Call]) -> dict[str, list[float]]:
     """Return the function's rewards of each call by name, on every rank. The calls are distributed over ranks.
 
     Raise SharedError on every rank if a call fails on any rank, or if the names differ from call to call.

@@ -155,5 +155,5 @@ def test_two_ranks_learn_what_one_does_and_checkpoints_hold_adapters_only(tmp_pa
     torch.testing.assert_close(first["half"], logprobs_of(half.module, ids_of(2, 9)), atol=0.2, rtol=0.05)
     assert torch.equal(first["half"], second["half"])
     stored = HuggingFaceStorageReader(str(tmp_path / "checkpoint")).read_metadata().state_dict_metadata
-    assert len(stored) == 3 * len(first["factors"])  # the adapters and their two moments
+    assert len(stored) == 4 * len(first["factors"])  # the adapters, their two moments and their step counts
     assert all(".lora_" in name for name in stored)
