@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +55,12 @@ def read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def summary_metrics(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a summary.json: those of its last step ("final"), replaced by those of its top level."""
+    final = summary.get("final")
+    return {**(final if isinstance(final, dict) else {}), **summary}
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pipeline.config.stages import STAGES, example_unit
 from pipeline.data.hub import cached_licence
 from pipeline.data.sources import configured_sources, is_remote
 from pipeline.export.source import FinishedStage
+from pipeline.files import summary_metrics
 
 UNKNOWN = "unknown"
 RESULTS = {
@@ -74,7 +75,7 @@ def _results(stage: FinishedStage) -> str:
     """Return a table of the figures of the stage, with the figures of the models before it, if they were measured."""
     summary = stage.summary
     models = summary.get("held_out") or {}
-    own = {**summary.get("final", {}), **summary}
+    own = summary_metrics(summary)
     columns = {name: figures for name, figures in models.items() if name in ("base", *STAGES) and name != stage.name}
     columns[stage.name] = own
     rows = [

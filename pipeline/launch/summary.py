@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.config.messages import format_time
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES, STAGES
-from pipeline.files import read_object, read_plan
+from pipeline.files import read_object, read_plan, summary_metrics
 from pipeline.installation import CHAT
 from pipeline.launch.manifest import Manifest
 
@@ -103,7 +103,7 @@ def stage_figures(run_dir: Path, stage: str) -> str | None:
 
 def figure(summary: dict[str, Any], name: str) -> float | None:
     """Return one metric of summary.json: from its top level, else from "final"; None if neither has it."""
-    value = {**summary.get("final", {}), **summary}.get(name)
+    value = summary_metrics(summary).get(name)
     return value if isinstance(value, int | float) else None
 
 

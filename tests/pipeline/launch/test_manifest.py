@@ -21,7 +21,7 @@ from pipeline.launch.fingerprint import hash_tree, stage_settings
 from pipeline.launch.folder import open_folder
 from pipeline.launch.manifest import Manifest
 from pipeline.launch.stage_inputs import stage_inputs
-from pipeline.launch.summary import compare_runs
+from pipeline.launch.summary import compare_runs, stage_figures
 from tests.forked_launch import launch
 from tests.ranks import Worker
 
@@ -546,3 +546,9 @@ def test_a_manifest_is_written_atomically(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="power cut"):
         manifest.save()
     assert Manifest.read(tmp_path).request == ""
+
+
+def test_a_summary_whose_last_step_is_no_table_has_the_figures_of_its_top_level(tmp_path: Path):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "summary.json").write_text('{"final": [1], "eval_loss": 2.5}')
+    assert stage_figures(tmp_path, "sft") == "eval_loss 2.5"
