@@ -41,9 +41,9 @@ CURVES = {
 }
 
 
-def run_on_cpu(folder: str) -> None:
-    for name, stage in STAGES.items():
-        import_module(f"{stage.package}.train").run(read_config(Path(folder) / name), Path(folder) / name)
+def run_on_cpu(folder: str, stages: Sequence[str] = tuple(STAGES)) -> None:
+    for name in stages:
+        import_module(f"{STAGES[name].package}.train").run(read_config(Path(folder) / name), Path(folder) / name)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,15 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_stage_configs(folder, tiny_config(**SMALL, engine={"dtype": "fp32"}))
     run_ranks(run_on_cpu, 1, str(folder))
     yield folder
+
+
+@pytest.fixture
+def on_cpu_in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SFT and reward model on the CPU in bf16. Rounding may move the first norm of the reward model by 1.2 %."""
+    folder = tmp_path_factory.mktemp("cpu-bf16")
+    write_stage_configs(folder, tiny_config(**SMALL, engine={"dtype": "bf16"}))
+    run_ranks(run_on_cpu, 1, str(folder), ("sft", "reward"))
+    return folder
 
 
 def run_on_device(folders: list[Path]) -> str:
@@ -76,7 +85,9 @@ def compare(
             assert actual[name] == pytest.approx(reference[name], rel=rel, abs=rel), (stage, actual["step"], name)
 
 
-def test_one_device_in_bf16_follows_the_cpu_and_resumes_exactly(on_cpu: Path, tmp_path: Path) -> None:
+def test_one_device_in_bf16_follows_the_cpu_and_resumes_exactly(
+    on_cpu: Path, on_cpu_in_bf16: Path, tmp_path: Path
+) -> None:
     """Use one GPU's defaults: packed sequences through the variable-length kernel, and decoding from CUDA graphs.
 
     SFT and PPO offload their optimizers to the host; engine=auto configures the reward model. PPO's sampled tokens may
@@ -103,8 +114,8 @@ def test_one_device_in_bf16_follows_the_cpu_and_resumes_exactly(on_cpu: Path, tm
     run_on_devices(tmp_path / "sft", default / "dpo", default / "ppo")
     for stage, folder in (("sft", tmp_path), ("reward", tmp_path), ("dpo", default)):
         compare(folder, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
-        # On a processor that does not multiply bf16, rounding moves the reward model's norm by 1.2 % (CPU run in bf16).
-        compare(folder, on_cpu, stage, ("grad_norm",), rel=2e-2 if stage == "reward" else 1e-2, first=1)
+        reference = on_cpu_in_bf16 if stage == "reward" else on_cpu
+        compare(folder, reference, stage, ("grad_norm",), rel=1e-2, first=1)
     assert metrics(tmp_path, "sft") == undisturbed
     resumed = load_file(tmp_path / "sft" / "model" / "model.safetensors")
     assert all((model[name] == resumed[name]).all() for name in model)
