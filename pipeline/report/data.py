@@ -126,7 +126,14 @@ class RunReading:
         folder = actor.parent.name if actor.name == "model" else actor.name
         if folder != "sft":
             start = f"earlier {titles[folder]}" if folder == self.policy else titles.get(folder, folder)
-        return {"base": "Base", "sft": start, BEST_OF: f"{start}, best of n", **{p: titles[p] for p in POLICIES}}
+        best_of = f"{start}, best of {self.best_of}"
+        return {"base": "Base", "sft": start, BEST_OF: best_of, **{policy: titles[policy] for policy in POLICIES}}
+
+    @property
+    def best_of(self) -> str:
+        """Return of how many SFT answers the reward model selected the best one; "n" if this is unknown."""
+        count = self.setting("evaluation", "best_of")
+        return str(count) if is_number(count) else "n"
 
     @property
     def temperatures(self) -> list[float]:

@@ -273,8 +273,8 @@ def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, run: R
         evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(reward)}."
     if best_of:
         evidence += (
-            f" The best of several {start} answers by the {rewarder} has a mean gold score of {best_of.old_mean:.2f}; "
-            f"{label} differs from it by {_interval(best_of)}."
+            f" The best of {run.best_of} {start} answers by the {rewarder} has a mean gold score of "
+            f"{best_of.old_mean:.2f}; {label} differs from it by {_interval(best_of)}."
         )
     if gold.outcome == "good":
         return Verdict("good", f"{method} helped", evidence, ONE_RUN)

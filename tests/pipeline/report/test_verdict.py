@@ -54,6 +54,19 @@ def test_gold_decides(gain: float, reward: float | None, outcome: str, headline:
     assert "Another training seed" in verdict.caveat
 
 
+@pytest.mark.parametrize(("settings", "count"), [({"evaluation": {"best_of": 4}}, "4"), ({}, "n")])
+def test_the_verdict_compares_with_the_best_sft_answers(settings: dict[str, Any], count: str) -> None:
+    rows = [
+        replace(row, gold={**row.gold, "best_of": row.gold["sft"] + 0.1})
+        for row in samples(SPREAD, [value + 0.3 for value in SPREAD])
+    ]
+    run = replace(finished(rows), settings=settings)
+    evidence = " ".join(judge(run).evidence.split())
+    assert f"The best of {count} SFT answers by the reward model has a mean gold score of 0.30; PPO differs" in evidence
+    assert "from it by +0.20" in evidence
+    assert run.labels["best_of"] == f"SFT, best of {count}"
+
+
 def test_a_model_selected_on_these_prompts_is_named() -> None:
     """The best of several evaluations has a score that is too high by chance."""
     for export, step, output in (("best", 2, True), ("last", 3, False)):
