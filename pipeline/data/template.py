@@ -228,25 +228,31 @@ def bounded() -> Iterator[None]:
         return count
 
     with _one_at_a_time:
-        tracer, limits = sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)
+        tracer, limit = sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)[0]
         sys.settrace(count)
         try:
-            _limit_memory(limits)
+            _limit_memory(limit)
             with _bounded_integers():
                 yield
         finally:
             sys.settrace(tracer)
-            resource.setrlimit(resource.RLIMIT_AS, limits)
+            _set_soft_limit(limit)
 
 
-def _limit_memory(limits: tuple[int, int]) -> None:
-    """Allow the process `_MOST_BYTES` more than now. Linux only: other systems do not report or enforce this size."""
+def _limit_memory(limit: int) -> None:
+    """Allow the process `_MOST_BYTES` more than now, at most `limit`. Linux only: others do not report this size."""
     statistics = Path("/proc/self/statm")
     if statistics.exists():
         pages = int(statistics.read_text().split()[0])
         allowed = pages * resource.getpagesize() + _MOST_BYTES
-        finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([allowed, *finite]), limits[1]))
+        _set_soft_limit(allowed if limit == resource.RLIM_INFINITY else min(allowed, limit))
+
+
+def _set_soft_limit(limit: int) -> None:
+    """Limit the address space. The hard limit stays: another process may have lowered it since (`prlimit`)."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    finite = [each for each in (limit, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(finite, default=resource.RLIM_INFINITY), hard))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import errno
 import logging
 import resource
+import subprocess
 import sys
 
 import pytest
@@ -157,6 +158,19 @@ def test_a_limit_of_the_machine_is_not_an_error_of_the_template(monkeypatch: pyt
     monkeypatch.setattr(templates, "_limit_memory", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         segments(tokenizer(CHATML), chat("a"))
+
+
+def test_a_limit_that_is_lowered_meanwhile_stays() -> None:
+    """Another process may lower the hard limit of memory while a template runs."""
+    program = (
+        "import resource\n"
+        "from pipeline.data.template import bounded\n"
+        "with bounded():\n"
+        "    lower = resource.getrlimit(resource.RLIMIT_AS)[0] - 1\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (lower, lower))\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS) == (lower, lower)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_filter_output_and_processor_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
