@@ -96,6 +96,7 @@ class GraphedStep:
     def _capture(self, chosen: Tensor) -> torch.cuda.CUDAGraph:
         """Capture one step. Raises RuntimeError if CUDA refuses it, after which PyTorch's allocator is unusable."""
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # during a capture, the allocator does not return cached memory and raises instead
         graph = torch.cuda.CUDAGraph()
         try:
             # Not "global": threads of offload and checkpoints may allocate memory during the capture.

@@ -9,7 +9,8 @@ rules:
 - During a capture, and under torch.cuda.set_sync_debug_mode, an operator for which the host waits raises.
 - Captured calls run only when the graph is replayed.
 - An asynchronous copy to pinned memory contains garbage until the host has waited for it.
-- An allocation above the memory limit raises torch.OutOfMemoryError.
+- An allocation above the memory limit raises torch.OutOfMemoryError. During a capture, freed memory counts as taken
+  until torch.cuda.empty_cache: PyTorch's allocator holds it for other streams, and cannot return it.
 
 The simulation also tracks the order of the streams. These events are faults and fail the test:
 
@@ -21,5 +22,5 @@ The simulation also tracks the order of the streams. These events are faults and
 Triton kernels run in Triton's interpreter. PyTorch's variable-length attention follows its definition (flash.py).
 Collectives run on their own streams (nccl.py). SIMULATED_GPUS in the environment is the number of devices.
 
-Not simulated: speed, compiled kernels, NCCL itself, memory that captures share, and the caching allocator.
+Not simulated: speed, compiled kernels, NCCL itself, memory that captures share, and the rest of the caching allocator.
 """

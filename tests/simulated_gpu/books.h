@@ -74,6 +74,8 @@ struct Books {
   std::vector<std::string> faults;
   std::map<void*, std::string> held; // memory as a capture found it
   int64_t streams = 0, next_event = 0, allocated = 0, peak = 0, limit = int64_t(1) << 40;
+  int64_t reserved = 0; // with the freed memory that the allocator has not returned to the device (empty_cache)
+  int64_t cached = 0; // the freed part of it, while a capture runs: a capture cannot return it, nor use it
   int own = -1; // the device that this process chose; -1 before it did
 };
 
@@ -160,7 +162,7 @@ struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     Guard guard(books().lock);
     auto& b = books();
-    if (b.allocated + int64_t(bytes) > b.limit)
+    if (b.allocated + b.cached + int64_t(bytes) > b.limit)
       throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__},
           "CUDA out of memory. Tried to allocate " + std::to_string(bytes) + " bytes (simulated)");
     void* data = nullptr;
@@ -171,6 +173,7 @@ struct Memory final : c10::Allocator {
       fault("memory of device " + std::to_string(device) + " is taken by a process of device " + std::to_string(b.own));
     b.allocated += bytes;
     b.peak = std::max(b.peak, b.allocated);
+    b.reserved = std::max(b.reserved, b.allocated);
     return {data, data, &release, here()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

@@ -385,7 +385,7 @@ def _install() -> None:
     )
     limit()
     flash.register()
-    idle = ("_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all")
+    idle = ("_lazy_init", "init", "set_rng_state", "manual_seed", "manual_seed_all")
     no_ops = {name: lambda *_, **__: None for name in idle}
     always_true = {name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")}
     memory_now = {name: lambda *_: allocated() for name in ("memory_allocated", "memory_reserved")}
@@ -400,6 +400,7 @@ def _install() -> None:
         "get_device_capability": lambda device=None: (9, 0), "mem_get_info": _free,
         "reset_peak_memory_stats": lambda device=None: _ops.reset_peak(), "device": _on,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(), "_is_in_bad_fork": lambda: False,
+        "empty_cache": lambda: _ops.empty_cache(),
         "host_memory_stats": lambda: dict.fromkeys(("allocated_bytes.current", "active_bytes.current"), 0),
         "get_sync_debug_mode": lambda: _now.sync, "set_sync_debug_mode": _set_sync,
     }  # fmt: skip

@@ -306,6 +306,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("peak() -> int", []() { return books().peak; });
   m.def("reset_peak() -> ()", []() { books().peak = books().allocated; });
   m.def("limit(int bytes) -> ()", [](int64_t bytes) { books().limit = bytes; });
+  m.def("empty_cache() -> ()", []() { books().reserved = books().allocated; });
   m.def("device() -> int", []() { return int64_t(device); });
   m.def("set_device(int index) -> ()", [](int64_t index) { books().own = device = index; });
   m.def("launching(bool so) -> ()", [](bool so) { launching = so; });
@@ -323,6 +324,7 @@ TORCH_LIBRARY(simulated, m) {
   });
   m.def("hold() -> ()", []() { // what is captured does not run: memory is put back
     Guard guard(books().lock);
+    books().cached = std::min(books().reserved, books().limit) - books().allocated;
     for (auto& [data, block] : books().blocks) books().held[data] = std::string(static_cast<char*>(data), block.bytes);
   });
   m.def("put_back() -> ()", []() {
@@ -333,6 +335,7 @@ TORCH_LIBRARY(simulated, m) {
         std::memcpy(data, bytes.data(), bytes.size());
     }
     books().held.clear();
+    books().cached = 0;
   });
   m.def("faults() -> str[]", []() {
     Guard guard(books().lock);

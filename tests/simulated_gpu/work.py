@@ -193,6 +193,17 @@ def test_streamed_blocks_sample_the_same_tokens_as_resident_blocks() -> None:
     assert token_ids[0] == token_ids[1]
 
 
+def test_a_capture_gets_memory_that_training_has_freed() -> None:
+    """Training leaves all memory of the device with PyTorch's allocator, which cannot return it during a capture."""
+    generator = Generator(build("opt").cuda(), "cuda", cache_bytes=2**20)
+    cuda.limit(cuda.allocated() + 2**24)
+    torch.empty(2**24, dtype=torch.uint8, device="cuda")  # freed at once
+    (answer,) = generator.generate([[1, 2, 3]], Sampling(4, seed=1), [0])
+    assert len(answer.token_ids) == 4 and isinstance(generator.backend, DecodeLoop)
+    assert all(graphs is not None and graphs._graphs for _, graphs in generator.backend._samplers.values())
+    cuda.limit()
+
+
 def test_a_failed_capture_raises_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step reads from the device only while it is captured."""
     call = SlotModel.__call__
