@@ -430,6 +430,8 @@ def test_lines_from_a_pipe_are_turns(
         (["{run}", "--compare", "sft,nose"], "--compare nose: neither a stage that answers"),
         (["{run}", "--temperature", "-1"], "temperature must be"),
         (["{run}", "--prompt", "good morning " * 400], "too long"),
+        (["{run}", "--prompt", ""], '--prompt has no text: write a question, such as --prompt "What is 2 + 3?"'),
+        (["{run}", "--prompt", " \t\n"], "--prompt has no text: write a question"),
     ],
 )
 def test_user_errors_are_one_line(

@@ -41,6 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _chat(options: argparse.Namespace) -> int:
     """Load the models and run a session, or answer one prompt. Raises UserError for wrong options or folders."""
+    if options.prompt is not None and not options.prompt.strip():  # such as an unset variable of a shell script
+        raise UserError(
+            '--prompt has no text: write a question, such as --prompt "What is 2 + 3?", or leave the option out to '
+            "type questions"
+        )
     # The folder is searched before torch is imported, so that a wrong path raises an error at once.
     from pipeline.chat.folder import find, find_each
 
