@@ -104,6 +104,8 @@ def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
         find_each(tmp_path / "c", "nose,sft")
     with pytest.raises(UserError, match="--models nose: neither a stage that answers"):
         find_each(tmp_path / "c", "nose,sft", "--models")
+    with pytest.raises(UserError, match="--models needs names"):
+        find_each(tmp_path / "c", ",", "--models")
     os.utime(tmp_path / "a", (0, 0))
     with pytest.raises(UserError, match=f"the newest run in it is {tmp_path / 'c'}$"):
         find(tmp_path)

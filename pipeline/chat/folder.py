@@ -72,7 +72,7 @@ def find_each(path: Path, names: str, option: str = "--compare") -> list[ChatMod
                 f"{option} {name}: neither a stage that answers ({', '.join(ANSWERING)}), nor {BASE}, nor a folder"
             )
     if not chosen:
-        raise UserError("--compare needs names: sft,ppo, or folders")
+        raise UserError(f"{option} needs names: sft,ppo, or folders")
     return chosen
 
 

@@ -12,7 +12,7 @@ from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
-from pipeline.models.folder import model_folder
+from pipeline.models.folder import check_configuration, model_folder
 from pipeline.tracking.trackers import require_tensorboard
 
 
@@ -59,12 +59,12 @@ def check_paths(config: RunConfig) -> None:
         *members,
     ):
         if location is not None:
-            model_folder(location, key)
+            check_configuration(model_folder(location, key), key)
     for key, model in (("model", config.model), ("reward_model", config.reward_model)):
         if model is None:
             continue
         if model.path is not None:
-            model_folder(model.path, f"{key}.path")
+            check_configuration(model_folder(model.path, f"{key}.path"), f"{key}.path")
         if model.chat_template is not None and not Path(model.chat_template).is_file():
             raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
     for key, location in _data_paths(config.data, {STAGES[stage].reads for stage in stages_to_run(config)}):

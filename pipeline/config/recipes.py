@@ -111,7 +111,7 @@ def select(values: Mapping[str, str | None]) -> Recipe | None:
     found = _of_model(values, "model", str(model), data, for_data, is_own=has_own_model(values))
     if found is None:
         return None
-    recipe = _within(read_recipe(*found), _positions(_architecture(values, "model")))
+    recipe = _within(read_recipe(*found), _positions(_architecture(values, "model") or {}))
     scorer = values.get("reward_model", values.get("model@reward_model"))
     own_scorer = scorer is None and bool(values.keys() & {"reward_model.path", "reward_model.hub"})
     if scorer is None and not own_scorer:
@@ -165,9 +165,12 @@ def _of_model(
     found = next((name for name in names if name in recipes), None)
     if found and not is_own:
         return found, f"made for {group}={model}"
-    count = parameter_count(_architecture(values, group))
+    fields = _architecture(values, group)
+    count = parameter_count(fields or {})
     if count is None:
-        name, reason = UNKNOWN_SIZE, "the size of the model is unknown without network"
+        name, reason = UNKNOWN_SIZE, "the configuration of the model has no usable sizes"
+        if fields is None:
+            reason = "the size of the model is unknown without network"
     else:
         name = next(name for most, name in SIZE_CLASSES if count <= most)
         size = f"{count / 1e9:.2g} B" if count >= 1e8 else f"{count / 1e6:.2g} M"
@@ -186,9 +189,15 @@ def _with_scorer(recipe: Recipe, scorer: Recipe) -> Recipe:
     return Recipe(recipe.name, f"{recipe.reason}; reward model and critic as {scorer.name}, {reason}", settings)
 
 
+def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the language model of a configuration."""
+    text = fields.get("text_config")
+    return text if text and isinstance(text, dict) else fields
+
+
 def _positions(fields: Mapping[str, Any]) -> int | None:
     """Return the number of positions of an architecture; None if it has no limit, or the limit is not known."""
-    fields = fields.get("text_config") or fields
+    fields = _text_fields(fields)
     found = fields.get("max_position_embeddings") or fields.get("n_positions")
     return found if isinstance(found, int) else None
 
@@ -211,8 +220,8 @@ def _within(recipe: Recipe, positions: int | None) -> Recipe:
     return Recipe(recipe.name, f"{recipe.reason}, and {positions} positions, which limit the lengths", settings)
 
 
-def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any]:
-    """Return the fields of a model's configuration that are on this machine. Empty if there are none."""
+def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any] | None:
+    """Return the fields of a model's configuration: empty if they cannot be read, None if only the hub has them."""
     from huggingface_hub import try_to_load_from_cache
 
     option = CONF / "model" / f"{values.get(group) or values.get(f'model@{group}')}.yaml"
@@ -224,15 +233,15 @@ def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any
         if file is None and settings["hub"] and not settings.get("architecture"):
             file = try_to_load_from_cache(settings["hub"], "config.json")
         fields = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
-        fields = fields or settings.get("architecture") or {}
+        fields = fields or settings.get("architecture") or ({} if isinstance(file, str | Path) else None)
         for key, value in values.items():
             if key == f"{group}.architecture":
                 fields = yaml.safe_load(value or "{}")
             elif key.startswith(f"{group}.architecture."):
-                fields = {**fields, key.rsplit(".", 1)[1]: yaml.safe_load(value or "null")}
-    except (OSError, ValueError, yaml.YAMLError):  # later checks report an unusable model with advice
+                fields = {**(fields or {}), key.rsplit(".", 1)[1]: yaml.safe_load(value or "null")}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # later checks report an unusable model with advice
         return {}
-    return fields if isinstance(fields, dict) else {}
+    return fields if isinstance(fields, dict | None) else {}
 
 
 def parameter_count(fields: Mapping[str, Any]) -> float | None:
@@ -241,11 +250,11 @@ def parameter_count(fields: Mapping[str, Any]) -> float | None:
     Counts embeddings, attention and MLP. Norms and biases are left out: they are below 1 % of the parameters. A family
     that names its key-value heads or an RMS norm has a gated MLP of three matrices; others have two.
     """
-    fields = fields.get("text_config") or fields
+    fields = _text_fields(fields)
 
     def size(*names: str, default: float = 0) -> float:
         found = next((fields[name] for name in names if fields.get(name)), default)
-        return found if isinstance(found, int | float) else 0
+        return found if isinstance(found, int | float) and found > 0 else 0
 
     width, layers, vocabulary = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer"), size("vocab_size")
     heads = size("num_attention_heads", "n_head")

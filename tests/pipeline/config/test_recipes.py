@@ -126,6 +126,27 @@ def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
     assert compose_jobs(parse_command(["model=opt-30b", "~recipe"]))[0].recipe == ""
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"model_type": "gpt2", "n_embd": "wide"}',
+        '{"text_config": 3}',
+        "{}",
+        '{"model_type": ',
+        "[1]",
+        "",
+        pytest.param("[" * 100_000, id="nested"),
+    ],
+)
+def test_a_config_without_usable_sizes_is_not_blamed_on_the_network(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    for group in ("model", "reward_model"):
+        words = ["model=opt-1.3b"] * (group == "reward_model")
+        line = compose_jobs(parse_command([*words, f"{group}.path={tmp_path}"]))[0].recipe
+        assert "3b-to-15b" in line and "has no usable sizes" in line
+        assert "network" not in line
+
+
 def test_the_default_model_is_named_if_it_trains_on_other_data(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}))
     cases = {("data.path=x.jsonl",): True, ("data.path=x.jsonl", "model=tiny"): False, (): False}
