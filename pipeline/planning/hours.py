@@ -4,8 +4,8 @@ The plan reads no weights and contacts no hub. It is for this machine, whose spe
 `plan.device` names, whose speed is tabulated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -100,11 +100,17 @@ def describe(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize])
     choices = worth_choosing([*([configured] if _fits(configured) else []), *settings])
     shown = configured if _fits(configured) or not choices else choices[0]
     dtype = next(iter(tasks.values())).work.config.dtype
+
+    def fits(ranks: int) -> bool:
+        others = _tasks(config, replace(machine, ranks=ranks), sizes)
+        return bool(_settings(others, machine.capacity, rates))
+
     instead = "  the settings as configured do not fit; the table shows the first setting that is worth choosing"
     return [
         f"plan: {config.model.name} on {machine.name}",
         *([] if shown is configured else [instead]),
-        *_stage_rows(tasks, shown, machine),
+        *_stage_rows(tasks, shown),
+        *_advice(config, shown, machine, fits=fits),
         *_cost(config, shown, machine),
         *_choices(choices, list(tasks)),
         *_assumptions(tasks, sizes, machine.speed(dtype)),
@@ -169,7 +175,7 @@ def _fits(setting: Setting) -> bool:
     return all(candidate.fits for candidate in setting.values())
 
 
-def _stage_rows(tasks: Mapping[str, StageTask], setting: Setting, machine: Machine) -> Iterator[str]:
+def _stage_rows(tasks: Mapping[str, StageTask], setting: Setting) -> Iterator[str]:
     yield f"  {'stage':8}{'steps':>8}{'tokens a step':>15}{'s a step':>10}{'time':>12}{'memory':>13}"
     for stage, candidate in setting.items():
         task = tasks[stage]
@@ -186,9 +192,14 @@ def _stage_rows(tasks: Mapping[str, StageTask], setting: Setting, machine: Machi
     offloaded = [max(getattr(c.demand, tier) for c in setting.values()) / GIB for tier in ("host", "nvme")]
     if any(offloaded):
         yield f"  offloaded for each rank: {offloaded[0]:.2f} GiB in host memory, {offloaded[1]:.2f} GiB in files"
+
+
+def _advice(config: RunConfig, setting: Setting, machine: Machine, *, fits: Callable[[int], bool]) -> Iterator[str]:
+    """Yield a line if the setting does not fit. `fits`: whether the run fits on a number of ranks."""
     if not _fits(setting):
         stage = max(setting, key=lambda stage: setting[stage].demand.peak)
-        yield f"  {stage} does not fit on {machine.name} with any engine setting: use {more_memory(stage)}"
+        advice = more_memory(config, stage, ranks=machine.ranks, capacity=machine.capacity, fits=fits)
+        yield f"  {stage} does not fit on {machine.name} with any engine setting: {advice}"
 
 
 def _three_digits(value: float) -> str:

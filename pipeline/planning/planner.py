@@ -1,11 +1,13 @@
 """Before a stage starts: predict whether it fits in memory, and choose the setting with `engine=auto`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine import distributed
 from engine.memory import Rates, measure_rates
+from pipeline.config.environment import check_ranks
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import stages_to_run
@@ -16,6 +18,8 @@ from pipeline.planning.candidates import Capacity, Prediction, candidates, faste
 from pipeline.planning.data_size import DataSize, later_size
 from pipeline.planning.stage_task import DECODE_BATCH, StageTask, stage_task
 from pipeline.stages.restart import within_limits
+
+RANK_COUNTS = (2, 4, 8, 16, 32, 64)  # tried where no engine setting fits
 
 
 def plan(
@@ -70,7 +74,11 @@ def announce(
     if planned is None or failures:
         _print([f"memory: no prediction for {policy.name} ({failures[0]})"])
         return config, {}
-    _print(check_fit(planned, refuse=world.device.type == "cuda"))
+    capacity = planned.capacity
+    more = partial(
+        suggest_changes, config, stage, policy=policy, reward=reward, ranks=world.size, capacity=capacity, size=size
+    )
+    _print(check_fit(planned, refuse=world.device.type == "cuda", remedy=more))
     if stage == "ppo":
         section = config.ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
         batch_size = config.rollout.batch_size or max(planned.task.load.slots, DECODE_BATCH)
@@ -127,13 +135,16 @@ def _later_stages(config: RunConfig, stage: str) -> list[str]:
     return stages[stages.index(stage) + 1 :] if stage in stages else []
 
 
-def check_fit(planned: Prediction, *, refuse: bool) -> list[str]:
-    """Return the lines to print before a stage. Raises UserError if it exceeds the memory and `refuse` is True."""
+def check_fit(planned: Prediction, *, refuse: bool, remedy: Callable[[], str]) -> list[str]:
+    """Return the lines to print before a stage. Raises UserError if it exceeds the memory and `refuse` is True.
+
+    `remedy` returns the advice where no engine setting fits.
+    """
     if planned.fits:
         return [planned.summary]
     candidate = planned.advice
     if candidate is None:
-        advice = f"No engine setting fits; use {more_memory(planned.task.stage)}"
+        advice = f"No engine setting fits; {remedy()}"
     else:
         advice = f"This setting fits: {' '.join(candidate.changes) or 'as configured'}"
     is_close = planned.demand.peak <= planned.capacity.device
@@ -142,9 +153,51 @@ def check_fit(planned: Prediction, *, refuse: bool) -> list[str]:
     return [planned.summary, f"memory: the prediction {'almost fills' if is_close else 'exceeds'} the device. {advice}"]
 
 
-def more_memory(stage: str) -> str:
-    """Return what a user can change where no engine setting fits."""
-    return f"more ranks (ranks=N), adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
+def suggest_changes(
+    config: RunConfig,
+    stage: str,
+    *,
+    policy: ModelSource,
+    reward: ModelSource | None = None,
+    ranks: int,
+    capacity: Capacity,
+    size: DataSize | None = None,
+) -> str:
+    """Return what a user can change where no engine setting of a stage fits; arguments as in `plan`."""
+
+    def fits(count: int) -> bool:
+        is_cpu = not capacity.is_gpu
+        task = stage_task(config, stage, policy=policy, reward=reward, ranks=count, is_cpu=is_cpu, size=size)
+        return any(candidate.fits for candidate in candidates(task, capacity))
+
+    return more_memory(config, stage, ranks=ranks, capacity=capacity, fits=fits)
+
+
+def more_memory(config: RunConfig, stage: str, *, ranks: int, capacity: Capacity, fits: Callable[[int], bool]) -> str:
+    """Return advice with the smallest of RANK_COUNTS above `ranks` that `fits` accepts, or with those it refused.
+
+    Each rank has `capacity`. Numbers that do not divide the batches or the groups of ranks are not tried.
+    """
+    others = f"adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
+    key = "ranks" if config.plan.device is None else "plan.ranks"
+    counts = [count for count in RANK_COUNTS if count > ranks and _are_divisible(config, count)]
+    if not counts:
+        return f"use more ranks ({key}=N), {others}"
+    found = next(filter(fits, counts), None)
+    each = f"ranks with {format_bytes(capacity.device)} each"
+    if found is not None:
+        return f"use {found} {each} ({key}={found}), {others}"
+    tried = " or ".join(filter(None, (", ".join(map(str, counts[:-1])), str(counts[-1]))))
+    return f"use {others}; {tried} {each} do not fit either"
+
+
+def _are_divisible(config: RunConfig, ranks: int) -> bool:
+    """Return whether the batches and the groups of ranks divide over the ranks."""
+    try:
+        check_ranks(config, ranks)
+    except UserError:
+        return False
+    return True
 
 
 def measure(config: RunConfig, task: StageTask, *, has_files: bool = True) -> Rates:
@@ -171,12 +224,16 @@ def _choose_setting(
     if "engine" in record:
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
         return _configured(config, stage, record), record
-    planned = plan(config, stage, policy=policy, reward=reward, ranks=distributed.world().size, size=size)
+    ranks = distributed.world().size
+    planned = plan(config, stage, policy=policy, reward=reward, ranks=ranks, size=size)
     rates = measure(config, planned.task)
     best: Prediction | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:
         device_size = format_bytes(planned.capacity.device)
-        raise UserError(f"engine=auto: no setting fits in {device_size} per device; use {more_memory(stage)}")
+        advice = suggest_changes(
+            config, stage, policy=policy, reward=reward, ranks=ranks, capacity=planned.capacity, size=size
+        )
+        raise UserError(f"engine=auto: no setting fits in {device_size} per device; {advice}")
     peak, words = format_bytes(best.demand.peak), " ".join(best.changes) or "as configured"
     _print([f"engine=auto: {words} ({peak}, about {best.step_seconds:.1f} s a step)"])
     record = {"words": words, "engine": best.engine, "micro_batch_tokens": best.task.work.micro_batch_tokens}

@@ -38,7 +38,7 @@ def test_less_memory_needs_settings_with_less_memory() -> None:
 def test_auto_chooses_once_for_each_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(engine={"auto": True, "zero_stage": 3})
+    config = tiny_config(engine={"auto": True, "zero_stage": 3}, ppo={"minibatches": 1})
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     chosen_config, predicted = announce(config, "sft", tmp_path, policy=source())
     assert chosen_config.engine.zero_stage == 0 and not chosen_config.engine.auto and predicted["train"]
@@ -52,8 +52,11 @@ def test_auto_chooses_once_for_each_stage(
     assert "the setting that this stage started with" in capsys.readouterr().out
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
-    with pytest.raises(UserError, match="no setting fits"):
+    with pytest.raises(UserError, match="no setting fits in .*; use .* 2, 4 or 8 ranks with 0 MiB each do not fit either"):
         announce(config, "reward", tmp_path / "other", policy=source())
+    configured = tiny_config(ppo={"minibatches": 1})
+    announce(configured, "reward", tmp_path, policy=source())
+    assert "No engine setting fits; use adapters (reward.lora.rank=16)" in capsys.readouterr().out
 
 
 def test_a_gpu_decodes_as_many_sequences_as_fit_with_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

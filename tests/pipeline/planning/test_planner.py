@@ -6,12 +6,13 @@ import pytest
 import yaml
 from transformers import OPTConfig
 
+from pipeline.config.messages import format_bytes
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.demand import Demand
-from pipeline.planning.planner import check_fit, plan
+from pipeline.planning.planner import check_fit, plan, suggest_changes
 from pipeline.planning.stage_task import adapter_parameters, stage_task
 from tests.tiny import tiny_config
 
@@ -31,7 +32,7 @@ def gpu(size: int) -> Capacity:
 def test_a_stage_that_fits_prints_one_line() -> None:
     found = plan(tiny_config(), "sft", policy=source(), ranks=2, capacity=gpu(80 * GIB))
     assert found.fits and found.advice is None
-    (line,) = check_fit(found, refuse=True)
+    (line,) = check_fit(found, refuse=True, remedy=str)
     assert line.startswith("memory: about ") and "of 80.00 GiB per device (train: " in line
 
 
@@ -52,8 +53,8 @@ def test_a_stage_that_does_not_fit_is_refused_with_a_setting_that_fits(stage: st
     tight = plan(config, stage, policy=source(), ranks=4, capacity=gpu(round(peak * 0.8)))
     assert tight.advice is not None
     with pytest.raises(UserError, match=r"does not fit. This setting fits: .*micro_batch_tokens|engine\."):
-        check_fit(tight, refuse=True)
-    assert len(check_fit(tight, refuse=False)) == 2
+        check_fit(tight, refuse=True, remedy=str)
+    assert len(check_fit(tight, refuse=False, remedy=str)) == 2
     # With the suggested setting the stage fits.
     overrides = dict(override.split("=") for override in tight.advice.changes)
     engine = {key[7:]: yaml.safe_load(value) for key, value in overrides.items() if key.startswith("engine.")}
@@ -72,11 +73,34 @@ def test_pairs_are_not_split() -> None:
 def test_no_setting_fits() -> None:
     found = plan(tiny_config(), "ppo", policy=source(), ranks=1, capacity=gpu(GIB // 100))
     assert not found.fits and found.advice is None
-    assert (
-        "the prediction exceeds the device. No engine setting fits; use more ranks" in check_fit(found, refuse=False)[1]
-    )
-    with pytest.raises(UserError, match=r"more ranks \(ranks=N\), adapters \(ppo\.lora\.rank=16\) or a smaller"):
-        check_fit(found, refuse=True)
+    lines = check_fit(found, refuse=False, remedy=lambda: "use the moon")
+    assert lines[1].endswith("the prediction exceeds the device. No engine setting fits; use the moon")
+    with pytest.raises(UserError, match=r"does not fit\. No engine setting fits; use the moon"):
+        check_fit(found, refuse=True, remedy=lambda: "use the moon")
+
+
+def test_the_remedy_names_the_smallest_number_of_ranks_that_fits() -> None:
+    """Stage 3 on four ranks holds a quarter of the states; the batch of 8 does not divide over 16 ranks."""
+    config = tiny_config(ppo={"minibatches": 1})
+
+    def advice(device_bytes: int, ranks: int = 1) -> str:
+        return suggest_changes(config, "ppo", policy=source(), ranks=ranks, capacity=gpu(device_bytes))
+
+    def least_bytes(ranks: int) -> int:
+        task = stage_task(config, "ppo", policy=source(), ranks=ranks, is_cpu=False)
+        demands = [candidate.demand for candidate in candidates(task, gpu(GIB))]
+        return min(demand.peak for demand in demands if not demand.host and not demand.nvme)
+
+    needed = {ranks: least_bytes(ranks) for ranks in (1, 2, 4, 8)}
+    assert needed[1] > needed[2] > needed[4] > needed[8]
+    others = "adapters (ppo.lora.rank=16) or a smaller model (model=NAME)"
+    for ranks, smaller in ((2, 1), (4, 2), (8, 4)):
+        device_bytes = round((needed[ranks] + needed[smaller]) / 2 / 0.92)
+        size = format_bytes(device_bytes)
+        assert advice(device_bytes) == f"use {ranks} ranks with {size} each (ranks={ranks}), {others}"
+    assert advice(GIB // 100) == f"use {others}; 2, 4 or 8 ranks with 10 MiB each do not fit either"
+    assert advice(GIB // 100, ranks=4) == f"use {others}; 8 ranks with 10 MiB each do not fit either"
+    assert advice(GIB // 100, ranks=8) == f"use more ranks (ranks=N), {others}"
 
 
 def test_ppo_shares_forwards_if_those_of_a_step_fit() -> None:
