@@ -10,6 +10,7 @@ import netrc
 import os
 import re
 import secrets
+import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -151,7 +152,13 @@ def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> tuple[Any, s
                 flush=True,
             )
             return run, f"{stage}: tracked offline. {upload}"
-    return _init(wandb, config, stage, stage_dir, mode), ""
+    folder = stage_dir.parent / "wandb"
+    is_first = not any(folder.glob("offline-run-*"))  # of the stages and starts of the run
+    run = _init(wandb, config, stage, stage_dir, mode)
+    if is_first and not os.environ.get("WANDB_MODE"):
+        upload = f"wandb login && wandb sync {shlex.quote(str(folder))}/offline-run-*"
+        print(f"wandb: not logged in, so metrics go to {folder}; to upload them: {upload}", flush=True)
+    return run, ""
 
 
 def _init(wandb: Any, config: RunConfig, stage: str, stage_dir: Path, mode: str) -> Any:

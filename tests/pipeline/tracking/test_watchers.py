@@ -43,10 +43,14 @@ def test_wandb_runs_offline_without_a_login(offline_run, capfd, monkeypatch):
     tracker.table("samples", ["prompt", "sft"], [["hi", "hello"]])
     tracker.finish()
     assert list((offline_run.parent / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert capfd.readouterr() == ("", "")
+    folder = offline_run.parent / "wandb"
+    line = f"wandb: not logged in, so metrics go to {folder}; to upload them: wandb login && wandb sync"
+    output, errors = capfd.readouterr()
+    assert output == f"{line} {folder}/offline-run-*\n" and not errors
     kept = (offline_run / ".wandb-id").read_text()
     again = open_wandb(config_of(), "sft", offline_run)
     again.finish()
+    assert capfd.readouterr() == ("", "")  # one line for all stages and starts of a run
     assert all(kept in run.name for run in (offline_run.parent / "wandb").glob("offline-run-*"))
 
 
