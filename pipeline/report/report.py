@@ -23,6 +23,12 @@ from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT
 from pipeline.report.verdict import format_temperatures
 
 REPORT = "report.html"
+USAGE = """\
+Write the report of a run.
+
+{report} runs/x         write runs/x/report.html again, also for an unfinished run
+{report} runs/x runs/y  write one page about runs that differ in seed=
+"""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -81,12 +87,7 @@ def render_report(run: RunReading) -> Markup:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a run folder, or one page about several runs, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=REPORT_COMMAND,
-        description="Write RUN/report.html again. With several runs, write one page about runs that differ in seed=.",
-    )
-    parser.add_argument("run_dirs", type=Path, metavar="RUN", nargs="+", help="the folder of a run")
-    run_dirs = parser.parse_args(arguments).run_dirs
+    run_dirs = _parser().parse_args(arguments).run_dirs
     try:
         if len(run_dirs) == 1:
             print(write_report(run_dirs[0]))
@@ -97,3 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=REPORT_COMMAND,
+        description=USAGE.format(report=REPORT_COMMAND),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dirs", type=Path, metavar="RUN", nargs="+", help="the folder of a run")
+    return parser

@@ -1,4 +1,4 @@
-"""The commands, the Python blocks and the YAML files of README.md and docs/ are valid; engine.md and the tutorial run.
+"""The commands, the Python blocks and the YAML files of README.md and docs/, and the commands of `--help`, are valid.
 
 Each command is composed and checked as `zerochat` does before any work. Words in capitals stand for a user's file.
 """
@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 import yaml
 
+import zerochat
 from pipeline.chat.command import _parser as chat_parser
 from pipeline.config import engines
 from pipeline.config.check import validate
 from pipeline.config.compose import compose_jobs, parse_command
 from pipeline.config.schema import DataConfig
 from pipeline.export.command import _parser as export_parser
+from pipeline.report.report import _parser as report_parser
 from pipeline.serve.command import _page_parser
 from pipeline.serve.command import _parser as serve_parser
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STAGES = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
+PROGRAM = re.compile(r"(python|zerochat|torchrun) ")
 CODE = re.compile(r"^(?: {4,}\S[^\n]*\n)+|^```sh\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -55,6 +58,8 @@ CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
     "chat.py": check_chat,
     "serve": lambda words: serve_parser().parse_args(list(words)),
     "export": lambda words: export_parser().parse_args(list(words)),
+    "report": lambda words: report_parser().parse_args(list(words)),
+    "pipeline.report": lambda words: report_parser().parse_args(list(words)),
     **{package: partial(check_training, stage=stage) for package, stage in STAGES.items()},
 }
 
@@ -81,6 +86,41 @@ def test_commands_are_found() -> None:
     assert split(["python", "-m", "venv", "my-env"]) is None
     found = [split(words) for page in PAGES for words in commands(page.read_text(encoding="utf-8"))]
     assert sum(each is not None for each in found) > 60
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return what `zerochat WORDS --help` prints."""
+    try:
+        assert zerochat.main([*words, "--help"]) == 0
+    except SystemExit as end:  # argparse
+        assert end.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("train", 9), ("doctor", 2), ("chat", 7), ("serve", 3), ("export", 4), ("report", 2)]
+)
+def test_the_examples_of_help_are_valid(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """An explanation follows two spaces; `<` is the shell's."""
+    lines = [line.strip() for line in help_of(capsys, name).splitlines()]
+    examples = [shlex.split(line.partition("  ")[0].partition(" < ")[0]) for line in lines if PROGRAM.match(line)]
+    assert len(examples) == count
+    for words in examples:
+        found = split(words)
+        assert found is not None
+        CHECKS[found[0]](found[1])
+
+
+def test_each_command_is_in_the_readme_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^  ([a-z]+)((?: \S+)*)  +\S.*$", help_of(capsys), re.MULTILINE)
+    assert (
+        [name for name, _ in lines] == list(zerochat.COMMANDS) == [name for name in CHECKS if name in zerochat.COMMANDS]
+    )
+    for name, words in lines:
+        assert f"`{name}`" in readme or f"`zerochat {name}`" in readme
+        values = {"KEY=VALUE": ["model=tiny"], "FORM": ["folder"], "...": []}
+        CHECKS[name]([value for word in words.split() for value in values.get(word, [word])])
 
 
 def test_python_and_yaml_are_valid() -> None:
