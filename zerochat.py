@@ -5,6 +5,7 @@ Each command imports its own code when it runs, so that `zerochat` itself starts
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 
 from pipeline.installation import require_packages, version
 
@@ -35,13 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(name)
     if command is None:
-        print(f"error: {name} is not a command of zerochat; use {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: {name} is not a command of zerochat ({', '.join(COMMANDS)}): {_advice(name)}", file=sys.stderr)
         return 2
     require_packages()
     try:
         return command(rest)
     except KeyboardInterrupt:
         return 130
+
+
+def _advice(word: str) -> str:
+    """Return what to type instead of a word that is not a command."""
+    if "=" in word:
+        return f"write zerochat train {word}"
+    near = get_close_matches(word, COMMANDS, n=1)
+    return f"did you mean zerochat {near[0]}?" if near else "zerochat --help explains them"
 
 
 def _train(arguments: list[str]) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.config.stages import STAGES
 from pipeline.errors import UserError
 from pipeline.installation import CONF, TRAIN
 
@@ -164,6 +165,8 @@ def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:
         return f"{token} is not a flag: write settings as KEY=VALUE, without dashes ({TRAIN} --help lists them)"
     candidates = [f"{group}={token}" for group, names in options.items() if token in names]
     advice = 'a value with a space in it needs quotes, "KEY=VALUE"'
+    if token in ("plan", *STAGES):
+        candidates.append(f"stage={token}")
     if os.path.exists(token):
         candidates.append(f"data.path={token}")
     if candidates:

@@ -185,6 +185,8 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         ("model=/models/mine", "for your own, set model.path="),
         ("sft=fast", "sft=fast is not an option of sft. Options: default, lora"),
         ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
+        ("sft", "'sft' is not KEY=VALUE: did you mean stage=sft?"),
+        ("plan", "'plan' is not KEY=VALUE: did you mean stage=plan?"),
         (__file__, f"'{__file__}' is not KEY=VALUE: did you mean data.path={__file__}?"),
         ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
         ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),

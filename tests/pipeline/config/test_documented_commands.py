@@ -123,6 +123,25 @@ def test_each_command_is_in_the_readme_and_in_the_help(capsys: pytest.CaptureFix
         CHECKS[name]([value for word in words.split() for value in values.get(word, [word])])
 
 
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("trian", "did you mean zerochat train?"),
+        ("reprot", "did you mean zerochat report?"),
+        ("sft.lr=1e-5", "write zerochat train sft.lr=1e-5"),
+        ("help", "zerochat --help explains them"),
+        ("--helpp", "zerochat --help explains them"),
+    ],
+)
+def test_an_unknown_command_is_one_line_with_advice(word: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert zerochat.main([word]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(
+        f"error: {word} is not a command of zerochat (train, doctor, chat, serve, export, report"
+    )
+    assert shown.err.endswith(f": {advice}\n") and shown.err.count("\n") == 1 and not shown.out
+
+
 def test_python_and_yaml_are_valid() -> None:
     sources = 0
     for page in PAGES:
