@@ -52,7 +52,7 @@ def test_auto_chooses_once_for_each_stage(
     assert "the setting that this stage started with" in capsys.readouterr().out
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
-    with pytest.raises(UserError, match="no setting fits in .*; use .* 2, 4 or 8 ranks with 0 MiB each do not fit either"):
+    with pytest.raises(UserError, match=r"no setting fits in .*; 2, 4 or 8 ranks with 0 MiB each do not fit either"):
         announce(config, "reward", tmp_path / "other", policy=source())
     configured = tiny_config(ppo={"minibatches": 1})
     announce(configured, "reward", tmp_path, policy=source())
