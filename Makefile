@@ -14,7 +14,7 @@ demo: setup
 	@$(PY) train.py name=demo $(ARGS)
 
 test: setup
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff format --check --quiet .

@@ -5,7 +5,9 @@ the engine and the benchmarks run there. Without `-m gpu`, CUDA devices are hidd
 CPUs.
 """
 
+import gc
 import os
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +48,17 @@ def pytest_report_header() -> str | None:
         return None
     missing = ", ".join(MISSING_PACKAGES)
     return f"not installed: {missing}; {len(collect_ignore)} test files of the stages are not collected"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without garbage collections. Later ones skip the millions of objects of imported modules."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
