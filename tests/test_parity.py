@@ -38,33 +38,42 @@ STATES = (
     "reward",
 )
 SAMPLED = {"temperatures": [1.0], "best_of": 1}
-LAYOUTS: list[dict[str, Any]] = [
-    *({"zero_stage": stage} for stage in range(4)),
-    {"tensor_parallel": 2},
-    {"sequence_parallel": 2, "zero_stage": 3},
+# The engine settings of each layout, and the stages that run with them. Only the engine distinguishes ZeRO 1 and 2 from
+# ZeRO 0 and 3, and tests/engine/test_zero.py compares all four. SFT, the reward model and DPO share a loop.
+LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"zero_stage": 0}, tuple(STAGES)),
+    ({"zero_stage": 1}, ("sft",)),
+    ({"zero_stage": 2}, ("ppo",)),
+    ({"zero_stage": 3}, tuple(STAGES)),
+    ({"tensor_parallel": 2}, ("sft", "reward", "ppo")),
+    ({"sequence_parallel": 2, "zero_stage": 3}, tuple(STAGES)),
 ]
 
 
-def stages_of(layout: dict[str, Any]) -> list[str]:
-    """Return the stages that a layout runs. SFT, the reward model and DPO share a loop, so ZeRO 1 and 2 omit DPO."""
-    return [stage for stage in STAGES if stage != "dpo" or layout.get("zero_stage", 0) in (0, 3)]
-
-
-def run_stages(parent: str, layouts: list[dict[str, Any]]) -> None:
+def run_stages(parent: str, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]) -> None:
     """Run the stages of each layout, on whatever ranks there are.
 
-    Adam divides by |gradient| + eps. A larger eps than 1e-8 does not turn the rounding of gradients near 0 into steps.
+    A layout without SFT starts from the SFT and reward models of one rank. Adam divides by |gradient| + eps. A larger
+    eps than 1e-8 does not turn the rounding of gradients near 0 into steps.
     """
-    for number, layout in enumerate(layouts):
+    for number, (layout, stages) in enumerate(layouts):
         run_dir = Path(parent) / f"ranks-{dist.world().size}-layout-{number}"
         steps = {"sft": {"steps": 4}, "reward": {"steps": 3, "eps": 1e-5}, "dpo": {"steps": 2}, "ppo": {"eps": 1e-5}}
         config = tiny_config(engine={"dtype": "fp32", **layout}, evaluation=SAMPLED, **steps)
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 2, "ptx_coef": 0.1})})
         if dist.is_rank_zero():
             write_stage_configs(run_dir, config)
+            if "sft" not in stages:
+                copy_models(Path(parent) / "ranks-1-layout-0", run_dir)
         dist.barrier()
-        for name in stages_of(layout):
+        for name in stages:
             import_module(f"{STAGES[name].package}.train").run(read_config(run_dir / name), run_dir / name)
+
+
+def copy_models(source: Path, target: Path) -> None:
+    """Copy the tokenizer and the SFT and reward models, from which PPO starts, into another run."""
+    for name in ("tokenizer", "sft", "reward"):
+        shutil.copytree(source / name, target / name, dirs_exist_ok=True)
 
 
 def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
@@ -82,8 +91,7 @@ def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
         made = made.model_copy(update={"ppo": ppo, "evaluation": evaluation})
         if dist.is_rank_zero():
             write_stage_configs(run_dir, made)
-            for stage in ("sft", "reward"):
-                shutil.copytree(trained / stage, run_dir / stage, dirs_exist_ok=True)
+            copy_models(trained, run_dir)
         dist.barrier()
         import_module("step3_ppo.train").run(read_config(run_dir / "ppo"), run_dir / "ppo")
 
@@ -91,13 +99,13 @@ def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
 def test_ranks_and_layouts_do_not_change_the_metrics(tmp_path: Path) -> None:
     run_ranks(run_stages, 1, str(tmp_path), LAYOUTS[:1])
     run_ranks(run_stages, 2, str(tmp_path), LAYOUTS)
-    for number, layout in enumerate(LAYOUTS):
-        check_memory(tmp_path / f"ranks-2-layout-{number}", str(layout), stages_of(layout))
+    for number, (layout, stages) in enumerate(LAYOUTS):
+        check_memory(tmp_path / f"ranks-2-layout-{number}", str(layout), stages)
     for stage, names in CURVES.items():
         one_rank = metrics(tmp_path / "ranks-1-layout-0", stage)
         assert len(one_rank) == {"sft": 4, "reward": 3, "dpo": 2, "ppo": 3}[stage]
-        for number, layout in enumerate(LAYOUTS):
-            if stage not in stages_of(layout):
+        for number, (layout, stages) in enumerate(LAYOUTS):
+            if stage not in stages:
                 continue
             two_ranks = metrics(tmp_path / f"ranks-2-layout-{number}", stage)
             for actual, expected in zip(two_ranks, one_rank, strict=True):
