@@ -17,8 +17,15 @@ from engine.parallel import dist
 __all__ = ["PassOutOfMemory", "find_micro_batch_size", "is_out_of_memory"]
 
 T = TypeVar("T")
-# Messages of plain RuntimeErrors: torch's host allocator; CUDA and Triton outside of torch's own allocator; cuBLAS.
-MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Messages of plain RuntimeErrors: torch's host allocator; CUDA and Triton outside of torch's own allocator; cuBLAS. The
+# first backward pass creates a handle of cuBLAS for its thread, when activations may fill the memory.
+MESSAGES = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+)
 
 
 class PassOutOfMemory(MemoryError):

@@ -17,9 +17,11 @@ ERRORS = [
     RuntimeError("CUDA error: out of memory"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
 ]
 OTHERS = [
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx( handle, opa, opb, m, n, k`"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     ValueError("out of memory while one sequence is decoded"),
     torch.distributed.DistBackendError("NCCL error: unhandled cuda error 'out of memory'"),
