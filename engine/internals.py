@@ -12,6 +12,7 @@ parameter since 2.15, where `unsharded_accumulated_grad` is a property that retu
 | --- | --- |
 | `torch.utils._pytree` | functions on nested containers |
 | `torch.distributed._functional_collectives` | collectives that `torch.compile` traces |
+| `torch.distributed.distributed_c10d._set_pg_timeout` | the timeout of groups that a device mesh makes |
 | FSDP2's `DefaultAllGather`, `DefaultReduceScatter` | base classes for `set_custom_all_gather` and its like |
 | `torch._dynamo.config` | the limit of compilations of one function |
 | `_StridedShard` | the placement of several concatenated matrices that are split over ranks |
@@ -24,13 +25,14 @@ parameter since 2.15, where `unsharded_accumulated_grad` is a property that retu
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives
+from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d, get_backend
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
@@ -43,6 +45,12 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 functional_collectives = _functional_collectives
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of the collectives of a group of this rank. Other backends than NCCL and Gloo have none."""
+    if get_backend(group) in ("nccl", "gloo"):
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def interleaved_shard(dim: int, matrices: int) -> Placement:

@@ -3,6 +3,7 @@
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from engine import internals
 from engine.parallel import dist
 
 
@@ -16,7 +17,8 @@ def mesh(*, replicate: int, shard: int) -> DeviceMesh:
     dims = {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
     key = ("mesh", *sizes.values())
     return dist.cached(
-        key, lambda: init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        key,
+        lambda: _with_timeout(init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))),
     )
 
 
@@ -42,7 +44,8 @@ def tensor_mesh(ranks: int) -> DeviceMesh:
         raise ValueError(f"tensor_parallel={ranks} does not divide the {world.size} ranks. Use a divisor")
     shape = (world.size // ranks, ranks)
     return dist.cached(
-        ("tensor", ranks), lambda: init_device_mesh(world.device.type, shape, mesh_dim_names=("group", "tensor"))
+        ("tensor", ranks),
+        lambda: _with_timeout(init_device_mesh(world.device.type, shape, mesh_dim_names=("group", "tensor"))),
     )["tensor"]
 
 
@@ -69,6 +72,15 @@ def first_and_last_stage_group() -> ProcessGroup | None:
     stage_size = world.size // world.pipeline
     pairs = [[rank, world.size - stage_size + rank] for rank in range(stage_size)]
     ends = dist.cached(
-        ("ends", world.pipeline), lambda: DeviceMesh(world.device.type, pairs, mesh_dim_names=("model", "ends"))
+        ("ends", world.pipeline),
+        lambda: _with_timeout(DeviceMesh(world.device.type, pairs, mesh_dim_names=("model", "ends"))),
     )
     return ends.get_group("ends") if world.pipeline_rank in (0, world.pipeline - 1) else None
+
+
+def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
+    """Set the timeout of the groups of a mesh, which torch makes with NCCL's default of ten minutes."""
+    if mesh.get_coordinate() is not None:  # None on ranks outside of the mesh
+        for dim in range(mesh.ndim):
+            internals.set_timeout(mesh.get_group(dim), dist.TIMEOUT)
+    return mesh

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +85,18 @@ def reductions() -> tuple[Any, ...]:
     on_host = dtensors.full_tensor(of_rank.to("cpu"))  # offload has the shards there, and NCCL cannot gather them there
     assert on_host.tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
     return reduced, large == bytes(range(256)) * 16, default, torch.distributed.get_backend(dist.checkpoint_group())
+
+
+def timeouts_of_meshes() -> set[timedelta]:
+    dist.TIMEOUT = timedelta(minutes=7)  # torch's default for Gloo is the same as ours
+    found = [meshes.mesh(replicate=1, shard=2), meshes.mesh(replicate=2, shard=1), meshes.tensor_mesh(1)]
+    groups = [mesh.get_group(dim) for mesh in found for dim in range(mesh.ndim)]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_the_groups_of_meshes_have_the_timeout_of_all_groups() -> None:
+    """torch gives them the default of the backend, which is ten minutes for NCCL."""
+    assert run_ranks(timeouts_of_meshes, 2) == [{timedelta(minutes=7)}] * 2
 
 
 def test_numbers_and_objects_of_ranks() -> None:
