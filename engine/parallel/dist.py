@@ -118,6 +118,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
+    if rank == size - 1:  # the other ranks wait for this one in `_choose_interface`
+        _delete_dump_signal(store)
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     store = dist.PrefixStore(namespace, store)
     _choose_interface(store, rank, size)
@@ -133,6 +135,17 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     _cache["objects"] = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)
     _world = World(rank, size, local_rank, own_device)
     return _world
+
+
+def _delete_dump_signal(store: dist.Store) -> None:
+    """Delete the signal that NCCL wrote to this store after an error of an earlier attempt.
+
+    NCCL writes the key without the prefixes of its store and never deletes it. Ranks that find the signal write their
+    flight recorder, and their process ends eight minutes later (`HeartbeatMonitor` in ProcessGroupNCCL.cpp).
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    store.delete_key("exception_dump")
 
 
 def _choose_interface(store: dist.Store, rank: int, size: int) -> None:

@@ -27,6 +27,8 @@ def test_restarted_ranks_ignore_the_keys_of_the_first_attempt(monkeypatch: pytes
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         assert run_ranks(sum_of_ranks, 2, store=store) == [3.0] * 2
+        assert not store.check(["exception_dump"])
+        store.set("exception_dump", "rank")  # as NCCL does after an error, in all process groups of the store
 
 
 @pytest.mark.parametrize(("own", "set_by_user", "expected"), [
