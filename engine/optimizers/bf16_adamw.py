@@ -41,7 +41,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         self.seed = seed
         for parameter in self._parameters():
             assert parameter.dtype == torch.bfloat16
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            step = torch.zeros((), dtype=torch.float32)  # on the host, which reads it in each step
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": step, **moments}
 

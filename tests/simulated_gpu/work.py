@@ -28,6 +28,7 @@ from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.scheduler import Chunk
 from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
+from engine.optimizers import bf16_adamw
 from tests.engine.generation.families import build
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import needs_gpu, single_rank  # noqa: F401  a fixture
@@ -177,6 +178,20 @@ def test_training_is_unchanged_by_parking_the_optimizer() -> None:
         with each.generating(keep=False, park_optimizer=park) as rollouts:
             rollouts.generate([[1, 2, 3]], Sampling(2), [0])
     assert train(engine, batches()[1:]) == train(unparked, batches()[1:])
+
+
+def test_a_step_with_bf16_states_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = torch.Generator()  # the simulated device has no generator
+    monkeypatch.setattr(torch, "Generator", lambda device: on_host)
+    monkeypatch.setattr(bf16_adamw, "round_stochastically", lambda values, generator: values.bfloat16())
+    parameters = [nn.Parameter(torch.ones(8, device="cuda", dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = bf16_adamw.BFloat16AdamW(parameters)
+    cuda.waits()
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert cuda.waits() == []
 
 
 def test_streamed_blocks_sample_the_same_tokens_as_resident_blocks() -> None:
