@@ -62,6 +62,7 @@ def test_resumed_run_equals_undisturbed_run(tmp_path: Path) -> None:
         reward=best,
         model={"architecture": gpt2_with_dropout()},
         ppo={"reward_function": write_reward_function(tmp_path)},
+        evaluation={"prompts": 4, "temperatures": [1.0], "best_of": 1},
     )
     write_stage_configs(undisturbed, config)
     for stage in STAGES:
