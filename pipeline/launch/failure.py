@@ -20,6 +20,7 @@ USER_ERROR, CRASHED = 2, 1
 RESTART = 3  # the launcher starts the stage again: with smaller micro-batches, or from an earlier step
 UNFINISHED = 4  # of a rank that ended with status 0 before the stage was finished
 HUNG = 5  # no rank made progress, or a host is lost
+LOADER_FAILED = 127  # of glibc's loader, which ends a process that has no memory for the data of a thread
 INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 FINISHED = "finished"  # the kind of the record that a rank sends when it has finished the stage

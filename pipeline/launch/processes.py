@@ -36,6 +36,7 @@ from pipeline.launch.failure import (
     FINISHED,
     INTERRUPTED,
     LAUNCHER,
+    LOADER_FAILED,
     LOG_LEVEL,
     RESTART,
     STACK,
@@ -305,7 +306,10 @@ def _stage_end(workers: list[_Worker], signals: _Signals, place: str, out_of_mem
         elif message:
             ends.append(StageEnd(CRASHED, f"{name}: {message}", order=END_ORDER["crashed"], **details))
         elif status:
-            ends.append(StageEnd(CRASHED, f"{name} ended with status {status}", order=END_ORDER["failed"]))
+            message = f"{name} ended with status {status}"
+            if status == LOADER_FAILED:
+                message += ": no memory was left, or a library could not be loaded (the system's message is above)"
+            ends.append(StageEnd(CRASHED, message, order=END_ORDER["failed"]))
     return replace(merge_ends(ends), stop_status=stop_status)
 
 

@@ -4,7 +4,7 @@
 
 - user: a UserError; crash: a RuntimeError; unread: a print to a pipe without a reader; kill: SIGKILL to itself
 - slow: sleep for a second; hang: sleep for a long time; deaf: like hang, and ignore signals
-- exit: status 0 without a result, as after os._exit(0) in a user's function
+- exit: status 0 without a result, as after os._exit(0) in a user's function; loader: status 127
 - stopped: SIGSTOP to itself, mixed: another collective; the other ranks wait in a collective
 - echo: rank 1 has a UserError and rank 0 crashes because of it; lost: likewise, but rank 1 exits with status 0
 
@@ -55,6 +55,8 @@ def act(behaviour):
         raise BrokenPipeError
     if behaviour == "exit":
         os._exit(0)
+    if behaviour == "loader":
+        os._exit(127)
     if behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "deaf":

@@ -110,6 +110,12 @@ def test_a_killed_rank_is_named(fake, monkeypatch):
     assert not _alive(fake, 1)
 
 
+def test_a_rank_that_the_loader_ended_has_failed(fake, monkeypatch):
+    """Without memory for the data of a thread, glibc's loader prints a line and ends the process with status 127."""
+    monkeypatch.setenv("FAKE_STAGE", "loader:0")
+    assert "rank 0 ended with status 127: no memory was left" in ends(fake).message
+
+
 @pytest.mark.parametrize("behaviour", ["exit", "exit:1", "lost"])
 def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, monkeypatch, behaviour):
     monkeypatch.setenv("FAKE_STAGE", behaviour)
