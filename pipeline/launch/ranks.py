@@ -16,6 +16,7 @@ from pipeline.errors import UserError
 
 SLURM_PORT = 29400
 PORTS = range(20_000, 29_000)
+EXPANDABLE = "expandable_segments:True"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -140,15 +141,16 @@ def may_have_gpus() -> bool:
 
 
 def allocator_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of ranks on GPUs; empty if the user has configured PyTorch's allocator.
+    """Return settings for ranks on GPUs. The user's settings of PyTorch's allocator have priority.
 
     Row lengths differ between micro-batches, and blocks of fixed size would leave gaps. Segments that grow leave none.
     NCCL registers the buffers of a CUDA graph as one allocation each, and such a graph hangs if the buffers are in
     expandable segments (pytorch/pytorch#158029). Registration only saves copies, so it is off.
     """
-    if any(name in env for name in ALLOCATOR_VARIABLES):
+    configured = [env[name] for name in ALLOCATOR_VARIABLES if name in env]
+    if configured and EXPANDABLE not in ",".join(configured):
         return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+    return ({} if configured else {ALLOCATOR_VARIABLES[0]: EXPANDABLE}) | {"NCCL_GRAPH_REGISTER": "0"}
 
 
 def count_gpus() -> int:

@@ -66,6 +66,8 @@ def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator
     assert (env["PYTORCH_ALLOC_CONF"], env["NCCL_GRAPH_REGISTER"]) == ("expandable_segments:True", "1")
     assert allocator_settings({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
     assert allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}) == {}
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
+    assert allocator_settings(own) == {"NCCL_GRAPH_REGISTER": "0"}
 
 
 def test_a_user_error_is_printed_once(fake, monkeypatch):
