@@ -56,13 +56,16 @@ def find_micro_batch_size(dry_run: Callable[[int], None], tokens: int, *, minimu
     `minimum` tokens do not fit either, and on several ranks already after the first failure.
     """
     while True:
+        fits = True
         try:
             dry_run(tokens)
-            return tokens
         except PassOutOfMemory:
             if dist.world().size > 1 or tokens <= minimum:
                 raise
+            fits = False
         free_memory()  # outside the handler: the traceback holds the activations
+        if fits:  # other libraries (NCCL, CUDA graphs) allocate beside PyTorch's allocator
+            return tokens
         tokens = max(minimum, tokens // 2)
 
 

@@ -371,7 +371,7 @@ def _copying_from_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 def _free(device: Any = None) -> tuple[int, int]:
     assert _device(device).index == _ops.device(), "mem_get_info creates a context on another device (simulated)"
-    return _now.memory - allocated(), _now.memory
+    return max(0, _now.memory - int(_ops.reserved())), _now.memory
 
 
 def _install() -> None:
@@ -388,7 +388,7 @@ def _install() -> None:
     idle = ("_lazy_init", "init", "set_rng_state", "manual_seed", "manual_seed_all")
     no_ops = {name: lambda *_, **__: None for name in idle}
     always_true = {name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")}
-    memory_now = {name: lambda *_: allocated() for name in ("memory_allocated", "memory_reserved")}
+    memory_now = {"memory_allocated": lambda *_: allocated(), "memory_reserved": lambda *_: int(_ops.reserved())}
     memory_peak = {name: lambda *_: _ops.peak() for name in ("max_memory_allocated", "max_memory_reserved")}
     others: dict[str, Any] = {
         "device_count": lambda: DEVICES, "current_device": lambda: _ops.device(), "synchronize": synchronize,

@@ -306,6 +306,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("peak() -> int", []() { return books().peak; });
   m.def("reset_peak() -> ()", []() { books().peak = books().allocated; });
   m.def("limit(int bytes) -> ()", [](int64_t bytes) { books().limit = bytes; });
+  m.def("reserved() -> int", []() { return books().reserved; });
   m.def("empty_cache() -> ()", []() { books().reserved = books().allocated; });
   m.def("device() -> int", []() { return int64_t(device); });
   m.def("set_device(int index) -> ()", [](int64_t index) { books().own = device = index; });

@@ -164,6 +164,7 @@ def test_the_micro_batch_size_that_fits_is_found() -> None:
         dry_run = partial(lambda engine, rows: engine.dry_run(ids[:rows], negative), engine)
         rows = find_micro_batch_size(dry_run, len(ids), minimum=1)
         assert (rows < len(ids)) == limited
+        assert torch.cuda.memory_reserved() == torch.cuda.memory_allocated()
         losses.append(engine.update(list(ids.split(rows)), negative, ids[:, 1:].numel()).loss)
         needed = torch.cuda.max_memory_allocated() - before
         cuda.limit()
