@@ -67,20 +67,22 @@ def pipeline_group() -> ProcessGroup:
 
 
 def first_and_last_stage_group() -> ProcessGroup | None:
-    """Return the ranks of the first and the last stage of this rank's model; None on other ranks. Every rank calls."""
+    """Return the ranks of the first and the last stage of this rank's model; None on other ranks. Every rank calls.
+
+    Each other rank gets a group of its own, because all ranks must have equally many groups. torch names a group that a
+    mesh makes by this number, and destroys groups in the order of their names (pytorch/pytorch#190396).
+    """
     world = dist.world()
     stage_size = world.size // world.pipeline
-    pairs = [[rank, world.size - stage_size + rank] for rank in range(stage_size)]
-    ends = dist.cached(
-        ("ends", world.pipeline),
-        lambda: _with_timeout(DeviceMesh(world.device.type, pairs, mesh_dim_names=("model", "ends"))),
-    )
-    return ends.get_group("ends") if world.pipeline_rank in (0, world.pipeline - 1) else None
+    last = world.size - stage_size
+    members = [*([rank, last + rank] for rank in range(stage_size)), *([rank] for rank in range(stage_size, last))]
+    groups = dist.cached(("ends", world.pipeline), lambda: [dist.new_group(ranks) for ranks in members])
+    own = next(group for group, ranks in zip(groups, members, strict=True) if world.rank in ranks)
+    return own if world.pipeline_rank in (0, world.pipeline - 1) else None
 
 
 def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
     """Set the timeout of the groups of a mesh, which torch makes with NCCL's default of ten minutes."""
-    if mesh.get_coordinate() is not None:  # None on ranks outside of the mesh
-        for dim in range(mesh.ndim):
-            internals.set_timeout(mesh.get_group(dim), dist.TIMEOUT)
+    for dim in range(mesh.ndim):
+        internals.set_timeout(mesh.get_group(dim), dist.TIMEOUT)
     return mesh

@@ -101,6 +101,20 @@ def test_the_groups_of_meshes_have_the_timeout_of_all_groups() -> None:
     assert run_ranks(timeouts_of_meshes, 2) == [{timedelta(minutes=7)}] * 2
 
 
+def number_of_groups() -> tuple[int, list[int]]:
+    """Return how many groups this rank has, and the ranks of its group of first and last stages."""
+    dist.set_parallelism(pipeline=3)
+    ends = meshes.first_and_last_stage_group()
+    ranks = [] if ends is None else torch.distributed.get_process_group_ranks(ends)
+    return len(torch.distributed.distributed_c10d._world.pg_names), ranks
+
+
+def test_all_ranks_have_equally_many_groups() -> None:
+    """torch names a split group by this number and destroys groups by name, and NCCL needs one order on all ranks."""
+    counts, ends = zip(*run_ranks(number_of_groups, 3), strict=True)
+    assert len(set(counts)) == 1 and ends == ([0, 2], [], [0, 2])
+
+
 def test_numbers_and_objects_of_ranks() -> None:
     expected = [2.0, 2.0**-40], [1.0, -0.5, float("inf")]
     assert run_ranks(reductions, 2) == [(expected, True, "gloo", "gloo")] * 2
