@@ -51,7 +51,7 @@ class OneBitAdam(torch.optim.Optimizer):
             local = dtensors.local(parameter.detach())
             sizes = (local.numel(), _chunk(local.numel(), ranks))
             self.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "step": torch.zeros((), dtype=torch.float32),  # on the host, which reads it in each step
                 **{name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")},
                 **{n: _rank_rows(local.new_zeros(1, size)) for n, size in zip(self._errors, sizes, strict=True)},
             }

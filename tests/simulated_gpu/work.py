@@ -29,6 +29,7 @@ from engine.generation.scheduler import Chunk
 from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
 from engine.optimizers import bf16_adamw
+from engine.optimizers.onebit_adam import OneBitAdam
 from tests.engine.generation.families import build
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import needs_gpu, single_rank  # noqa: F401  a fixture
@@ -193,6 +194,18 @@ def test_a_step_with_bf16_states_does_not_wait_for_the_device(monkeypatch: pytes
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert cuda.waits() == []
+
+
+def test_a_step_of_onebit_adam_waits_for_the_norm_only() -> None:
+    parameters = [nn.Parameter(torch.ones(8, device="cuda")) for _ in range(2)]
+    optimizer = OneBitAdam(parameters, freeze_step=1)
+    cuda.waits()
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.squared_norm()
+        optimizer.step()
+    assert cuda.waits() == ["engine/optimizers/onebit_adam.py:squared_norm"] * 2
 
 
 def test_streamed_blocks_sample_the_same_tokens_as_resident_blocks() -> None:
