@@ -137,7 +137,7 @@ def _splits(programs: int, capacity: int, keys_a_step: int, processors: int) -> 
 # if the address of a vector becomes a multiple of 16.
 @triton.jit(
     do_not_specialize=["batch", "splits", "prompt_splits"],
-    do_not_specialize_on_alignment=["slots", "lengths", "prompt_slots", "prompt_lengths", "firsts"],
+    do_not_specialize_on_alignment=["slots", "lengths", "prompt_slots", "prompt_lengths", "firsts", "totals"],
 )
 def share_kernel(
     query,
@@ -249,7 +249,7 @@ def share_kernel(
     tl.store(out, acc.to(partial.dtype.element_ty), mask=exist[:, None] & (dv < of_values)[None, :])
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["totals"])
 def join_kernel(partial, highest, totals, out, splits, of_values, SPLITS: tl.constexpr, BV: tl.constexpr):
     """Join the splits of one head: its output (Dv,)."""
     row = tl.program_id(0).to(tl.int64)

@@ -113,10 +113,11 @@ def recompilations() -> Iterator[str]:
             logprobs.block_gradient(head, products, bias, rows.long(), *of_rows, torch.bfloat16)
     attention.shared_memory_and_multiprocessors = lambda device: (H200.shared, 4)
     for batch in (1, 2, 3, 4, 7, 16, 64, 130):
-        cache = torch.zeros(8, 2, 64, 64)
+        prompt, cache = torch.zeros(8, 2, 64, 64), torch.zeros(8, 2, 192, 64)
         of_rows = torch.zeros(6, batch, dtype=torch.int64)
-        prompts = Prompts(cache, cache, *of_rows[:3])
-        attention.decode_attention(torch.zeros(batch, 4, 64), cache, cache, prompts, *of_rows[3:5], 1.0)
+        prompts = Prompts(prompt, prompt, *of_rows[:3])
+        # Two heads with an odd number of splits: the totals of one sequence begin at no multiple of 16.
+        attention.decode_attention(torch.zeros(batch, 2, 64), cache, cache, prompts, *of_rows[3:5], 1.0)
     for top_k in (1, 16, 50):
         sample.sample(torch.zeros(2, 800), torch.zeros(2), temperature=1.0, top_k=top_k, top_p=0.9, min_p=0.0)
     for name, different in keys.items():
