@@ -23,7 +23,7 @@ MULTIPLE = 10.0  # of the slowest step or phase
 SHORTEST = 60.0
 UNMEASURED = 1800.0
 """Seconds without progress that are allowed in a phase that this process has not finished before."""
-ALONE = 86400.0  # seconds for work that rank 0 does for all ranks
+ALONE = 86400.0  # seconds for work that other ranks wait for: the data, which rank 0 reads, and downloads
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Progress:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Allow a day for work that rank 0 does while the other ranks wait."""
+        """Allow a day for work that the other ranks wait for."""
         before, self._limit = self._limit, ALONE
         self._write()
         try:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from pipeline import progress
 from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
 
@@ -142,9 +143,10 @@ def download(hub: str, *, weights: bool = True) -> Path:
 
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else TEXT_FILES
     try:
-        folder = Path(snapshot_download(hub, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
-        if weights and not any(folder.glob("*.safetensors")) and (revision := _converted_revision(hub, folder)):
-            folder = Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
+        with progress.own().alone():  # a large model may take hours; the other machines wait for the slowest one
+            folder = Path(snapshot_download(hub, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
+            if weights and not any(folder.glob("*.safetensors")) and (revision := _converted_revision(hub, folder)):
+                folder = Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise UserError(
             f"{hub} is gated: its licence must be accepted first. Accept it on https://huggingface.co/{hub}, then log "

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline import progress
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
 from pipeline.models.source import check_kind, download, resolve
+from pipeline.progress import ALONE, UNMEASURED, Progress, Row
 from tests.pipeline.models.tiny import classifier, config_of, language_model, source_in
 
 
@@ -212,6 +214,20 @@ def test_the_hubs_conversion_replaces_pickled_weights(tmp_path: Path, monkeypatc
     assert download("a/b").name == "refs-pr-8"
     hub.is_reachable = False
     assert download("a/b").name == "refs-pr-8"
+
+
+def test_a_download_may_take_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, hub, limits = Row(), Hub(tmp_path, {8: ("SFconvertbot", "newest")}), list[float]()
+    monkeypatch.setattr(progress, "_progress", Progress(row))
+    hub.install(monkeypatch)
+
+    def snapshot_download(name: str, **keys: object) -> str:
+        limits.append(row.read().limit)
+        return hub.snapshot_download(name, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    download("a/b")
+    assert limits == [ALONE, ALONE] and row.read().limit == UNMEASURED
 
 
 def test_a_hub_model_without_safetensors_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
