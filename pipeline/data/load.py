@@ -23,7 +23,7 @@ from pipeline.data.sources import Source, configured_sources, is_absent, open_so
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import DataConfig, SourceConfig
+    from pipeline.config.schema import DataConfig
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +44,6 @@ class StageRecords:
     train: list[Any]
     held_out: list[Any]
     skipped: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Configured:
-    """A source with the configuration it came from. `labels`: see `load_stage`."""
-
-    source: Source
-    config: "SourceConfig"
-    labels: bool
-
-    def form_stages(self, table: Table) -> list[str]:
-        """Return the stages that divide the rows of this table among them."""
-        readers = stages_of(detect(table.columns, table.name), labels=self.labels)
-        return [stage for stage in self.config.stages if stage in readers]
 
 
 @dataclass(frozen=True)
@@ -107,11 +93,11 @@ class _Loading:
         self.labels = labels
         self.skipped: Counter[str] = Counter()
         self.unused: list[Table] = []
-        self.sources = _open(data, self.kind, seed, labels)
+        self.sources = _open(data, self.kind, seed)
         self.evaluation = _held_out_turns(self.sources, data)
 
     def records(self) -> StageRecords:
-        parts: list[tuple[_Configured, list[Record]]] = []
+        parts: list[tuple[Source, list[Record]]] = []
         held_out: list[Record] = []
         for each, rows, rest in self._split_sources():
             parts.append((each, self._share(each, rows, len(rest))))
@@ -126,47 +112,52 @@ class _Loading:
         prompts = (record for *_, rest in self._split_sources() for record in rest if isinstance(record, Prompt))
         return sorted(prompts, key=digest)
 
-    def _split_sources(self) -> Iterator[tuple[_Configured, list[_Row], list[Record]]]:
+    def _split_sources(self) -> Iterator[tuple[Source, list[_Row], list[Record]]]:
         """Yield each source with its training rows (of all stages) and its held-out records."""
         for each in self.sources:
             if self.kind not in each.config.stages:
                 continue
-            tables = each.source.train(self.kind)
-            used = [table for table in tables if self.kind in each.form_stages(table)]
+            tables = each.train(self.kind)
+            used = [table for table in tables if self.kind in self._form_stages(each, table)]
             self.unused += [table for table in tables if table not in used]
             if used:
                 yield each, *self._split(each, used)
 
-    def _split(self, each: _Configured, tables: list[Table]) -> tuple[list[_Row], list[Record]]:
+    def _split(self, each: Source, tables: list[Table]) -> tuple[list[_Row], list[Record]]:
         """Return the training rows and the held-out records of one source."""
         rows = [(record, first_turn(record), table) for table in tables for record in self._parse(each, table)]
         evaluation = self.evaluation
-        if each.source.has_held_out:
-            own = [t for t in each.source.held_out(self.kind) if self.kind in each.form_stages(t)]
+        if each.held_out is not None:
+            own = [t for t in each.held_out(self.kind) if self.kind in self._form_stages(each, t)]
             held_out = [record for table in own for record in self._parse(each, table)]
         else:
-            evaluation = _at_least_one(evaluation, {turn for _, turn, _ in rows}, each.source.name)
+            evaluation = _at_least_one(evaluation, {turn for _, turn, _ in rows}, each.name)
             held_out = [record for record, turn, _ in rows if turn in evaluation]
         train = [row for row in rows if row[1] not in evaluation]
-        if each.source.has_held_out:
+        if each.held_out is not None:
             self._count(HELD_OUT, len(rows) - len(train))
         return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
 
-    def _share(self, each: _Configured, train: list[_Row], held_out: int) -> list[Record]:
+    def _share(self, each: Source, train: list[_Row], held_out: int) -> list[Record]:
         """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
         shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
         records = [record for record, turn, table in train if self._trains_on(shares[table.name], turn)]
         self._count(RESERVED, len(train) - len(records))
         if not records:
             raise UserError(
-                f"{each.source.name}: no usable row is left for stage {self.stage}: {held_out} are held out, and "
+                f"{each.name}: no usable row is left for stage {self.stage}: {held_out} are held out, and "
                 f"{len(train)} belong to other stages. Add data, or change data.eval_fraction or data.stage_shares."
             )
         return records
 
-    def _parse(self, each: _Configured, table: Table) -> list[Record]:
+    def _form_stages(self, each: Source, table: Table) -> list[str]:
+        """Return the stages that divide the rows of this table among them."""
+        readers = stages_of(detect(table.columns, table.name), labels=self.labels)
+        return [stage for stage in each.config.stages if stage in readers]
+
+    def _parse(self, each: Source, table: Table) -> list[Record]:
         limit = self.data.bad_row_limit
-        parsed = to_records(table, self.stage, each.source.name, limit, rows=self.rows, labels=self.labels)
+        parsed = to_records(table, self.stage, each.name, limit, rows=self.rows, labels=self.labels)
         self.skipped.update(parsed.skipped)
         if self.kind == "reward" or detect(table.columns) not in ("preferences", "labelled"):
             return parsed.records
@@ -178,15 +169,15 @@ class _Loading:
         self._count(reason, len(records) - len(unique))
         return unique
 
-    def _shares(self, each: _Configured, table: Table) -> dict[str, float] | None:
+    def _shares(self, each: Source, table: Table) -> dict[str, float] | None:
         """Return the shares of a table by stage; None if this stage reads the complete table."""
-        stages = each.form_stages(table)
-        if each.source.dedicated or stages == [self.kind]:
+        stages = self._form_stages(each, table)
+        if each.dedicated or stages == [self.kind]:
             return None
         shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
         if sum(shares.get(name, 0.0) for name in self._own) <= 0:
             raise UserError(
-                f"data.stage_shares gives {self.stage} no row of {each.source.name}: set a share above 0 for "
+                f"data.stage_shares gives {self.stage} no row of {each.name}: set a share above 0 for "
                 f"{' or '.join(self._own)}."
             )
         return shares
@@ -200,8 +191,8 @@ class _Loading:
         return STAGES[self.stage].shares
 
     def _without(
-        self, parts: list[tuple[_Configured, list[Record]]], held_out: list[Record]
-    ) -> list[tuple[_Configured, list[Record]]]:
+        self, parts: list[tuple[Source, list[Record]]], held_out: list[Record]
+    ) -> list[tuple[Source, list[Record]]]:
         """Return the training records without conversations that start like a held-out one of another source."""
         turns = {first_turn(record) for record in held_out}
         remaining = [(each, [record for record in train if first_turn(record) not in turns]) for each, train in parts]
@@ -209,7 +200,7 @@ class _Loading:
         self._count(HELD_OUT, removed)
         return remaining
 
-    def _mixed(self, parts: list[tuple[_Configured, list[Record]]]) -> list[Record]:
+    def _mixed(self, parts: list[tuple[Source, list[Record]]]) -> list[Record]:
         sizes = [len(train) for _, train in parts]
         weights = [each.config.weight for each, _ in parts if each.config.weight is not None]
         used = sizes if len(parts) == 1 or len(weights) < len(parts) else mixed_sizes(sizes, weights)
@@ -218,7 +209,7 @@ class _Loading:
         for index, ((each, train), size) in enumerate(zip(parts, used, strict=True)):
             chosen = random.Random(f"{self.seed} {index}").sample(range(len(train)), size)
             mixed += [train[row] for row in sorted(chosen)]
-            log.info("%s: %d of %d rows of %s", self.stage, size, len(train), each.source.name)
+            log.info("%s: %d of %d rows of %s", self.stage, size, len(train), each.name)
         return mixed
 
     def _count(self, reason: str, rows: int) -> None:
@@ -226,7 +217,7 @@ class _Loading:
             self.skipped[reason] += rows
 
 
-def _open(data: "DataConfig", kind: str, seed: int, labels: bool) -> list[_Configured]:
+def _open(data: "DataConfig", kind: str, seed: int) -> list[Source]:
     """Open the sources. A missing file is skipped if no stage `kind` reads it."""
     configs = configured_sources(data)
     keys = ["data.path" if data.path is not None else f"data.sources.{i}.path" for i in range(len(configs))]
@@ -237,26 +228,23 @@ def _open(data: "DataConfig", kind: str, seed: int, labels: bool) -> list[_Confi
                 "%s=%s does not exist: skipped, because only %s read it", key, config.path, ", ".join(config.stages)
             )
         else:
-            source = open_source(config, data, seed=seed, key=key)
-            opened.append(_Configured(source, config, labels))
+            opened.append(open_source(config, data, seed=seed, key=key))
     return opened
 
 
-def _held_out_turns(sources: Sequence[_Configured], data: "DataConfig") -> _Evaluation:
+def _held_out_turns(sources: Sequence[Source], data: "DataConfig") -> _Evaluation:
     """Return the held-out first turns of all sources: of their held-out rows, or a share by hash without such rows."""
-    own = [each for each in sources if each.source.has_held_out]
-    turns = set[bytes]()
-    for each in own:
-        turns.update(map(first_turn, _every_held_out(each)))
-    return _Evaluation(frozenset(turns), data.eval_fraction if len(own) < len(sources) else 0.0)
+    turns = frozenset(first_turn(record) for each in sources for record in _every_held_out(each))
+    return _Evaluation(turns, data.eval_fraction if any(each.held_out is None for each in sources) else 0.0)
 
 
-def _every_held_out(each: _Configured) -> Iterator[Record]:
-    for stage in each.config.stages if each.source.dedicated else each.config.stages[:1]:
-        for table in each.source.held_out(stage):
-            yield from to_records(
-                table, "ppo", each.source.name, bad_row_limit=1.0
-            ).records  # every row has a first turn
+def _every_held_out(each: Source) -> Iterator[Record]:
+    """Yield the held-out records of all stages of a source that has held-out rows."""
+    if each.held_out is None:
+        return
+    for stage in each.config.stages if each.dedicated else each.config.stages[:1]:
+        for table in each.held_out(stage):
+            yield from to_records(table, "ppo", each.name, bad_row_limit=1.0).records  # every row has a first turn
 
 
 def _at_least_one(evaluation: _Evaluation, turns: Set[bytes], name: str) -> _Evaluation:

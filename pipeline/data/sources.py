@@ -1,12 +1,13 @@
 """Sources of rows: local files, data sets of the Hugging Face hub, and generated data (the demo, reasoning-gym)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipeline.data.files import Table, data_files, find, read_table, table_of
 from pipeline.errors import UserError
@@ -18,22 +19,19 @@ if TYPE_CHECKING:
 _DEMO_ROWS = {"sft": "conversations", "reward": "preferences", "ppo": "prompts"}
 
 
-class Source(Protocol):
-    """A source of rows. `train` and `held_out` read the data; the constructor does not."""
+@dataclass(frozen=True)
+class Source:
+    """A source of rows.
+
+    train, held_out: read the tables of a stage; without `held_out`, a share of the training rows is held out
+    dedicated: whether the source has separate rows for each stage, so that stages do not divide rows
+    """
 
     name: str
-
-    @property
-    def has_held_out(self) -> bool:
-        """Whether the source has held-out rows; otherwise a share of the training rows is held out."""
-
-    @property
-    def dedicated(self) -> bool:
-        """Whether the source has separate rows for each stage, so that stages do not divide rows."""
-
-    def train(self, stage: str) -> list[Table]: ...
-
-    def held_out(self, stage: str) -> list[Table]: ...
+    config: "SourceConfig"
+    train: Callable[[str], list[Table]]
+    held_out: Callable[[str], list[Table]] | None
+    dedicated: bool = False
 
 
 def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
@@ -49,10 +47,10 @@ def open_source(config: "SourceConfig", data: "DataConfig", *, seed: int, key: s
     If both `path` and `hub` are set, `path` is read if it exists, otherwise the hub.
     """
     if config.builtin == "tasks":
-        return TaskSource(data.task, seed)
+        return _open_tasks(config, data.task, seed)
     if config.builtin == "demo":
-        return DemoSource(data.demo_examples, seed)
-    return HubSource(config) if is_remote(config) else LocalSource(config, key)
+        return _open_demo(config, data.demo_examples, seed)
+    return _open_hub(config) if is_remote(config) else _open_files(config, key)
 
 
 def is_remote(config: "SourceConfig") -> bool:
@@ -65,24 +63,14 @@ def is_absent(config: "SourceConfig") -> bool:
     return config.path is not None and config.hub is None and find(config.path) is None
 
 
-class DemoSource:
-    """The generated data: separate rows for each stage, and held-out rows."""
+def _open_demo(config: "SourceConfig", examples: int, seed: int) -> Source:
+    """Return the generated data: separate rows for each stage, and held-out rows."""
 
-    name = "demo"
-    has_held_out = True
-    dedicated = True
+    def read(prefix: str, stage: str) -> list[Table]:
+        kind = f"{prefix}{_DEMO_ROWS[stage]}"
+        return [table_of(f"demo {kind}", _demo_rows(kind, examples, seed))]
 
-    def __init__(self, examples: int, seed: int) -> None:
-        self._examples, self._seed = examples, seed
-
-    def train(self, stage: str) -> list[Table]:
-        return [self._table(_DEMO_ROWS[stage])]
-
-    def held_out(self, stage: str) -> list[Table]:
-        return [self._table(f"held_out_{_DEMO_ROWS[stage]}")]
-
-    def _table(self, kind: str) -> Table:
-        return table_of(f"demo {kind}", _demo_rows(kind, self._examples, self._seed))
+    return Source("demo", config, partial(read, ""), partial(read, "held_out_"), dedicated=True)
 
 
 @cache
@@ -92,101 +80,68 @@ def _demo_rows(kind: str, examples: int, seed: int) -> list[dict[str, Any]]:
     return rows_of(kind, examples, seed)
 
 
-class TaskSource:
-    """The questions and answers of a task of reasoning-gym, with held-out questions.
+def _open_tasks(config: "SourceConfig", task: "TaskConfig", seed: int) -> Source:
+    """Return the questions and answers of a task of reasoning-gym, with held-out questions.
 
     A row contains question, answer and metadata, which the task's own scoring function needs.
     """
 
-    dedicated = False
-    has_held_out = True
+    def read(split: str, rows: int, _: str) -> list[Table]:
+        return [_task_table(task, seed, split, rows)]
 
-    def __init__(self, task: "TaskConfig", seed: int) -> None:
-        self.name, self._task, self._seed = task.name, task, seed
-
-    def train(self, stage: str) -> list[Table]:
-        return [self._table("train", self._task.rows)]
-
-    def held_out(self, stage: str) -> list[Table]:
-        return [self._table("held out", self._task.held_out)]
-
-    def _table(self, split: str, rows: int) -> Table:
-        """Return the rows of a split with different questions. The loader removes held-out questions from training."""
-        try:
-            import reasoning_gym
-        except ImportError:
-            raise UserError(
-                f"data.task.name={self.name} needs the package reasoning-gym: {pip_install('tasks')}"
-            ) from None
-        if self.name not in reasoning_gym.factory.DATASETS:
-            near = ", ".join(get_close_matches(self.name, reasoning_gym.factory.DATASETS, 3, 0.3))
-            raise UserError(f"data.task.name={self.name}: reasoning-gym has no such task. Similar names: {near}")
-        # The task seeds row i with seed + i, so neighbouring seeds would share rows: the hash spreads them.
-        seed = int.from_bytes(sha256(f"{self._seed} {split}".encode()).digest()[:4])
-        try:
-            made = reasoning_gym.create_dataset(self.name, **{**self._task.options, "seed": seed, "size": rows})
-        except (TypeError, ValueError, AssertionError) as problem:
-            raise UserError(
-                f"data.task.options={self._task.options}: the task {self.name} refuses them: {problem}. Correct "
-                "data.task.options (reasoning-gym documents the options of each task)"
-            ) from problem
-        by_question = {row["question"]: row for row in (made[index] for index in range(rows))}
-        return table_of(f"{self.name} ({split})", [*by_question.values()])
+    return Source(task.name, config, partial(read, "train", task.rows), partial(read, "held out", task.held_out))
 
 
-class LocalSource:
-    """A file or a folder. The held-out rows are in `eval_path` or in the test files of the folder."""
-
-    dedicated = False
-
-    def __init__(self, config: "SourceConfig", key: str) -> None:
-        assert config.path is not None
-        self._columns = config.columns
-        self._train, self._held_out = data_files(config.path, key)
-        if config.eval_path is not None:
-            train, held_out = data_files(config.eval_path, key.removesuffix("path") + "eval_path")
-            self._held_out = train + held_out
-        self.name = Path(config.path).name.split(".")[0] or config.path
-
-    @property
-    def has_held_out(self) -> bool:
-        return bool(self._held_out)
-
-    def train(self, stage: str) -> list[Table]:
-        return [_renamed(read_table(file), self._columns) for file in self._train]
-
-    def held_out(self, stage: str) -> list[Table]:
-        return [_renamed(read_table(file), self._columns) for file in self._held_out]
+def _task_table(task: "TaskConfig", seed: int, split: str, rows: int) -> Table:
+    """Return the rows of a split with different questions. The loader removes held-out questions from training."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise UserError(f"data.task.name={task.name} needs the package reasoning-gym: {pip_install('tasks')}") from None
+    if task.name not in reasoning_gym.factory.DATASETS:
+        near = ", ".join(get_close_matches(task.name, reasoning_gym.factory.DATASETS, 3, 0.3))
+        raise UserError(f"data.task.name={task.name}: reasoning-gym has no such task. Similar names: {near}")
+    # The task seeds row i with seed + i, so neighbouring seeds would share rows: the hash spreads them.
+    seed = int.from_bytes(sha256(f"{seed} {split}".encode()).digest()[:4])
+    try:
+        made = reasoning_gym.create_dataset(task.name, **{**task.options, "seed": seed, "size": rows})
+    except (TypeError, ValueError, AssertionError) as problem:
+        raise UserError(
+            f"data.task.options={task.options}: the task {task.name} refuses them: {problem}. Correct "
+            "data.task.options (reasoning-gym documents the options of each task)"
+        ) from problem
+    by_question = {row["question"]: row for row in (made[index] for index in range(rows))}
+    return table_of(f"{task.name} ({split})", [*by_question.values()])
 
 
-class HubSource:
-    """A data set of the hub, read through the library `datasets`, which caches downloads."""
+def _open_files(config: "SourceConfig", key: str) -> Source:
+    """Return a file or a folder. The held-out rows are in `eval_path` or in the test files of the folder."""
+    assert config.path is not None
+    train, held_out = data_files(config.path, key)
+    if config.eval_path is not None:
+        held_out = [*chain(*data_files(config.eval_path, key.removesuffix("path") + "eval_path"))]
 
-    dedicated = False
+    def read(files: Sequence[Path], _: str) -> list[Table]:
+        return [_renamed(read_table(file), config.columns) for file in files]
 
-    def __init__(self, config: "SourceConfig") -> None:
-        assert config.hub is not None
-        self._config = config
-        self.name = config.hub
+    name = Path(config.path).name.split(".")[0] or config.path
+    return Source(name, config, partial(read, train), partial(read, held_out) if held_out else None)
 
-    @property
-    def has_held_out(self) -> bool:
-        return self._config.eval_split is not None
 
-    def train(self, stage: str) -> list[Table]:
-        return [self._table(self._config.split)]
+def _open_hub(config: "SourceConfig") -> Source:
+    """Return a data set of the hub, read through the library `datasets`, which caches downloads."""
+    hub = config.hub
+    assert hub is not None
 
-    def held_out(self, stage: str) -> list[Table]:
-        return [self._table(self._config.eval_split)] if self._config.eval_split is not None else []
-
-    def _table(self, split: str) -> Table:
+    def read(split: str, _: str) -> list[Table]:
         from pipeline.data.hub import load_split
 
-        config = self._config
-        assert config.hub is not None
-        rows = load_split(config.hub, config.subset, split)
-        name = f"{config.hub} ({split})"
-        return _renamed(Table(name, rows, frozenset(rows.column_names), range(1, len(rows) + 1)), config.columns)
+        rows = load_split(hub, config.subset, split)
+        table = Table(f"{hub} ({split})", rows, frozenset(rows.column_names), range(1, len(rows) + 1))
+        return [_renamed(table, config.columns)]
+
+    held_out = None if config.eval_split is None else partial(read, config.eval_split)
+    return Source(hub, config, partial(read, config.split), held_out)
 
 
 def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
