@@ -6,19 +6,16 @@ compares two answers to the same prompt.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Prompt, Row
 from pipeline.errors import SharedError, UserError
-
-if TYPE_CHECKING:
-    from pipeline.evaluation.user_function import UserFunction
+from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 
 GOLD_SOURCE = "demo"  # the data source whose prompts the gold scorer supports
-Arguments = TypeVar("Arguments")
 Result = TypeVar("Result")
 Call = tuple[str, Row]
 """The arguments of a user function: the text of an answer, and the data row of its prompt."""
@@ -26,35 +23,22 @@ Verdicts = tuple[float | None, float | None]
 """A pair judge's verdicts on one answer against another, for both orders: 1 better, 0 worse, None without a verdict."""
 
 
-def load_judge(config: RunConfig) -> "UserFunction | None":
-    """Load the function that `evaluation.judge` names; return None if the key is null."""
+def load_judge(config: RunConfig, key: str = JUDGE) -> UserFunction | None:
+    """Load the function that evaluation.judge or evaluation.pair_judge names; return None if the key is null."""
     evaluation = config.evaluation
-    if evaluation.judge is None:
-        return None
-    from pipeline.evaluation.user_function import JUDGE, load_function
-
-    return load_function(evaluation.judge, evaluation.judge_threads, key=JUDGE)
+    where = evaluation.judge if key == JUDGE else evaluation.pair_judge
+    return None if where is None else load_function(where, evaluation.judge_threads, key=key)
 
 
-def can_judge(prompts: Sequence[Prompt], judge: "UserFunction | None") -> bool:
+def can_judge(prompts: Sequence[Prompt], judge: UserFunction | None) -> bool:
     """Return whether answers to these prompts get a gold score: from the judge, or from the built-in gold scorer."""
     if judge is None:
         return bool(prompts) and all(prompt.source == GOLD_SOURCE for prompt in prompts)
     return bool(prompts) and all(prompt.row is not None for prompt in prompts)
 
 
-def load_pair_judge(config: RunConfig) -> "UserFunction | None":
-    """Load the function that `evaluation.pair_judge` names; return None if the key is null."""
-    evaluation = config.evaluation
-    if evaluation.pair_judge is None:
-        return None
-    from pipeline.evaluation.user_function import PAIR_JUDGE, load_function
-
-    return load_function(evaluation.pair_judge, evaluation.judge_threads, key=PAIR_JUDGE)
-
-
 def compare_pairs(
-    prompts: Sequence[Prompt], answers: Sequence[str], others: Sequence[str], judge: "UserFunction"
+    prompts: Sequence[Prompt], answers: Sequence[str], others: Sequence[str], judge: UserFunction
 ) -> list[Verdicts] | None:
     """Return the verdicts on each of `answers` against that of `others`, on every rank; None if a data row is missing.
 
@@ -67,7 +51,7 @@ def compare_pairs(
     pairs = list(zip(answers, others, rows, strict=True))
     different = [at for at, (answer, other, _) in enumerate(pairs) if answer != other]
     calls = [pairs[at] for at in different] + [(pairs[at][1], pairs[at][0], pairs[at][2]) for at in different]
-    results = _on_all_ranks(judge.preferences, calls)
+    results = _on_all_ranks(judge, judge.prefer, calls)
     verdicts: list[Verdicts] = [(0.5, 0.5)] * len(pairs)
     for number, at in enumerate(different):
         second = results[len(different) + number]
@@ -75,7 +59,7 @@ def compare_pairs(
     return verdicts
 
 
-def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: "UserFunction | None") -> list[float] | None:
+def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunction | None) -> list[float] | None:
     """Return the gold score of each answer, on every rank; None if no judge supports these prompts.
 
     A user function needs the data row of every prompt. Raise SharedError on every rank if a call fails.
@@ -87,15 +71,16 @@ def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: "UserFuncti
         from pipeline.demo.gold import gold_score
 
         return [gold_score(prompt.messages, answer) for prompt, answer in pairs]
-    return _on_all_ranks(judge.scores, [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None])
+    calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
+    return _on_all_ranks(judge, judge.score, calls)
 
 
-def function_rewards(function: "UserFunction", calls: Sequence[Call]) -> dict[str, list[float]]:
+def function_rewards(function: UserFunction, calls: Sequence[Call]) -> dict[str, list[float]]:
     """Return the function's rewards of each call by name, on every rank. The calls are distributed over ranks.
 
     Raise SharedError on every rank if a call fails on any rank, or if the names differ from call to call.
     """
-    rewards = _on_all_ranks(function.parts, calls)
+    rewards = _on_all_ranks(function, function.rewards, calls)
     names = list(rewards[0]) if rewards else []
     for each in rewards:
         if each.keys() != rewards[0].keys():
@@ -106,14 +91,16 @@ def function_rewards(function: "UserFunction", calls: Sequence[Call]) -> dict[st
     return {name: [each[name] for each in rewards] for name in names}
 
 
-def _on_all_ranks(score: Callable[[Sequence[Arguments]], list[Result]], calls: Sequence[Arguments]) -> list[Result]:
-    """Return the result of each call on every rank. Each rank makes some of the calls."""
+def _on_all_ranks(
+    function: UserFunction, method: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
+) -> list[Result]:
+    """Return the result of each call on every rank, see `UserFunction.map`. Each rank makes some of the calls."""
     world = distributed.world()
     indices = range(world.rank, len(calls), world.size)
     local: dict[int, Result] = {}
     failure: UserError | None = None
     try:
-        local = dict(zip(indices, score([calls[index] for index in indices]), strict=True))
+        local = dict(zip(indices, function.map(method, [calls[index] for index in indices]), strict=True))
     except UserError as problem:
         failure = problem
     gathered = distributed.gather_objects(None if failure is None else str(failure))

@@ -65,26 +65,16 @@ class UserFunction:
     threads: int = 1
     key: str = REWARD
 
-    def scores(self, calls: Sequence[tuple[str, Row]]) -> list[float]:
-        """Return the score of each (answer, row), in order. With threads=1 the calling thread makes all calls.
+    def map(self, method: Callable[..., _Result], calls: Sequence[tuple[Any, ...]]) -> list[_Result]:
+        """Return the results of `score`, `rewards` or `prefer` for several calls, in order.
 
-        Raise the error of the first failed call. Calls that have not started by then are skipped.
+        With threads=1 the calling thread makes all calls. Raise the error of the first failed call. Calls that have not
+        started by then are skipped.
         """
-        return self._map(self.score, calls)
-
-    def preferences(self, calls: Sequence[tuple[str, str, Row]]) -> list[float | None]:
-        """Return the verdict on each (first answer, second answer, row), in order. See `prefer` and `scores`."""
-        return self._map(self.prefer, calls)
-
-    def _map(self, method: Callable[..., _Result], calls: Sequence[tuple[Any, ...]]) -> list[_Result]:
         if self.threads == 1:
             return [method(*call) for call in calls]
         with ThreadPoolExecutor(self.threads) as pool:
             return list(pool.map(lambda call: method(*call), calls))
-
-    def parts(self, calls: Sequence[tuple[str, Row]]) -> list[dict[str, float]]:
-        """Return the rewards of each (answer, row) by name, in order. A single number has the name "function"."""
-        return self._map(self.rewards, calls)
 
     def score(self, answer: str, row: Row) -> float:
         """Return the function's score of one answer. The function gets a copy of the row, which it may change.
@@ -94,7 +84,10 @@ class UserFunction:
         return self._number(self._call((answer,), row), answer, row)
 
     def rewards(self, answer: str, row: Row) -> dict[str, float]:
-        """Return the function's rewards of one answer by name. Raise UserError as `score` does."""
+        """Return the function's rewards of one answer by name. A single number has the name "function".
+
+        Raise UserError as `score` does.
+        """
         result = self._call((answer,), row)
         if not isinstance(result, Mapping):
             return {SINGLE: self._number(result, answer, row)}

@@ -82,7 +82,7 @@ def test_math_answers_need_a_reference_and_the_main_thread() -> None:
         function.score("7", {"question": "How much?"})
     threads = load_function(f"{REWARDS}/math_answers.py:correct", 2)
     with pytest.raises(UserError, match=r"set ppo\.reward_threads=1"):
-        threads.scores([("7", {"answer": "7"})])
+        threads.map(threads.score, [("7", {"answer": "7"})])
 
 
 def test_solutions_of_gsm8k_are_right_and_those_of_other_questions_are_wrong() -> None:

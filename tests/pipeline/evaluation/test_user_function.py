@@ -120,7 +120,7 @@ def test_a_judge_must_return_0_to_1(value: float) -> None:
 
 def test_several_rewards_by_name(tmp_path: Path) -> None:
     actual = load_function(write_function(tmp_path, "def score(answer, row): return row['value']"), threads=2)
-    assert actual.parts([("a", {"value": {"x": 1, "y": 2.5}}), ("b", {"value": 3})]) == [
+    assert actual.map(actual.rewards, [("a", {"value": {"x": 1, "y": 2.5}}), ("b", {"value": 3})]) == [
         {"x": 1.0, "y": 2.5},
         {"function": 3.0},
     ]
@@ -187,9 +187,10 @@ def here(answer, row):
 def test_threads_call_concurrently_and_preserve_the_order(tmp_path: Path) -> None:
     write_function(tmp_path, WAITING)
     calls = [(str(n), ROW) for n in range(8)]
-    assert load_function(f"{tmp_path}/mine.py:together", 2).scores(calls) == [float(n) for n in range(8)]
+    together, here = load_function(f"{tmp_path}/mine.py:together", 2), load_function(f"{tmp_path}/mine.py:here")
+    assert together.map(together.score, calls) == [float(n) for n in range(8)]
     # With one thread, the calls run in the main thread.
-    assert load_function(f"{tmp_path}/mine.py:here").scores(calls) == [1.0] * 8
+    assert here.map(here.score, calls) == [1.0] * 8
 
 
 def test_a_failed_call_in_threads_stops_further_calls(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_a_failed_call_in_threads_stops_further_calls(tmp_path: Path) -> None:
     write_function(tmp_path, WAITING)
     function = load_function(f"{tmp_path}/mine.py:failing", 2)
     with pytest.raises(UserError, match=r"raised OSError: 0 .*command again: .*PPO resumes from the last checkpoint"):
-        function.scores([(str(n), ROW) for n in range(500)])
+        function.map(function.score, [(str(n), ROW) for n in range(500)])
     assert len(function.call.__globals__["made"]) < 500
 
 
