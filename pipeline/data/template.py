@@ -82,7 +82,6 @@ class ChatTemplate:
         text = tokenizer.get_chat_template()
         self._text = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._warned = False
-        self.layout = lru_cache(maxsize=4096)(self._layout)
         self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
 
     def own_text(self) -> str:
@@ -95,7 +94,7 @@ class ChatTemplate:
         last = self._render(("user", "assistant"), generation_prompt=False)[-1]
         return last if isinstance(last, str) else ""
 
-    def _layout(self, roles: tuple[str, ...]) -> tuple[Segment, ...]:
+    def layout(self, roles: tuple[str, ...]) -> tuple[Segment, ...]:
         """Return the segments of a prompt with its generation prompt. `roles` must not end with the assistant.
 
         An earlier assistant message is an answer if the text before it equals the prompt that generation would see.
@@ -296,18 +295,6 @@ def _compute(operator: str, function: Callable[[Any, Any], Any], left: Any, righ
         if bits > _MOST_BITS:
             raise jinja2.TemplateRuntimeError(f"it computes {operator} with integers of more than {_MOST_BITS} bits")
     return function(left, right)
-
-
-def segments(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    """Return [(text, is_answer)] of a conversation: the texts of the prompt, then the last answer.
-
-    If the last message is not from the assistant, return only the texts of the prompt.
-    """
-    roles = tuple(message.role for message in messages)
-    answered = roles[-1] == "assistant"
-    layout = ChatTemplate(tokenizer).layout(roles[:-1] if answered else roles)
-    texts = [(segment.text(messages), segment.is_answer) for segment in layout]
-    return [*texts, (messages[-1].content, True)] if answered else texts
 
 
 def _fragments(text: str) -> tuple[Fragment, ...]:

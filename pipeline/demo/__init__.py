@@ -11,6 +11,6 @@ can improve the trained model.
     gold.py        the gold scorer, which evaluates answers and is never used for training
 """
 
-from pipeline.demo.rows import demo_rows, rows_of
+from pipeline.demo.rows import rows_of
 
-__all__ = ["demo_rows", "rows_of"]
+__all__ = ["rows_of"]

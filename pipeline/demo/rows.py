@@ -59,15 +59,6 @@ class Chat:
     held_out: bool
 
 
-def demo_rows(examples: int, seed: int = 0) -> dict[str, list[Row]]:
-    """Return all rows by kind.
-
-    There are `examples` training conversations, `examples` preferences, half as many prompts, and held-out rows of each
-    kind.
-    """
-    return {kind: rows_of(kind, examples, seed) for made in MAKERS for kind in (made, f"{HELD_OUT_KIND}{made}")}
-
-
 def rows_of(kind: str, examples: int, seed: int = 0) -> list[Row]:
     """Return the rows of one kind. They do not depend on the rows of other kinds.
 

@@ -73,11 +73,6 @@ class Sample:
             merged[kind] = {**getattr(self, kind), **new}
         return replace(self, **merged)
 
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> "Sample":
-        """Parse an object that `to_row` made. Raise ValueError if `row` is malformed."""
-        return _SAMPLE.validate_python(row)
-
 
 @dataclass(frozen=True)
 class StepGrades:

@@ -83,10 +83,6 @@ class Batcher:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def live(self, model: str) -> int:
-        """Return the number of requests of a model that wait or decode."""
-        return len(self._live[model])
-
     def check_waiting(self, model: str) -> None:
         """Raise ServeError if too many requests of a model wait."""
         if len(self._live[model]) >= self._sessions[model].slots * (1 + WAITING_PER_SLOT):

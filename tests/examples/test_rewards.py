@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.data.files import find, read_table
 from pipeline.data.records import Message, Prompt
-from pipeline.demo import demo_rows
+from pipeline.demo import rows_of
 from pipeline.errors import UserError
 from pipeline.evaluation.judge import compare_pairs
 from pipeline.evaluation.samples import Sample
@@ -116,7 +116,7 @@ def test_brief_and_right(question: str, answer: str, score: float) -> None:
 
 def test_the_demo_reward_does_not_import_the_gold_scorer() -> None:
     function = load_function(f"{REWARDS}/demo.py:brief_and_right")
-    scores = [function.score("The answer is 7.", row) for row in demo_rows(1000)["prompts"]]
+    scores = [function.score("The answer is 7.", row) for row in rows_of("prompts", 1000)]
     assert 0.15 < scores.count(0.5) / len(scores) < 0.35  # the rows about sums, without the sums that equal seven
     tree = ast.parse((REWARDS / "demo.py").read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -1,9 +1,12 @@
 """Chat templates of the usual kinds, small tokenizers and conversations for the tests of this folder."""
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.records import Message
+from pipeline.data.template import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -48,3 +51,12 @@ def tokenizer(template: str | None, *special: str, **keys: str) -> PreTrainedTok
 def chat(*contents: str, system: str | None = None) -> list[Message]:
     turns = [Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents)]
     return ([Message("system", system)] if system else []) + turns
+
+
+def segments(hf: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+    """Return [(text, is_answer)] of a conversation: the texts of the prompt, then the last answer if there is one."""
+    roles = tuple(message.role for message in messages)
+    answered = roles[-1] == "assistant"
+    layout = ChatTemplate(hf).layout(roles[:-1] if answered else roles)
+    texts = [(segment.text(messages), segment.is_answer) for segment in layout]
+    return [*texts, (messages[-1].content, True)] if answered else texts

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.data import template as templates
 from pipeline.data.records import Message
-from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, segments
+from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate
 from pipeline.errors import UserError
 from tests.pipeline.data.templates import (
     BRACKETS,
@@ -19,6 +19,7 @@ from tests.pipeline.data.templates import (
     NO_SYSTEM,
     THINKING,
     chat,
+    segments,
     tokenizer,
 )
 

@@ -9,14 +9,21 @@ from random import Random
 import pytest
 
 from pipeline.data.records import Message
-from pipeline.demo import demo_rows
+from pipeline.demo import rows_of
 from pipeline.demo.answers import flawed
 from pipeline.demo.gold import gold_parts, gold_score
 from pipeline.demo.questions import draw, small_talk
 from pipeline.demo.truth import read_question
 
-ROWS = demo_rows(2000, seed=7)
 KINDS = ("conversations", "preferences", "prompts")
+
+
+def demo_rows(examples: int, seed: int = 0) -> dict[str, list[dict]]:
+    """Return all rows by kind."""
+    return {kind: rows_of(kind, examples, seed) for made in KINDS for kind in (made, f"held_out_{made}")}
+
+
+ROWS = demo_rows(2000, seed=7)
 
 
 def messages_of(row: dict) -> list[Message]:

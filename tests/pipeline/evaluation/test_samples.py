@@ -1,5 +1,7 @@
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from tests.pipeline.report.example_runs import HOSTILE
@@ -27,4 +29,4 @@ def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
 
 def test_scores_that_are_not_finite_are_skipped() -> None:
     row = {"prompt": [], "answers": {}, "scores": {"a": float("nan"), "b": float("inf"), "d": 2}}
-    assert Sample.from_row(row).scores == {"d": 2.0}
+    assert TypeAdapter(Sample).validate_python(row).scores == {"d": 2.0}

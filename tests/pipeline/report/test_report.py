@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from pipeline.errors import UserError
 from pipeline.evaluation.samples import Sample
@@ -83,7 +84,7 @@ def test_a_complete_run(tmp_path: Path) -> None:
 
 def test_the_best_and_the_worst_answers_come_in_order() -> None:
     rows = [sample(0.0, 0.0, gold, text=str(number)) for number, gold in enumerate((0.5, 1.0, 0.0, 1.0))]
-    samples = [Sample.from_row(row) for row in rows]
+    samples = [TypeAdapter(Sample).validate_python(row) for row in rows]
     assert [each.answers["ppo"] for each in ranked(samples, "gold", "ppo")] == ["1", "3", "0", "2"]
     assert ranked(samples, "gold", "dpo") == []
 
