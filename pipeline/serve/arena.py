@@ -177,7 +177,7 @@ class Arena:
         }
 
     async def _tally(self) -> dict[str, Any]:
-        return (await asyncio.to_thread(self._votes.tally, *self._contestants)).summary()
+        return await asyncio.to_thread(self._votes.tally, *self._contestants)
 
     async def _play(self, played: Round) -> None:
         try:

@@ -73,8 +73,12 @@ class VoteFile:
         """Yield the rows. Other lines are left out."""
         return filter(None, json_lines(self.path))
 
-    def tally(self, first: Contestant, second: Contestant) -> "Tally":
-        """Count the votes between two models. Votes on other models, or on other versions of them, do not count."""
+    def tally(self, first: Contestant, second: Contestant) -> dict[str, Any]:
+        """Return the counts of votes, with the win rate of the first model and the ends of its 95% interval (Wilson).
+
+        Votes on other models, or on other versions of these models, do not count. A vote for both or neither counts as
+        half a win. Without votes the rate and its ends are None.
+        """
         counts = Counter[str]()
         for row in self.rows():
             left, right, vote = row.get("left"), row.get("right"), row.get("vote")
@@ -84,30 +88,21 @@ class VoteFile:
                 counts[vote] += 1
             elif second.gave(left) and first.gave(right):
                 counts[{"left": "right", "right": "left"}.get(vote, vote)] += 1
-        return Tally(first.name, second.name, *(counts[vote] for vote in VOTES))
-
-
-@dataclass(frozen=True)
-class Tally:
-    """The numbers of votes between two models."""
-
-    first: str
-    second: str
-    wins: int  # of the first model
-    losses: int
-    both: int
-    neither: int
-
-    def summary(self) -> dict[str, Any]:
-        """Return the counts with the win rate of the first model and the ends of its 95% interval (Wilson).
-
-        A vote for both or neither counts as half a win. Without votes the rate and its ends are None.
-        """
-        count = self.wins + self.losses + self.both + self.neither
-        points = self.wins + (self.both + self.neither) / 2
+        wins, losses, both, neither = (counts[vote] for vote in VOTES)
+        count, points = counts.total(), wins + (both + neither) / 2
         low, high = wilson_interval(points, count) if count else (None, None)
-        rate = {"votes": count, "rate": points / count if count else None, "low": low, "high": high}
-        return vars(self) | rate
+        return {
+            "first": first.name,
+            "second": second.name,
+            "wins": wins,
+            "losses": losses,
+            "both": both,
+            "neither": neither,
+            "votes": count,
+            "rate": points / count if count else None,
+            "low": low,
+            "high": high,
+        }
 
 
 def _remove_incomplete_line(file: int) -> None:

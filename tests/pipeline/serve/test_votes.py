@@ -31,18 +31,18 @@ def row(vote: str, left: Contestant = PPO, right: Contestant = SFT, prompt: str 
 def test_the_win_rate_counts_by_model_and_not_by_side(tmp_path: Path) -> None:
     """The first model has five wins, two losses and three ties: (5 + 1.5) / 10."""
     file = VoteFile(tmp_path / "votes.jsonl")
-    assert file.tally(PPO, SFT).summary()["rate"] is None
+    assert file.tally(PPO, SFT)["rate"] is None
     for vote, left, right in [
         *[("left", PPO, SFT)] * 3, *[("right", SFT, PPO)] * 2, ("right", PPO, SFT), ("left", SFT, PPO),
         ("both", PPO, SFT), ("both", SFT, PPO), ("neither", SFT, PPO),
         ("left", Contestant("ppo", "another version"), SFT), ("left", PPO, Contestant("base")),
     ]:  # fmt: skip
         file.append(row(vote, left, right))
-    actual = file.tally(PPO, SFT).summary()
+    actual = file.tally(PPO, SFT)
     assert (actual["wins"], actual["losses"], actual["both"], actual["neither"], actual["votes"]) == (5, 2, 2, 1, 10)
     # Wilson's interval of 6.5 of 10 by hand: (6.5 + z^2 / 2 -+ z sqrt(2.275 + z^2 / 4)) / (10 + z^2), z = 1.959964
     assert (actual["rate"], actual["low"], actual["high"]) == pytest.approx((0.65, 0.353672, 0.863070), abs=1e-5)
-    assert file.tally(SFT, PPO).summary()["rate"] == 0.35
+    assert file.tally(SFT, PPO)["rate"] == 0.35
 
 
 def test_a_line_that_a_killed_process_left_incomplete_is_removed(tmp_path: Path) -> None:
