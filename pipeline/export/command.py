@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.errors import UserError, exit_status
 from pipeline.export.model_card import model_card
-from pipeline.export.source import FinishedStage, find_stage
+from pipeline.export.source import TrainedStage, find_stage
 from pipeline.installation import EXPORT
 
 FORMATS = ("folder", "adapter", "hub", "gguf")
@@ -57,21 +57,21 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_folder(stage: FinishedStage, output: Path, licence: str | None) -> None:
+def write_folder(stage: TrainedStage, output: Path, licence: str | None) -> None:
     """Copy the model and write its card. Raises UserError if the folder has files."""
     with _new_folder(output) as folder:
         shutil.copytree(stage.model, folder, dirs_exist_ok=True)
         (folder / "README.md").write_text(model_card(stage, title=output.name, licence=licence), encoding="utf-8")
 
 
-def write_adapter(stage: FinishedStage, output: Path, licence: str | None, base: str | None) -> None:
+def write_adapter(stage: TrainedStage, output: Path, licence: str | None, base: str | None) -> None:
     """Copy the adapters and write their card. Raises UserError if the stage has no adapters or no stored base model.
 
     base: the name that the adapters' configuration gives to their base model; default: its hub name or folder
     """
     source = stage.folder / "adapter"
     if not (source / "adapter_config.json").is_file():
-        reason = "an earlier version trained it" if stage.history[-1].lora_rank else "it trained all parameters"
+        reason = "an earlier version trained it" if stage.lora_rank else "it trained all parameters"
         raise UserError(f"{stage.folder} has no adapters, because {reason}: export the complete model with --to folder")
     base = base or stage.adapter_base
     if base is None:
@@ -91,7 +91,7 @@ def write_adapter(stage: FinishedStage, output: Path, licence: str | None, base:
                 shutil.copy(stage.model / name, folder)
 
 
-def upload(stage: FinishedStage, options: argparse.Namespace) -> str:
+def upload(stage: TrainedStage, options: argparse.Namespace) -> str:
     """Upload the folder or the adapters to the hub; return the address. Raises UserError if the hub refuses."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -125,7 +125,7 @@ def upload(stage: FinishedStage, options: argparse.Namespace) -> str:
     return str(repository)
 
 
-def write_gguf(stage: FinishedStage, output: Path, converter: Path | None) -> Path:
+def write_gguf(stage: TrainedStage, output: Path, converter: Path | None) -> Path:
     """Convert the model with llama.cpp's converter. Raises UserError, with the commands, if there is none."""
     script = converter or _find_converter()
     arguments = [str(stage.model), "--outfile", str(output), "--outtype", "auto"]

@@ -10,7 +10,7 @@ from pipeline.config.schema import SourceConfig
 from pipeline.config.stages import STAGES, example_unit
 from pipeline.data.hub import cached_licence
 from pipeline.data.sources import configured_sources, is_remote
-from pipeline.export.source import FinishedStage
+from pipeline.export.source import TrainedStage
 from pipeline.files import summary_metrics
 
 UNKNOWN = "unknown"
@@ -24,7 +24,7 @@ RESULTS = {
 }
 
 
-def model_card(stage: FinishedStage, *, title: str, licence: str | None = None, adapter_base: str | None = None) -> str:
+def model_card(stage: TrainedStage, *, title: str, licence: str | None = None, adapter_base: str | None = None) -> str:
     """Return the text of README.md.
 
     licence: an identifier of the hub, for example apache-2.0; default: the licence of the base model
@@ -47,7 +47,7 @@ def model_card(stage: FinishedStage, *, title: str, licence: str | None = None, 
     return "\n".join(part for part in parts if part)
 
 
-def _header(stage: FinishedStage, licence: str, adapter_base: str | None) -> dict[str, Any]:
+def _header(stage: TrainedStage, licence: str, adapter_base: str | None) -> dict[str, Any]:
     """Return the metadata that the hub shows and searches."""
     base = adapter_base or stage.base
     datasets = sorted({source.hub for _, source in _sources(stage) if source.hub is not None and is_remote(source)})
@@ -61,7 +61,7 @@ def _header(stage: FinishedStage, licence: str, adapter_base: str | None) -> dic
     }
 
 
-def _introduction(stage: FinishedStage, adapter_base: str | None) -> str:
+def _introduction(stage: TrainedStage, adapter_base: str | None) -> str:
     stages = ", ".join(STAGES[each.name].title for each in stage.history)
     base = stage.base or f"{stage.history[0].config.model.name} with random weights"
     subject = "The model with these adapters was" if adapter_base else "This model was"
@@ -71,7 +71,7 @@ def _introduction(stage: FinishedStage, adapter_base: str | None) -> str:
     return text + "\nThe tokenizer contains the chat template of the training.\n"
 
 
-def _results(stage: FinishedStage) -> str:
+def _results(stage: TrainedStage) -> str:
     """Return a table of the figures of the stage, with the figures of the models before it, if they were measured."""
     summary = stage.summary
     models = summary.get("held_out") or {}
@@ -90,7 +90,7 @@ def _figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
 
 
-def _data(stage: FinishedStage) -> str:
+def _data(stage: TrainedStage) -> str:
     rows = [
         (STAGES[name].title, _source_name(source), source.split if is_remote(source) else "", _data_licence(source))
         for name, source in _sources(stage)
@@ -98,7 +98,7 @@ def _data(stage: FinishedStage) -> str:
     return "## Training data\n\n" + _table(("stage", "data", "split", "licence"), rows)
 
 
-def _settings(stage: FinishedStage) -> str:
+def _settings(stage: TrainedStage) -> str:
     rows = []
     for each in stage.history:
         section = getattr(each.config, each.name)
@@ -108,7 +108,7 @@ def _settings(stage: FinishedStage) -> str:
     return "## Training\n\n" + _table(("stage", "seed", "learning rate", "batch size", "trained"), rows)
 
 
-def _sources(stage: FinishedStage) -> Iterator[tuple[str, SourceConfig]]:
+def _sources(stage: TrainedStage) -> Iterator[tuple[str, SourceConfig]]:
     """Yield (stage, source) of all data that the stages of a model read."""
     for each in stage.history:
         for source in configured_sources(each.config.data):

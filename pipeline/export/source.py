@@ -1,7 +1,7 @@
 """The stage that is exported: its folder, its configuration, its results, and the models that it came from."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,22 @@ from pipeline.launch.worker import read_config
 
 @dataclass(frozen=True)
 class TrainedStage:
-    """A stage with its folder and its settings."""
+    """A stage with its folder, its settings and, if it is exported, the stages that it depends on."""
 
     name: str
     folder: Path
     config: RunConfig
+    earlier: tuple["TrainedStage", ...] = ()
 
     @property
     def lora_rank(self) -> int:
         """The rank of the adapters that the stage trained; 0 if it trained all parameters."""
         return int(getattr(self.config, self.name).lora.rank)
 
-
-@dataclass(frozen=True)
-class FinishedStage:
-    """The exported stage. `history` has the stages that it depends on and, as the last one, itself."""
-
-    history: tuple[TrainedStage, ...]
-
     @property
-    def name(self) -> str:
-        return self.history[-1].name
-
-    @property
-    def folder(self) -> Path:
-        return self.history[-1].folder
+    def history(self) -> tuple["TrainedStage", ...]:
+        """The stages that it depends on and, as the last one, itself."""
+        return *self.earlier, self
 
     @property
     def run(self) -> Path:
@@ -49,11 +40,6 @@ class FinishedStage:
     def model(self) -> Path:
         """The exported model, in Hugging Face format."""
         return self.folder / "model"
-
-    @property
-    def config(self) -> RunConfig:
-        """The settings of the stage."""
-        return self.history[-1].config
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -74,7 +60,7 @@ class FinishedStage:
         return str(self.run / "sft" / "model" if actor is None else Path(actor).expanduser().resolve())
 
 
-def find_stage(path: Path) -> FinishedStage:
+def find_stage(path: Path) -> TrainedStage:
     """Return the newest finished stage of a run that has a chat model, or the stage at `path`. Raises UserError."""
     model = find(path).folder
     folder = model.parent.resolve()
@@ -85,7 +71,7 @@ def find_stage(path: Path) -> FinishedStage:
             f"{path} is the {folder.name} stage, which has no chat model; export one of {', '.join(ANSWERING)}"
         )
     stage = _read(folder)
-    return FinishedStage((*_earlier(stage), stage))
+    return replace(stage, earlier=tuple(_earlier(stage)))
 
 
 def _earlier(stage: TrainedStage) -> Iterator[TrainedStage]:

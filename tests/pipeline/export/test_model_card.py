@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.data.records import Message, Preference, labelled_answers
 from pipeline.export.model_card import model_card
-from pipeline.export.source import FinishedStage, TrainedStage
+from pipeline.export.source import TrainedStage
 from pipeline.planning.stage_task import stage_steps
 from tests.tiny import tiny_config
 
@@ -20,7 +20,7 @@ def test_the_batches_of_an_epoch_have_all_examples_of_the_card(
 ) -> None:
     """Twelve pairs are 24 answers of KTO: 6 batches of 4. The other losses count pairs: 3 batches of 4."""
     config = tiny_config(dpo={"loss": loss, "batch_size": 4, "epochs": 1, "steps": None, "lr": 3e-5})
-    card = model_card(FinishedStage((TrainedStage("dpo", tmp_path / "dpo", config),)), title="t")
+    card = model_card(TrainedStage("dpo", tmp_path / "dpo", config), title="t")
     row = re.search(r"^\| DPO \| 1 \| 3e-05 \| (\d+) (\w+) \| all parameters \|$", card, re.MULTILINE)
     assert row is not None, card
     assert row[2] == unit
