@@ -6,6 +6,7 @@ The module depends on the standard library only. Every function takes numbers an
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -215,14 +216,5 @@ def correlation_interval(correlation: float, count: int) -> tuple[float, float]:
 
 def ranks(values: Sequence[float]) -> list[float]:
     """Return the rank of each value, from 1 for the smallest. Ties get their mean rank."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for at in order[start:end]:
-            ranks[at] = (start + 1 + end) / 2
-        start = end
-    return ranks
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + 1 + bisect_right(ordered, value)) / 2 for value in values]

@@ -36,7 +36,6 @@ from pipeline.report.verdict import (
     change,
     combine,
     format_temperatures,
-    grades,
     guard_signs,
     is_selected,
     not_proven,
@@ -136,7 +135,7 @@ def effect(runs: Sequence[RunReading], measure: Measure, before: str, after: str
         {
             sample.prompt: values[after] - values[before]
             for sample in of_run
-            if before in (values := grades(sample, measure)) and after in values
+            if before in (values := getattr(sample, measure)) and after in values
         }
         for of_run in samples
     ]

@@ -92,7 +92,7 @@ def standings(samples: Sequence[Sample], measure: Measure, labels: Mapping[str, 
     """Return the mean of each model in `labels` over the prompts that have a value, with its interval."""
     rows = []
     for model, label in labels.items():
-        values = [value for sample in samples if (value := grades(sample, measure).get(model)) is not None]
+        values = [value for sample in samples if (value := getattr(sample, measure).get(model)) is not None]
         if values:
             rows.append(Interval(label, *grade_interval(values), tone=model))
     return rows
@@ -103,7 +103,7 @@ def change(samples: Sequence[Sample], measure: Measure, before: str, after: str)
     pairs = [
         (values[before], values[after])
         for sample in samples
-        if before in (values := grades(sample, measure)) and after in values
+        if before in (values := getattr(sample, measure)) and after in values
     ]
     if not pairs:
         return None
@@ -113,11 +113,6 @@ def change(samples: Sequence[Sample], measure: Measure, before: str, after: str)
     worse = sum(b < a for a, b in pairs)
     means = sum(old) / len(old), sum(new) / len(new)
     return Change(before, after, *means, mean, low, high, better, len(pairs) - better - worse, worse)
-
-
-def grades(sample: Sample, measure: Measure) -> Mapping[str, float]:
-    """Return the values of one measure by model."""
-    return {"gold": sample.gold, "scores": sample.scores, "function": sample.function}[measure]
 
 
 def judge(run: RunReading) -> Verdict:
