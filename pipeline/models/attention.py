@@ -38,15 +38,8 @@ def use_documents(model: PreTrainedModel) -> bool:
     capped_dropout = getattr(text, "attn_logit_softcapping", None) and getattr(text, "attention_dropout", 0.0)
     if not takes_name or not takes_positions or capped_dropout:
         return False
-    attention_of(model, NAME)
+    set_attention(model, NAME)
     return True
-
-
-def attention_of(model: PreTrainedModel, name: str) -> str:
-    """Set the attention function of a model by name, and return the previous name."""
-    previous = attention.attention_name(model)
-    set_attention(model, name)
-    return previous
 
 
 def document_attention(

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from engine import Engine, attention, distributed, oom
 from pipeline.data.batch import Documents, true_indices
 from pipeline.errors import UserError
-from pipeline.models.attention import attention_of, use_documents
+from pipeline.models.attention import use_documents
+from pipeline.models.internals import set_attention
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import own_field
 
@@ -216,7 +217,7 @@ def _packs(engine: Engine, module: Policy | Scorer, tolerance: float, max_length
         packed, torch.cat([separate[0], separate[1], continuation]), tolerance
     )
     if not is_equal:
-        attention_of(model, previous)
+        set_attention(model, previous)
     return is_equal
 
 

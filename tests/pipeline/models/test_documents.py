@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from engine import Engine
+from engine import attention as engine_attention
 from engine.kernels.varlen import varlen_kernel
 from engine.kernels_cpu.attention import ragged_attention
 from engine.kernels_cpu.library import library
@@ -19,9 +20,10 @@ from engine.parallel import dist, dtensors
 from pipeline.data.batch import Documents
 from pipeline.errors import UserError
 from pipeline.models import attention, checks
-from pipeline.models.attention import NAME, attention_of, document_attention
+from pipeline.models.attention import NAME, document_attention
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
+from pipeline.models.internals import set_attention
 from tests.pipeline.models.tiny import (
     FAMILIES,
     after_first,
@@ -68,12 +70,13 @@ def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
     """Compare separate rows with the attention `before` with one packed row."""
     weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(3))
     weights = weights.to(dist.world().device)
-    own = attention_of(engine.module.lm, before)
+    own = engine_attention.attention_name(engine.module.lm)
+    set_attention(engine.module.lm, before)
     separate = [engine(row, after_first(row), temperature=temperature) for row in sequences()]
     logprobs, entropies = (torch.cat(part) for part in zip(*separate, strict=True))
     engine.backward((weights * logprobs + 0.3 * weights.flip(0) * entropies).sum())
     expected = gradients(engine)
-    attention_of(engine.module.lm, own)
+    set_attention(engine.module.lm, own)
     row, documents = torch.cat(sequences(), dim=1), Documents(LENGTHS)
     actual, spread = engine(row, scored_of(documents, row), temperature=temperature, documents=documents)
     torch.testing.assert_close(actual, logprobs, atol=1e-5, rtol=1e-5)
@@ -181,11 +184,11 @@ def test_two_answers_share_one_pass_over_their_prompt(family: str, tmp_path: Pat
     prompt, first, second, other = (ids_of(1, n, seed=n) for n in (6, 4, 9, 5))
     before = engine.module.model.config._attn_implementation
     assert verify(engine, max_length=32).packing
-    attention_of(engine.module.model, before)
+    set_attention(engine.module.model, before)
     separate = [engine(row)[0] for row in (torch.cat([prompt, first], 1), torch.cat([prompt, second], 1), other)]
     (separate[0][-1] - 2 * separate[1][-1] + 3 * separate[2][1]).backward()
     expected = gradients(engine)
-    attention_of(engine.module.model, NAME)
+    set_attention(engine.module.model, NAME)
     documents = Documents((6, 4, 9, 5), (None, 0, 0, None))
     values = engine(torch.cat([prompt, first, second, other], 1), documents=documents)[0]
     torch.testing.assert_close(values[:10], separate[0], atol=1e-5, rtol=1e-5)
