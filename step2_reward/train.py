@@ -18,6 +18,7 @@ from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
+from pipeline.models.folder import model_folder
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     actor_folder,
@@ -88,7 +89,10 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     """Return the model that the reward model starts from (SFT or base), and the tokenizer of the policy."""
     assert config.reward.init != "auto", "the launcher writes the model that `auto` selects into config.yaml"
     starts_from_sft, sft = config.reward.init == "sft", actor_folder(config, run_dir)
-    tokenizer = run_tokenizer(config, run_dir, sft if starts_from_sft or config.actor is not None else None)
+    if starts_from_sft or config.actor is not None:
+        tokenizer = load_tokenizer(str(model_folder(sft)))
+    else:
+        tokenizer = run_tokenizer(config, run_dir)
     if starts_from_sft:
         return base_source(config, sft), tokenizer
     if config.reward_model is None:

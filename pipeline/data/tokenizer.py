@@ -22,7 +22,7 @@ from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Segment
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _LONGEST_REASON = 400  # characters of an error of the tokenizers library
@@ -256,11 +256,6 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None) -> C
     return ChatTokenizer(hf)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> ChatTokenizer:
-    """Train a byte-level BPE tokenizer on `texts`, with role tokens, an end token and a padding token."""
-    return ChatTokenizer(train_bpe(texts, vocab_size))
-
-
 def _control_tokens(hf: "PreTrainedTokenizerBase", template_text: str) -> dict[int, str]:
     """Return {id: text} of the control tokens: special tokens and role marks."""
     control = {
@@ -314,8 +309,8 @@ def _with_short_words(text: str) -> str:
     return re.sub(rf"\S{{{_LONGEST_WORD}}}(?=\S)", r"\g<0> ", text)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE tokenizer (Sennrich et al., 2016) of at most `vocab_size` tokens, with a chat template.
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> ChatTokenizer:
+    """Train a byte-level BPE tokenizer (Sennrich et al., 2016) of at most `vocab_size` tokens, with a chat template.
 
     Byte level: every byte has a token, so any text can be encoded and decoded. Each digit is one token, which makes
     sums learnable for small models. Equal texts in equal order give an equal tokenizer.
@@ -345,4 +340,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return ChatTokenizer(tokenizer)

@@ -18,20 +18,15 @@ from pipeline.models.folder import model_folder
 from pipeline.models.source import ModelSource, check_kind, download, resolve
 
 
-def run_tokenizer(
-    config: RunConfig, run_dir: Path, given: Path | None = None, *, trained_on: Sequence[Record] = ()
-) -> ChatTokenizer:
-    """Return the tokenizer of a run, which is stored in RUN/tokenizer. Collective without `given`.
+def run_tokenizer(config: RunConfig, run_dir: Path, *, trained_on: Sequence[Record] = ()) -> ChatTokenizer:
+    """Return the tokenizer of a run, which is stored in RUN/tokenizer. Collective.
 
     The first call creates the tokenizer. It is the configured one, that of the pretrained model, or a new one trained
     on the data.
 
-    given: a model folder whose tokenizer is used instead
     trained_on: the records of SFT, if they are loaded already; otherwise records are loaded when they are needed
     """
     tokenizer_dir = run_dir / "tokenizer"
-    if given is not None:
-        return load_tokenizer(str(model_folder(given)), chat_template=None)
     if distributed.is_rank_zero() and not (tokenizer_dir / "tokenizer_config.json").exists():
         tokenizer = make_tokenizer(config, trained_on)
         staging = run_dir / "tokenizer.tmp"
@@ -40,7 +35,7 @@ def run_tokenizer(
         sync([*staging.iterdir(), staging])  # a disk that fails later must not leave an empty tokenizer
         staging.rename(tokenizer_dir)
     distributed.barrier()  # on every call: each rank waits until rank 0 has written the tokenizer
-    return load_tokenizer(str(tokenizer_dir), chat_template=None)
+    return load_tokenizer(str(tokenizer_dir))
 
 
 def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatTokenizer:
@@ -91,7 +86,7 @@ def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTo
     """
     source = base_source(config, folder)
     check_kind(source, wanted="ForCausalLM")
-    tokenizer = load_tokenizer(str(model_folder(folder)), chat_template=None)
+    tokenizer = load_tokenizer(str(model_folder(folder)))
     check_vocabulary(source, tokenizer)
     return source, tokenizer
 
