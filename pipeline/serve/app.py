@@ -98,7 +98,7 @@ class _Api:
         """Answer at once, or as a stream of events."""
         self.batcher.check_waiting(model.name)
         choices = [model.choice(body) for _ in jobs]
-        prompt_tokens = sum(len(job.prompt) for job in jobs) // (body.n or 1)
+        prompt_tokens = sum(len(job.prompt) for job in jobs) // body.n
         if body.stream:
             events = self._events(endpoint, model, body, jobs, choices, prompt_tokens)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -125,7 +125,7 @@ class _Api:
     ) -> AsyncIterator[str]:
         """Yield the events of a streamed answer. An error after the start is an event too."""
         head = endpoint.head(model.name, chunk=True)
-        counts = body.stream_options is not None and body.stream_options.include_usage
+        counts = body.stream_options.include_usage
         none: dict[str, Any] = {"usage": None} if counts else {}
         try:
             if endpoint.opening is not None:

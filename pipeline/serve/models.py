@@ -65,7 +65,7 @@ class ServedModel:
                 "context_length_exceeded",
             )
         sampling = body.sampling(room, self.tokenizer.end_ids, self.tokenizer.pad_id)
-        return [Job(ids, sampling, choice, self.tokenizer.decode_unstripped) for choice in range(body.n or 1)]
+        return [Job(ids, sampling, choice, self.tokenizer.decode_unstripped) for choice in range(body.n)]
 
     def _describe(self, token: Token) -> dict[str, Any]:
         """Return the entry of a token in the log-probabilities of a response."""

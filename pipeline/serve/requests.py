@@ -21,22 +21,21 @@ LARGEST_BODY = 8 * 2**20  # bytes
 MAX_CHOICES = 128
 # Fields that are accepted only with these values, which have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
 }
-Stop = str | list[str] | None
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -52,23 +51,23 @@ class SharedFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(1.0, ge=0, le=2)
-    top_p: float | None = Field(1.0, gt=0, le=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = None
-    stop: Stop = None
-    top_k: int | None = Field(0, ge=0)
-    min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, gt=0)
-    min_tokens: int | None = Field(0, ge=0)
+    stop: str | list[str] = []
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    min_tokens: int = Field(0, ge=0)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return tuple(replace_surrogates(text) for text in stop if text)
 
     @property
@@ -97,12 +96,12 @@ class SharedFields(BaseModel):
         try:
             return Sampling(
                 max_new_tokens=longest,
-                temperature=_or(self.temperature, 1.0),
-                top_p=_or(self.top_p, 1.0),
-                top_k=self.top_k or 0,
-                min_p=self.min_p or 0.0,
-                repetition_penalty=_or(self.repetition_penalty, 1.0),
-                min_new_tokens=min(self.min_tokens or 0, longest),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                min_new_tokens=min(self.min_tokens, longest),
                 stop=self.stops,
                 seed=secrets.randbits(62) if self.seed is None else self.seed,
                 end_ids=end_ids,
@@ -118,8 +117,8 @@ class ChatRequest(SharedFields):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
     def limit(self) -> int | None:
@@ -127,7 +126,7 @@ class ChatRequest(SharedFields):
 
     @property
     def likeliest(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
     def turns(self) -> tuple[Message, ...]:
         """Return the conversation. Raises ServeError if it cannot be answered."""
@@ -145,7 +144,7 @@ class CompletionRequest(SharedFields):
     """The body of POST /v1/completions. A prompt is a text or token ids; several prompts are a list."""
 
     prompt: str | list[str] | list[Annotated[int, Field(ge=0)]] | list[list[Annotated[int, Field(ge=0)]]]
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=5)
 
     @property
@@ -181,10 +180,13 @@ async def read_json(request: Request) -> Any:
 
 
 def parse(kind: type[Body], content: Any) -> Body:
-    """Return the body of a request. Raises ServeError that names the wrong field and what it may be."""
+    """Return the body of a request. A field with the value null counts as absent.
+
+    Raises ServeError that names the wrong field and what it may be.
+    """
     if not isinstance(content, Mapping):
         raise ServeError(400, "the body must be a JSON object")
-    fields = {key: value for key, value in content.items() if key not in IGNORED}
+    fields = {key: value for key, value in content.items() if value is not None and key not in IGNORED}
     for key, neutral in NEUTRAL.items():
         if key in fields and key not in kind.model_fields:
             value = fields.pop(key)
@@ -204,7 +206,3 @@ def _first_error(errors: Sequence[Any]) -> ServeError:
     name = str(error["loc"][0])
     reason = "there is no such field" if error["type"] == "extra_forbidden" else error["msg"]
     return ServeError(400, f"{name}: {reason}", param=name)
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
