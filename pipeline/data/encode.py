@@ -12,7 +12,6 @@ Token ids are stored in one array for all rows: 4 bytes for each id, where a lis
 """
 
 import time
-from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,28 +34,10 @@ CHUNK = 2048  # records that are lists of ids at a time
 SECONDS_PER_LINE = 10.0
 
 
-class Items(Sequence[Item]):
-    """A sequence that makes its items on access."""
-
-    @abstractmethod
-    def at(self, index: int) -> Item:
-        """Return the item at an index from 0."""
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        indices = range(len(self))[index]
-        return self.at(indices) if isinstance(indices, int) else [self.at(each) for each in indices]
-
-
-class TokenRows(Items[list[int]]):
+class _Column:
     """Rows of token ids, or of flags if `kind` is "b", in one array."""
 
-    def __init__(self, kind: Literal["i", "b"] = "i") -> None:
+    def __init__(self, kind: Literal["i", "b"]) -> None:
         self._flat: array[int] = array(kind)
         self._ends = array("q", [0])
 
@@ -64,12 +45,6 @@ class TokenRows(Items[list[int]]):
         """Add a row. No view of an earlier row may be alive."""
         self._flat.extend(row)
         self._ends.append(len(self._flat))
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def at(self, index: int) -> list[int]:
-        return self._flat[self._ends[index] : self._ends[index + 1]].tolist()
 
     def view(self, index: int) -> npt.NDArray[Any]:
         """Return one row, int32 or bool, without a copy."""
@@ -109,16 +84,16 @@ class LabelledItem:
     label: bool
 
 
-class ExampleRows(Items[Item]):
-    """Examples of one kind. The token ids and flags of all examples are in one array for each field.
+class ExampleRows(Sequence[Item]):
+    """Examples of one kind, made on access. The token ids and flags of all examples are in one array for each field.
 
     make: (the arrays of an example, *its labels) -> the example
-    kinds: the kind of each array, see `TokenRows`
+    kinds: the kind of each array: "i" for token ids, "b" for flags
     """
 
     def __init__(self, make: Callable[..., Item], kinds: Sequence[Literal["i", "b"]]) -> None:
         self._make = make
-        self._rows = [TokenRows(kind) for kind in kinds]
+        self._rows = [_Column(kind) for kind in kinds]
         self._labels: list[tuple[Any, ...]] = []
 
     def append(self, *rows: Sequence[int], labels: tuple[Any, ...] = ()) -> None:
@@ -130,15 +105,24 @@ class ExampleRows(Items[Item]):
     def __len__(self) -> int:
         return len(self._labels)
 
-    def at(self, index: int) -> Item:
-        return self._make(*(column.view(index) for column in self._rows), *self._labels[index])
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        indices = range(len(self))[index]
+        if isinstance(indices, range):
+            return [self[each] for each in indices]
+        return self._make(*(column.view(indices) for column in self._rows), *self._labels[indices])
 
 
 @dataclass(frozen=True, eq=False)
 class PromptItems:
     """Prompts, each with its generation prompt, and the data rows of the prompts if the records have them."""
 
-    ids: TokenRows = field(default_factory=TokenRows)
+    ids: ExampleRows[list[int]] = field(default_factory=lambda: ExampleRows(np.ndarray.tolist, ("i",)))
     rows: list[Row] = field(default_factory=list)
 
 

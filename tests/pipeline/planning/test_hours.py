@@ -10,7 +10,7 @@ import yaml
 
 from engine.memory import GPUS
 from pipeline.config.schema import PlanSection, RunConfig
-from pipeline.data.encode import ExampleRows, PairItem, TokenItem, TokenRows
+from pipeline.data.encode import ExampleRows, PairItem, PromptItems, TokenItem
 from pipeline.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.files import read_plan
@@ -149,7 +149,7 @@ def test_times_have_a_unit() -> None:
 
 def test_the_size_of_encoded_examples() -> None:
     """Means over examples; the rows of PPO are twice those of SFT (0.4 and 0.2 of the prompts)."""
-    tokens, pairs, prompts = ExampleRows(TokenItem, "ib"), ExampleRows(PairItem, "ii"), TokenRows()
+    tokens, pairs, prompts = ExampleRows(TokenItem, "ib"), ExampleRows(PairItem, "ii"), PromptItems().ids
     tokens.append([1, 2, 3, 4], [False, False, False, True])
     tokens.append([1, 2], [False, True])
     assert size_of(tokens) == DataSize(2, 2.0, 1.0)
