@@ -28,7 +28,8 @@ class Documents:
     """The division of the N tokens of a row into documents.
 
     lengths: number of tokens of each document, in order; the sum is N
-    prefixes: for each document, the index of its prefix, or None; empty if no document has a prefix
+    prefixes: for each document, the index of its prefix, or None; empty if no document has a prefix. A prefix has no
+        prefix itself
     """
 
     lengths: tuple[int, ...]
@@ -65,13 +66,11 @@ class Documents:
         return [start + length - 1 for start, length in zip(self.starts, self.lengths, strict=True)]
 
     @cached_property
-    def families(self) -> kernels.Families | None:
-        """The documents as input of the CPU kernel; None if a prefix has a prefix itself."""
+    def families(self) -> kernels.Families:
+        """The documents as input of the CPU kernel."""
         members: dict[int, list[tuple[int, int]]] = {}
         for index, span in enumerate(zip(self.starts, self.lengths, strict=True)):
             prefix = self.prefix(index)
-            if prefix is not None and self.prefix(prefix) is not None:
-                return None
             members.setdefault(index if prefix is None else prefix, []).append(span)
         return kernels.Families.of(list(members.values()))
 

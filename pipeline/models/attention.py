@@ -144,14 +144,12 @@ def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
 def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _Options) -> Tensor | None:
     """Compute attention with the CPU kernel: query (heads, N, size) -> (N, heads, size).
 
-    Returns None if the kernel does not support the tensors, the options or the documents.
+    Returns None if the kernel does not support the tensors or the options.
     """
     if query.device.type != "cpu" or options.softcap is not None or options.dropout:
         return None
-    if (families := documents.families) is None:
-        return None
     scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
-    return kernels.ragged_attention(query, key, value, families, scale=scale, window=options.window)
+    return kernels.ragged_attention(query, key, value, documents.families, scale=scale, window=options.window)
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _Options) -> Tensor:
