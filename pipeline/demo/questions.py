@@ -131,10 +131,6 @@ class Question:
     content: tuple[str, ...] | None
     takes_forms: bool = True
 
-    def asking(self, instruction: str) -> "Question":
-        """Return the question after an instruction."""
-        return self.beginning(f"{instruction} ")
-
     def beginning(self, words: str) -> "Question":
         """Return the question with `words` before its text."""
         return replace(self, text=words + self.text)

@@ -161,7 +161,7 @@ def draw_on_side(ruled: Form | None, held_out: bool, rng: Random) -> tuple[Quest
         question, form = draw(rng), ruled
         if form is None and question.takes_forms and rng.random() < FORM_SHARE:
             form = rng.choice(FORMS)
-            question = question.asking(form.request)
+            question = question.beginning(f"{form.request} ")
         if is_held_out(question) == held_out and (form is None or fits(form, question.right)):
             return question.typed(rng), form
 

@@ -109,7 +109,7 @@ def says_choice(sign: str, one: str, two: str, ranks: dict[str, int], read: Call
         mentioned = read(claim)
         if len(mentioned) == 1:
             return mentioned == [right] and not denies(claim) and all(same(sign, word) for word in signs_in(claim))
-        return sorted(mentioned) == sorted((one, two)) and comparison_holds(claim, ranks) is True
+        return sorted(mentioned) == sorted((one, two)) and comparison_holds(claim, ranks)
 
     return check
 
@@ -124,14 +124,11 @@ def same(sign: str, other: str) -> bool:
     return (sign == "smaller") == (other == "smaller")
 
 
-def comparison_holds(claim: str, ranks: dict[str, int]) -> bool | None:
-    """Return whether a comparison such as "X is bigger than Y" is true.
-
-    Returns None if the claim does not have exactly one comparison, or if its words have no rank.
-    """
+def comparison_holds(claim: str, ranks: dict[str, int]) -> bool:
+    """Return whether a claim has exactly one comparison such as "X is bigger than Y", which is true."""
     comparisons = list(re.finditer(COMPARED, claim))
     if len(comparisons) != 1 or comparisons[0]["one"] not in ranks or comparisons[0]["two"] not in ranks:
-        return None
+        return False
     left, right = ranks[comparisons[0]["one"]], ranks[comparisons[0]["two"]]
     true = left < right if comparisons[0]["sign"] == "smaller" else left > right
     return true != bool(comparisons[0]["no"])
