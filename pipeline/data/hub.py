@@ -71,7 +71,17 @@ def load_split(hub: str, subset: str | None, split: str) -> Any:
 
 def cached_licence(name: str, kind: Literal["dataset", "model"]) -> str:
     """Return the licence on the card of a data set or a model in the hub's cache; "unknown" without a card."""
-    return _licence_of(_cached_card(name, kind))
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(name, "README.md", repo_type=kind)
+    return licence_in(file) if isinstance(file, str) else "unknown"
+
+
+def licence_in(file: str | Path) -> str:
+    """Return the licence in the header of a card; "unknown" without one."""
+    from huggingface_hub import RepoCard
+
+    return _licence_of(RepoCard(Path(file).read_text(encoding="utf-8", errors="replace")).data)
 
 
 def _licence(hub: str) -> str:
@@ -83,27 +93,19 @@ def _licence(hub: str) -> str:
     from huggingface_hub import HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE:
-        return _licence_of(_cached_card(hub))
+        return cached_licence(hub, "dataset")
     try:
         return _licence_of(HfApi().dataset_info(hub, timeout=SECONDS).card_data)
     except errors.HfHubHTTPError:  # the hub answers, for example that the data set does not exist
         return "unknown"
     except Exception:  # no network: the client raises errors of several libraries
         _go_offline()
-        return _licence_of(_cached_card(hub))
+        return cached_licence(hub, "dataset")
 
 
 def _licence_of(card: Any) -> str:
     licence = getattr(card, "license", None)
     return ", ".join(licence) if isinstance(licence, list) else str(licence or "unknown")
-
-
-def _cached_card(name: str, kind: Literal["dataset", "model"] = "dataset") -> Any:
-    """Return the metadata of the card in the cache; None without a card."""
-    from huggingface_hub import RepoCard, try_to_load_from_cache
-
-    file = try_to_load_from_cache(name, "README.md", repo_type=kind)
-    return RepoCard.load(file).data if isinstance(file, str) else None
 
 
 def _go_offline() -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from pipeline.config.schema import SourceConfig
 from pipeline.config.stages import STAGES, example_unit
-from pipeline.data.hub import cached_licence
+from pipeline.data.hub import cached_licence, licence_in
 from pipeline.data.sources import configured_sources, is_remote
 from pipeline.export.source import TrainedStage
 from pipeline.files import summary_metrics
@@ -136,11 +136,7 @@ def _model_licence(base: str | None) -> str:
         return UNKNOWN
     card = Path(base).expanduser() / "README.md"
     if card.is_file():
-        from huggingface_hub import RepoCard
-
-        return str(
-            getattr(RepoCard(card.read_text(encoding="utf-8", errors="replace")).data, "license", None) or UNKNOWN
-        )
+        return licence_in(card)
     return UNKNOWN if Path(base).expanduser().exists() else cached_licence(base, "model")
 
 
