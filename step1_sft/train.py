@@ -20,10 +20,9 @@ from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
-from pipeline.models.source import ModelSource
+from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     adopt_special_ids,
-    base_source,
     check_vocabulary,
     require_adapters,
     require_context,
@@ -44,7 +43,7 @@ from step1_sft.loss import sft_loss
 
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate and export. `folder` is RUN/sft."""
-    source = base_source(config)
+    source = resolve(config.model, config.seed)
     records = stage_records(config, "sft")
     ppo_prompts = check_data_to_come(config, "sft", records)
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)

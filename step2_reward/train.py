@@ -23,7 +23,6 @@ from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     actor_folder,
     adopt_special_ids,
-    base_source,
     check_vocabulary,
     require_context,
     run_tokenizer,
@@ -94,9 +93,9 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     else:
         tokenizer = run_tokenizer(config, run_dir)
     if starts_from_sft:
-        return base_source(config, sft), tokenizer
+        return resolve(config.model, config.seed, folder=sft), tokenizer
     if config.reward_model is None:
-        return base_source(config), tokenizer
+        return resolve(config.model, config.seed), tokenizer
     source = resolve(config.reward_model, config.seed)
     if source.folder is not None and load_tokenizer(str(source.folder)).fingerprint() != tokenizer.fingerprint():
         raise UserError(

@@ -16,7 +16,7 @@ from pipeline.models.folder import model_folder
 from pipeline.models.internals import adapters_off
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, resolve
-from pipeline.models.stage_models import actor_folder, base_source, policy_to_tune
+from pipeline.models.stage_models import actor_folder, policy_to_tune
 from pipeline.stages.start import optimizer_config
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     policy_folder = actor_folder(config, run_dir)
     actor, tokenizer = policy_to_tune(config, policy_folder)
     if not config.ppo.reward_model:
-        critic = base_source(config, policy_folder)  # a copy: building a scorer changes its configuration
+        # a copy, because building a scorer changes its configuration
+        critic = resolve(config.model, config.seed, folder=policy_folder)
         return ModelSources(actor, critic, tokenizer, teacher=load_teacher(config, tokenizer))
     first = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
     rewards = []

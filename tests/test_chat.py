@@ -21,7 +21,8 @@ from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models.build import EngineChoice, build_policy
-from pipeline.models.stage_models import adopt_special_ids, base_source
+from pipeline.models.source import resolve
+from pipeline.models.stage_models import adopt_special_ids
 
 TEXTS = ["hello there, how are you?", "two and three are five", "good morning", "ünïcödé 🙂 works"] * 20
 
@@ -138,7 +139,7 @@ def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
         assert loaded.name == "base"
         answers[model.weights] = "".join(loaded.answer("", "hello", Sampling(20, seed=3), 1))
         if model is random:
-            source = base_source(config)
+            source = resolve(config.model, config.seed)
             adopt_special_ids(source, loaded.tokenizer)  # as the SFT stage does
             built = build_policy(source, EngineChoice(EngineSettings()))
             weights = {name.removeprefix("lm."): value for name, value in built.full_parameters()}

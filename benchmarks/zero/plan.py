@@ -21,7 +21,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.record import ROOT, Result
 from engine.parallel import dist
 from pipeline.launch.worker import read_config
-from pipeline.models.stage_models import base_source
+from pipeline.models.source import resolve
 from pipeline.planning.demand import predict_seconds
 from pipeline.planning.planner import measure as measure_machine
 from pipeline.planning.stage_task import stage_task
@@ -152,7 +152,7 @@ def main(run_dir: Path, stages: Sequence[str]) -> None:
 def predict(run_dir: Path, stage: str) -> dict[str, float]:
     """Return the predicted seconds of a step by phase, at the lengths of the run. Every rank calls."""
     config = read_config(run_dir / stage)
-    policy, reward, length = base_source(config), None, None
+    policy, reward, length = resolve(config.model, config.seed), None, None
     if stage == "ppo":
         sources = load_models(config, run_dir)
         policy, reward = sources.actor, next(iter(sources.rewards), None)

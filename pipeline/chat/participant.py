@@ -165,7 +165,8 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
 def _base_source(run: Path) -> tuple["ModelSource", ChatTokenizer]:
     """Return the base model of a run, with the tokenizer and the chat template of the run."""
     from pipeline.launch.worker import read_config
-    from pipeline.models.stage_models import adopt_special_ids, base_source
+    from pipeline.models.source import resolve
+    from pipeline.models.stage_models import adopt_special_ids
 
     stage = next(run.glob("*/config.yaml")).parent
     try:
@@ -176,7 +177,7 @@ def _base_source(run: Path) -> tuple["ModelSource", ChatTokenizer]:
             "give the folder of the base model instead of base"
         ) from problem
     tokenizer = load_tokenizer(str(run / "tokenizer" if (run / "tokenizer").is_dir() else stage / "model"))
-    source = base_source(config)
+    source = resolve(config.model, config.seed)
     adopt_special_ids(source, tokenizer)
     return source, tokenizer
 

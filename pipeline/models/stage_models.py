@@ -73,18 +73,13 @@ def actor_folder(config: RunConfig, run_dir: Path) -> Path:
     return run_dir / "sft" if config.actor is None else Path(config.actor)
 
 
-def base_source(config: RunConfig, folder: Path | None = None) -> ModelSource:
-    """Return the source of the policy's base model, or of the model in a stage's folder or a model folder."""
-    return resolve(config.model, config.seed, folder=folder)
-
-
 def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTokenizer]:
     """Return the language model that DPO or PPO starts from, and its tokenizer.
 
     `folder` is a stage's folder or a model folder. Raises UserError if it has a model of another kind, or if the
     embedding has too few rows.
     """
-    source = base_source(config, folder)
+    source = resolve(config.model, config.seed, folder=folder)
     check_kind(source, wanted="ForCausalLM")
     tokenizer = load_tokenizer(str(model_folder(folder)))
     check_vocabulary(source, tokenizer)
