@@ -137,19 +137,13 @@ def _by_lengths(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
 
     Compiled blocks exclude this function, because its loops over documents would be compiled again for each row.
     """
-    on_host = _on_host(query[0], key[0], value[0], documents, options)
-    return _one_by_one(query, key, value, documents, options) if on_host is None else on_host[None]
-
-
-def _on_host(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _Options) -> Tensor | None:
-    """Compute attention with the CPU kernel: query (heads, N, size) -> (N, heads, size).
-
-    Returns None if the kernel does not support the tensors or the options.
-    """
-    if query.device.type != "cpu" or options.softcap is not None or options.dropout:
-        return None
-    scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
-    return kernels.ragged_attention(query, key, value, documents.families, scale=scale, window=options.window)
+    if query.device.type == "cpu" and options.softcap is None and not options.dropout:
+        scale = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+        row = query[0], key[0], value[0]
+        out = kernels.ragged_attention(*row, documents.families, scale=scale, window=options.window)
+        if out is not None:  # None: the kernel does not support these tensors
+            return out[None]
+    return _one_by_one(query, key, value, documents, options)
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: _Options) -> Tensor:

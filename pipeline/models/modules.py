@@ -170,25 +170,16 @@ def _inputs(
 
 def packed_inputs(input_ids: Tensor, documents: Documents, share: distributed.SequenceShard | None) -> dict[str, Any]:
     """Return the keyword arguments of the backbone for a packed row (1, N), or for this rank's shard of it."""
+    if share is not None:
+        documents = documents.filled(share.padding)
+    positions = documents.positions(input_ids.device)
+    if input_ids.is_cuda:
+        documents.ragged(input_ids.device)  # the first layer would create the kernel's input, maybe in compiled code
     if share is None:
-        positions = documents.positions(input_ids.device)
-        _prepare_ragged(documents, input_ids.device)
         return {"input_ids": input_ids, "position_ids": positions, "documents": documents}
-    documents = documents.filled(share.padding)
-    positions = documents.positions(input_ids.device).narrow(1, share.first, share.length)
-    _prepare_ragged(documents, input_ids.device)
     return {
         "input_ids": share.local_tokens(input_ids),
-        "position_ids": positions,
+        "position_ids": positions.narrow(1, share.first, share.length),
         "documents": documents,
         "share": share,
     }
-
-
-def _prepare_ragged(documents: Documents, device: torch.device) -> None:
-    """Create the input of the GPU kernel before the forward.
-
-    Otherwise the first layer that needs it would create it, possibly in compiled code.
-    """
-    if device.type == "cuda":
-        documents.ragged(device)
