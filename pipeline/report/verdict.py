@@ -47,7 +47,6 @@ MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not cle
 class Change:
     """The change of a measure between two models on the same prompts. `low` to `high` is its 95% interval."""
 
-    before: str
     after: str
     old_mean: float
     new_mean: float
@@ -112,7 +111,7 @@ def change(samples: Sequence[Sample], measure: Measure, before: str, after: str)
     better = sum(b > a for a, b in pairs)
     worse = sum(b < a for a, b in pairs)
     means = sum(old) / len(old), sum(new) / len(new)
-    return Change(before, after, *means, mean, low, high, better, len(pairs) - better - worse, worse)
+    return Change(after, *means, mean, low, high, better, len(pairs) - better - worse, worse)
 
 
 def judge(run: RunReading) -> Verdict:

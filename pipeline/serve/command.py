@@ -32,7 +32,7 @@ Serve the models of a run to clients of OpenAI's API.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until the process is interrupted; return the exit status."""
     options = _parser().parse_args(arguments)
-    return exit_status(lambda: _serve(options, default=find_default), debug=options.debug)
+    return exit_status(lambda: _serve(options, default=lambda path: [find(path)]), debug=options.debug)
 
 
 def page_main(arguments: Sequence[str]) -> int:
@@ -45,11 +45,6 @@ def page_main(arguments: Sequence[str]) -> int:
         )
     command = _serve_arena if options.arena else partial(_serve, default=find_all)
     return exit_status(lambda: command(options), debug=options.debug)
-
-
-def find_default(path: Path) -> list[ChatModel]:
-    """Return the model of the newest finished stage. Raises UserError if there is no model."""
-    return [find(path)]
 
 
 def find_all(path: Path) -> list[ChatModel]:
