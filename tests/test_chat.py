@@ -188,6 +188,14 @@ def test_models_that_cannot_generate_are_refused(run: Path, tmp_path: Path) -> N
             load(ChatModel("x", folder))
 
 
+def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path, 0)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"intermediate_size": 48}))
+    with pytest.raises(UserError, match=r"down_proj.weight has shape \(32, 64\), but config.json defines \(32, 48\)"):
+        load(ChatModel("x", tmp_path))
+
+
 # Context limits
 
 

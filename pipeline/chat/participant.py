@@ -196,6 +196,7 @@ def _stored_module(source: "ModelSource") -> Any:
             str(source.folder),
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_report` names the tensor
             trust_remote_code=source.trust_remote_code,
             dtype="auto",
         )
