@@ -22,7 +22,7 @@ RIGHT = [
     ("What is 7 plus 5?", "7 plus 5 is 12."),
     ("What is 7 plus 5?", "It is twelve!"),
     ("How much is 14 minus 5?", "Nine."),
-    ("Take 8 away from 11.", "11 - 8 = 3."),
+    ("What is 11 - 8?", "11 - 8 = 3."),
     ("Anna has 6 eggs and gets 3 more. How many eggs does Anna have now?", "Now she has 9 of them."),
     ("Which is larger, 12 or 21?", "12 is smaller than 21."),
     ("Which is smaller, 12 or 21?", "The smaller one is 12."),
