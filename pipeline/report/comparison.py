@@ -88,7 +88,7 @@ def changes_section(run: RunReading) -> Markup | None:
     return section("changes", "What each stage changed", lead, changes, grid(_histograms(run)), more)
 
 
-def _histograms(run: RunReading) -> Iterator[Markup]:
+def _histograms(run: RunReading) -> Iterator[Markup | None]:
     """Yield the histograms of each measure before and after the policy was trained, at each temperature."""
     models = ("sft", run.policy) if run.policy in POLICIES else ("base", "sft")
     for measure, title, _ in measures(run):
@@ -96,14 +96,12 @@ def _histograms(run: RunReading) -> Iterator[Markup]:
             samples = run.samples(temperature)
             values = {model: [getattr(sample, measure).get(model, math.nan) for sample in samples] for model in models}
             groups = [Series(run.labels[model], [*enumerate(found)], model) for model, found in values.items()]
-            chart = histogram_chart(
+            yield histogram_chart(
                 f"{title}s before and after, temperature {temperature:g}",
                 groups,
                 x_name=title.lower(),
                 note="How many held-out answers have each score.",
             )
-            if chart is not None:
-                yield chart
 
 
 _WINS_LEAD = (

@@ -31,7 +31,7 @@ def speed_section(run: RunReading) -> Markup | None:
         line_chart("PPO: seconds per rollout", phases, x_name="rollout", bounds=(0, None)),
         line_chart("PPO: tokens per second", [Series("", rate, "plain")], x_name="rollout", bounds=(0, None)),
     )
-    charts = grid(chart for chart in figures if chart)
+    charts = grid(figures)
     if not rows and not charts:
         return None
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")

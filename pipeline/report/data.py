@@ -26,7 +26,7 @@ class StageReading:
     rows: the numeric metrics of each step
     planned: the settings that engine=auto chose, with its predictions
     grades: the grades of every evaluation
-    rollouts: (step, score, tokens, KL) of the logged answers that have these numbers
+    rollouts: (step, score, KL) of the logged answers that have these numbers
     card: the report card of the reward model
     """
 
@@ -38,7 +38,7 @@ class StageReading:
     bad_lines: int = 0
     planned: Mapping[str, Any] = field(default_factory=dict)
     grades: Sequence[StepGrades] = ()
-    rollouts: Sequence[tuple[float, float, float, float]] = ()
+    rollouts: Sequence[tuple[float, float, float]] = ()
     card: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -185,13 +185,13 @@ def _read_stage(folder: Path, name: str) -> StageReading:
     )
 
 
-def _read_rollouts(path: Path) -> list[tuple[float, float, float, float]]:
-    """Return (step, score, tokens, KL) of the answers in rollouts.jsonl that have these numbers."""
+def _read_rollouts(path: Path) -> list[tuple[float, float, float]]:
+    """Return (step, score, KL) of the answers in rollouts.jsonl that have these numbers."""
     found = []
     for row in json_lines(path):
-        numbers = finite({key: row.get(key) for key in ("step", "score", "tokens", "kl")})
-        if len(numbers) == 4:
-            found.append((numbers["step"], numbers["score"], numbers["tokens"], numbers["kl"]))
+        numbers = finite({key: row.get(key) for key in ("step", "score", "kl")})
+        if len(numbers) == 3:
+            found.append((numbers["step"], numbers["score"], numbers["kl"]))
     return found
 
 

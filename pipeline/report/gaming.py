@@ -217,7 +217,7 @@ def gaming_section(run: RunReading) -> Markup | None:
         f"Is the {run.rewarder} being gamed?",
         lead,
         reasons,
-        grid(chart for chart in figures if chart),
+        grid(figures),
         answers,
     )
 
@@ -235,14 +235,14 @@ def path_groups(evaluations: Sequence[tuple[float, float, float]]) -> list[Serie
     return [line, *(Series(f"rollout {step:g}", [(x, y)], tone) for (step, x, y), tone in ends)]
 
 
-def _kl_chart(rollouts: Sequence[tuple[float, float, float, float]]) -> Markup | None:
+def _kl_chart(rollouts: Sequence[tuple[float, float, float]]) -> Markup | None:
     """Draw the score of logged rollout answers against their KL: the first and the last quarter of the rollouts."""
     if not rollouts:
         return None
     steps = max(step for step, *_ in rollouts)
     groups = [
-        Series("first quarter", [(kl, score) for step, score, _, kl in rollouts if step <= steps / 4], "sft"),
-        Series("last quarter", [(kl, score) for step, score, _, kl in rollouts if step > steps * 3 / 4], "ppo"),
+        Series("first quarter", [(kl, score) for step, score, kl in rollouts if step <= steps / 4], "sft"),
+        Series("last quarter", [(kl, score) for step, score, kl in rollouts if step > steps * 3 / 4], "ppo"),
     ]
     note = f"{_correlation_note(groups, 'KL and reward')} Training answers, first and last quarter of PPO."
     return scatter_chart(

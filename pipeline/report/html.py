@@ -128,7 +128,7 @@ def section(anchor: str, title: str, lead: Child, *children: Child) -> Markup:
     return element("section", element("h2", title), paragraph, children, id=anchor)
 
 
-def grid(figures: Iterable[Markup]) -> Markup | None:
-    """Arrange figures in rows, as many per row as fit. Return None without figures."""
+def grid(figures: Iterable[Markup | None]) -> Markup | None:
+    """Arrange figures in rows, as many per row as fit. None is left out. Return None without figures."""
     found = [figure for figure in figures if figure]
     return element("div", found, class_="grid") if found else None

@@ -34,8 +34,7 @@ SAMPLED = ("sft", "base")
 
 def reward_card(card: Mapping[str, Any]) -> Markup | None:
     """Build the part of the reward model's section that shows its report card. Return None without a card."""
-    charts = [_calibration_chart(card), _length_chart(card)]
-    parts = [grid(chart for chart in charts if chart), _agreement(card), _kinds(card)]
+    parts = [grid([_calibration_chart(card), _length_chart(card)]), _agreement(card), _kinds(card)]
     return element("div", element("h3", "Report card"), parts) if any(parts) else None
 
 

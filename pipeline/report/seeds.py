@@ -350,10 +350,11 @@ def _curves(runs: Sequence[RunReading]) -> Markup | None:
         series.append(Series("mean", _mean_curve(shown), "strong", exact=True))
         sampled = f"{title}{at if key in SAMPLED else ''}"
         charts.append(line_chart(sampled, series, x_name="rollout" if name == "ppo" else "step", bounds=bounds))
-    if not any(charts):
+    figures = grid(charts)
+    if figures is None:
         return None
     lead = "Thin lines: single seeds. Thick lines: their mean, at the steps that all seeds logged."
-    return section("curves", "Curves of all seeds", lead, grid(chart for chart in charts if chart))
+    return section("curves", "Curves of all seeds", lead, figures)
 
 
 def _mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:

@@ -231,11 +231,6 @@ PPO_PLOTS = (
 )
 
 
-def plots(stage: StageReading, wanted: Sequence[Plot]) -> list[Markup]:
-    """Draw the charts of `wanted` for which `stage` has metrics."""
-    return [chart for plot in wanted if (chart := _plot(stage, plot))]
-
-
 def _plot(stage: StageReading, plot: Plot) -> Markup | None:
     series = [
         Series(curve.label, _points(stage, curve), curve.tone, curve.sparse, curve.exact) for curve in plot.curves
@@ -273,5 +268,5 @@ def stage_section(
         if exported:
             notes.append("Its held-out figures look better than they are, because they selected the model.")
     text = " ".join([lead, *notes])
-    figures = grid([*plots(stage, wanted), *(chart for chart in more if chart)])
+    figures = grid([*(_plot(stage, plot) for plot in wanted), *more])
     return section(stage.name, title, text, figures, reward_card(stage.card))
