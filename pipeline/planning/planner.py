@@ -1,6 +1,7 @@
 """Before a stage starts: predict whether it fits in memory, and choose the setting with `engine=auto`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,12 @@ def announce(
             raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
         first_line = str(problem).partition("\n")[0]
         planned, reason = None, f"{type(problem).__name__}: {first_line}"
-    failures = list(filter(None, distributed.gather_objects(reason)))  # a prediction may fail on some ranks only
-    if planned is None or failures:
+    plans, reasons = zip(*distributed.gather_objects((planned, reason)), strict=True)
+    failures = list(filter(None, reasons))  # a prediction may fail on some ranks only
+    if failures:
         _print([f"memory: no prediction for {policy.name} ({failures[0]})"])
         return config, {}
+    planned = _tightest(plans)
     capacity = planned.capacity
     more = partial(
         suggest_changes, config, stage, policy=policy, reward=reward, ranks=world.size, capacity=capacity, size=size
@@ -94,6 +97,11 @@ def announce(
     distributed.barrier()
     phases = planned.demand.phases.items()
     return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}
+
+
+def _tightest(plans: Sequence[Prediction]) -> Prediction:
+    """Return the plan of the rank with the smallest device, so that all ranks make the same choices."""
+    return min(plans, key=lambda each: astuple(each.capacity))
 
 
 def _expected_seconds(
@@ -225,7 +233,8 @@ def _choose_setting(
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
         return _configured(config, stage, record), record
     ranks = distributed.world().size
-    planned = plan(config, stage, policy=policy, reward=reward, ranks=ranks, size=size)
+    own = plan(config, stage, policy=policy, reward=reward, ranks=ranks, size=size)
+    planned = _tightest(distributed.gather_objects(own))
     rates = measure(config, planned.task)
     best: Prediction | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine import distributed
 from engine.memory import Rates, measure_shape
 from pipeline.errors import UserError
 from pipeline.planning import planner
@@ -13,6 +15,7 @@ from pipeline.planning.demand import predict_bytes
 from pipeline.planning.planner import announce, plan
 from pipeline.planning.stage_task import stage_task
 from tests.pipeline.planning.test_planner import GIB, source
+from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
 RATES = Rates(
@@ -107,6 +110,26 @@ def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
     demand = plan(config, "ppo", policy=source(), ranks=1, capacity=Capacity(16 * GIB, 0, 0, is_gpu=True)).demand
     assert demand.peak == int(0.92 * 16 * GIB) and demand.peak_phase == "train actor"
     assert pages(GIB) == 8 * sequence and pages(16 * GIB, cache_bytes=12345) == 12345
+
+
+def choices_of_a_rank(auto: bool, folder: Path) -> tuple[Any, ...]:
+    """Return what a rank chooses for PPO. The device of the first rank holds the forwards of a step, the other not."""
+    size = 80 * GIB if distributed.is_rank_zero() else 4 * GIB
+    keys = {"minibatches": 1, "batch_size": 200, "micro_batch_tokens": 2048}
+    config = tiny_config(engine={"auto": auto, "dtype": "fp32"}, ppo=keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "measure_capacity", lambda *_: Capacity(size, 0, 0, is_gpu=True))
+        patch.setattr(planner, "measure", lambda *_: RATES)
+        chosen, predicted = announce(config, "ppo", folder, policy=source())
+    return chosen.ppo.shared_forward, chosen.rollout.batch_size, chosen.engine, predicted
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_ranks_with_different_devices_make_the_same_choices(auto: bool, tmp_path: Path) -> None:
+    """A rank that holds its forwards calls fewer collectives than one that does not."""
+    first, second = run_ranks(choices_of_a_rank, 2, auto, tmp_path)
+    assert first == second
+    assert auto or first[0] is False
 
 
 def test_offloaded_bytes() -> None:
