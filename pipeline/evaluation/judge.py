@@ -32,9 +32,14 @@ def load_judge(config: RunConfig, key: str = JUDGE) -> UserFunction | None:
 
 def can_judge(prompts: Sequence[Prompt], judge: UserFunction | None) -> bool:
     """Return whether answers to these prompts get a gold score: from the judge, or from the built-in gold scorer."""
-    if judge is None:
-        return bool(prompts) and all(prompt.source == GOLD_SOURCE for prompt in prompts)
-    return bool(prompts) and all(prompt.row is not None for prompt in prompts)
+    if judge is not None:
+        return bool(prompts) and all(prompt.row is not None for prompt in prompts)
+    if not prompts or any(prompt.source != GOLD_SOURCE for prompt in prompts):
+        return False
+    from pipeline.demo.truth import read_question
+
+    # A user's file can be called demo.jsonl, too.
+    return all(read_question(prompt.messages[-1].content) is not None for prompt in prompts)
 
 
 def compare_pairs(

@@ -21,6 +21,8 @@ def test_gold_scores_need_the_demos_prompts() -> None:
     assert scores is not None
     assert scores[0] == 1.0 > scores[1] > scores[2] == 0.0
     assert judged([*PROMPTS, Prompt(PROMPTS[0].messages, "gsm8k")], ["1"] * 4, None) is None
+    own_file = [*PROMPTS, Prompt((Message("user", "Translate this sentence."),), "demo")]  # a user's demo.jsonl
+    assert judged(own_file, ["1"] * 4, None) is None
     assert judged([], [], None) is None
 
 
