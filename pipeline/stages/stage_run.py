@@ -169,9 +169,7 @@ class StageRun:
         if step % self._section.log_every == 0 or step in (1, self.last_step) or note:
             metrics.append(self.folder / METRICS, {**line, "guard": note} if note else line)
             for watcher in self._watchers:
-                watcher.log(step, line)
-                if note:
-                    watcher.note(step, note)
+                watcher.log(step, line, note)
 
     def note_best(self, step: int, name: str, value: float, *, higher: bool) -> bool:
         """Record the value of a metric if it is the best so far, and return whether it is.

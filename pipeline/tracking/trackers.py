@@ -52,17 +52,11 @@ class Tracker(ABC):
     """A tracker of one stage. No method raises: the first failure prints a warning, and further calls do nothing."""
 
     name: ClassVar[str]
-
-    def __init__(self, *, is_off: bool = False) -> None:
-        self._is_off = is_off
+    _is_off = False
 
     @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one step."""
-
-    @abstractmethod
-    def note(self, step: int, text: str) -> None:
-        """Send a sentence of the training guard."""
+    def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
+        """Send the metrics of one step, and a sentence of the training guard."""
 
     @abstractmethod
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -89,23 +83,20 @@ def _warn(name: str, problem: Exception) -> None:
 
 
 class Wandb(Tracker):
-    """A wandb run; without `run`, all methods do nothing.
+    """A wandb run.
 
     closing: printed when the run is closed: its link, or the command that uploads it
     """
 
     name = "wandb"
 
-    def __init__(self, run: Any = None, closing: str = "") -> None:
-        super().__init__(is_off=run is None)
+    def __init__(self, run: Any, closing: str = "") -> None:
         self._run, self._closing = run, closing
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Send the metrics of one step. wandb drops a step that it received before a resume."""
-        self._safely(lambda: self._run.log(sectioned(metrics), step=step))
-
-    def note(self, step: int, text: str) -> None:
-        self._safely(lambda: self._run.log({"guard": text}, step=step))
+        guard = {"guard": note} if note else {}
+        self._safely(lambda: self._run.log({**sectioned(metrics), **guard}, step=step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         def send() -> None:
@@ -123,13 +114,13 @@ class Wandb(Tracker):
         self._is_off = True
 
 
-def open_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Wandb:
-    """Start or resume the wandb run of a stage. Never raises an error of wandb."""
+def open_wandb(config: RunConfig, stage: str, stage_dir: Path) -> Wandb | None:
+    """Start or resume the wandb run of a stage. After an error of wandb, print a warning and return None."""
     try:
         return Wandb(*_start_wandb(config, stage, stage_dir))
     except Exception as problem:
         _warn(Wandb.name, problem)
-        return Wandb()
+        return None
 
 
 def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> tuple[Any, str]:
@@ -231,19 +222,16 @@ class TensorBoard(Tracker):
     name = "TensorBoard"
 
     def __init__(self, run_dir: Path, stage: str) -> None:
-        super().__init__()
         self._folder, self._step = run_dir / FOLDER / stage, 0
         self._writer: Any = None  # made at the first step, which replaces the same steps of an earlier start
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Write the metrics of one step. Numbers that are not finite are left out."""
         self._step = step
         finite = {k: v for k, v in sectioned(metrics).items() if v is not None and math.isfinite(v)}
         self._safely(lambda: [self._opened().add_scalar(name, value, step) for name, value in finite.items()])
-
-    def note(self, step: int, text: str) -> None:
-        self._step = step
-        self._safely(lambda: self._opened().add_text("guard", text, step))
+        if note:
+            self._safely(lambda: self._opened().add_text("guard", note, step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         lines = [columns, ["---"] * len(columns), *rows[:MOST_ROWS]]

@@ -22,11 +22,9 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Watcher(Protocol):
-    """A receiver of a stage's metrics: wandb or a progress display."""
+    """A receiver of a stage's metrics and of the training guard's sentences: wandb or a progress display."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def note(self, step: int, text: str) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None: ...
 
 
 class ProgressDisplay:
@@ -61,8 +59,8 @@ class ProgressDisplay:
         self._evaluated_at = 0
         self._bar: Any = None
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one step.
+    def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
+        """Show the metrics of one step, and print a sentence of the training guard.
 
         A line has the metrics of an evaluation once, a bar until the next evaluation. If later steps have been taken
         since the evaluation, the step of the evaluation is shown.
@@ -84,13 +82,10 @@ class ProgressDisplay:
             words = "  ".join((self._figures(step), *filter(None, (speed, times))))
             print(f"{self._stage}{self._place} {done}  {words}", file=self._stream, flush=True)
             self._held_out = {}
-
-    def note(self, step: int, text: str) -> None:
-        """Print a sentence of the training guard above the progress bar."""
-        line = f"{self._stage}: step {step}: {text}"
-        if self._bar is not None:
+        line = f"{self._stage}: step {step}: {note}"
+        if note and self._bar is not None:
             self._bar.write(line, file=self._stream)
-        else:
+        elif note:
             print(line, file=self._stream, flush=True)
 
     def finish(self) -> None:
@@ -158,8 +153,8 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
         yield []
         return
     trackers: list[Tracker] = []
-    if config.tracking.kind in ("wandb", "both"):
-        trackers.append(open_wandb(config, stage, folder))
+    if config.tracking.kind in ("wandb", "both") and (run := open_wandb(config, stage, folder)) is not None:
+        trackers.append(run)
     if config.tracking.kind in ("tensorboard", "both"):
         trackers.append(TensorBoard(folder.parent, stage))
     progress = ProgressDisplay(stage, steps, **_outlook(config, stage, folder))
@@ -167,7 +162,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
     ended = False
     try:
         yield [*trackers, tables, progress]
-        tables.send()
+        tables.log(steps, {})
         ended = True
     finally:
         progress.finish()
@@ -182,14 +177,7 @@ class SampleTables:
         self._file, self._trackers = file, trackers
         self._sent: tuple[int, int] | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the table if it has changed."""
-        self.send()
-
-    def note(self, step: int, text: str) -> None:
-        """Do nothing: notes have no table."""
-
-    def send(self) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Send the table if it has changed since the last call."""
         try:
             status = self._file.stat()

@@ -268,7 +268,7 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Watching:
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        def log(self, step: int, metrics: Mapping[str, float], note: str) -> None:
             seen.append(step)
 
     stage, _ = stage_of(tmp_path, 8, log_every=3, watchers=[Watching()])
@@ -283,11 +283,9 @@ def test_a_note_is_in_the_line_of_its_step(tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
 
     class Watching:
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        def log(self, step: int, metrics: Mapping[str, float], note: str) -> None:
             assert "guard" not in metrics
-
-        def note(self, step: int, text: str) -> None:
-            seen.append((step, text))
+            seen.append((step, note))
 
     stage, _ = stage_of(tmp_path, 8, log_every=4, watchers=[Watching()])
     for step in range(1, 6):
@@ -295,7 +293,7 @@ def test_a_note_is_in_the_line_of_its_step(tmp_path: Path) -> None:
     assert [(line["step"], line.get("guard")) for line in lines(tmp_path)] == [
         (1, None), (3, "guard: the KL rose"), (4, None)
     ]  # fmt: skip
-    assert seen == [(3, "guard: the KL rose")] and "guard" not in stage.last
+    assert seen == [(1, ""), (3, "guard: the KL rose"), (4, "")] and "guard" not in stage.last
 
 
 def test_best_figures(tmp_path: Path) -> None:

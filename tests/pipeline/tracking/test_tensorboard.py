@@ -38,8 +38,7 @@ def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
     (stage / "samples.jsonl").write_text(json.dumps(row) + "\n")
     with open_watchers(config, "sft", stage, 2) as watchers:
         for watcher in watchers:
-            watcher.log(1, {"loss": 2.0, "lr": 0.5, "eval_loss": float("nan")})
-            watcher.note(1, "the KL rose")
+            watcher.log(1, {"loss": 2.0, "lr": 0.5, "eval_loss": float("nan")}, "the KL rose")
     scalars, texts = events(tmp_path / "tensorboard" / "sft")
     assert scalars == {"train/loss": [(1, 2.0)], "optimizer/lr": [(1, 0.5)]}
     assert texts["guard/text_summary"] == ["the KL rose"]

@@ -102,16 +102,15 @@ class Receiving:
 
 def test_a_note_of_the_guard_reaches_wandb_and_the_log():
     run, shown = Receiving(), io.StringIO()
-    Wandb(run).note(3, "guard: the KL rose")
-    assert run.lines == [(3, {"guard": "guard: the KL rose"})]
-    ProgressDisplay("ppo", 8, shown).note(3, "guard: the KL rose")
-    assert shown.getvalue() == "ppo: step 3: guard: the KL rose\n"
+    Wandb(run).log(3, {"loss": 1.0}, "guard: the KL rose")
+    assert run.lines == [(3, {"train/loss": 1.0, "guard": "guard: the KL rose"})]
+    ProgressDisplay("ppo", 8, shown).log(3, {"score": 0.5}, "guard: the KL rose")
+    assert shown.getvalue() == "ppo 3/8  score 0.5\nppo: step 3: guard: the KL rose\n"
 
 
 def test_a_wandb_that_cannot_start_is_reported(offline_run, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sideways")
-    tracker = open_wandb(config_of(), "sft", offline_run)
-    tracker.log(1, {"loss": 1.0})
+    assert open_wandb(config_of(), "sft", offline_run) is None
     assert "metrics.jsonl is still written" in capsys.readouterr().err
 
 
