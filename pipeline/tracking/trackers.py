@@ -6,7 +6,6 @@ RUN/tensorboard/STAGE: `tensorboard --logdir RUN/tensorboard` shows them. Both g
 """
 
 import math
-import netrc
 import os
 import re
 import secrets
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
@@ -193,18 +191,10 @@ def logged_in() -> bool:
     """Return whether wandb has a key in the environment or in the netrc file. Sends no request."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    import requests.utils  # of wandb
     import wandb
 
-    paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    host = urlsplit(wandb.Settings().base_url).netloc
-    for path in paths:
-        try:
-            login = netrc.netrc(Path(path).expanduser()).authenticators(host)
-        except (OSError, netrc.NetrcParseError):
-            continue
-        if login and login[2]:
-            return True
-    return False
+    return requests.utils.get_netrc_auth(wandb.Settings().base_url) is not None
 
 
 def require_tensorboard(kind: str) -> None:
