@@ -11,6 +11,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from tqdm import tqdm
+
 from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, stages_to_run
@@ -96,8 +98,6 @@ class ProgressDisplay:
     def _move_bar(self, step: int, words: Sequence[str]) -> None:
         """Show a step. The bar itself uses the remaining columns. A narrow terminal cuts the last words off."""
         if self._bar is None:
-            from tqdm import tqdm
-
             start = max(0, step - 1)
             name = f"{self._stage}{self._place}"
             self._bar = tqdm(
@@ -129,18 +129,13 @@ class ProgressDisplay:
             return "", "", ""
         took = self._clock() - self._began
         seconds = took / done * (self._steps - step)
+        left = f"{tqdm.format_interval(round(seconds))} left"
         tokens = metrics.get("tokens", 0) - first
         speed = f"{tokens / took:,.0f} tokens/s" if tokens and took > 0 else ""
         if self._later is None:
-            return speed, f"{_duration(seconds)} left", ""
+            return speed, left, ""
         end = self._now() + timedelta(seconds=seconds + self._later * took / done * self._steps)
-        return speed, f"{_duration(seconds)} left", f"run ends about {end:%a %H:%M}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+        return speed, left, f"run ends about {end:%a %H:%M}"
 
 
 @contextmanager

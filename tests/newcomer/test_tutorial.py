@@ -14,13 +14,13 @@ from tests.newcomer.page import Block, first_difference, read_blocks, run_block
 
 def test_an_output_matches_by_its_words() -> None:
     printed = (
-        "ppo (stage 3 of 3) 2/16  score 1.5  kl -0.25  1 min 23 s left\nverdict RLHF helped: +0.36,\n  ends Mon 15:30\n"
+        "ppo (stage 3 of 3) 2/16  score 1.5  kl -0.25  01:23 left\nverdict RLHF helped: +0.36,\n  ends Mon 15:30\n"
     )
     assert (
         first_difference(printed, "ppo (stage 1 of 3) 7/9  score 2 ...\nverdict RLHF helped: −1,\nends Tue 1:30")
         is None
     )
-    assert first_difference(printed, "kl 3  12 s left") is None
+    assert first_difference(printed, "kl 3  00:12 left") is None
     assert first_difference(printed, "verdict RLHF ... score") == "score"
     assert first_difference(printed, "verdict No clear difference") == "verdict No clear difference"
 
