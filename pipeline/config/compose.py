@@ -17,14 +17,13 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
+from pipeline.config.messages import OTHER_NAMES
 from pipeline.config.overrides import default_options, groups, quoted, rewrite, split
 from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.installation import CONF, TRAIN
 
-REMOVED_KEYS = (("rollout", "selfcheck_every"), ("engine", "pipeline_schedule"))
-"""Keys that earlier versions wrote into the config.yaml of their runs."""
 REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence MIT
 
 
@@ -84,14 +83,14 @@ def compose_jobs(command: Command) -> list[Job]:
 
 
 def _job(overrides: Sequence[str], label: str = "") -> Job:
-    return Job(compose(overrides), label, _recipe_line(overrides), reference_recipe(overrides))
+    raw = compose(overrides)
+    recipe, is_selected = find_recipe(overrides)
+    return Job(raw, label, _recipe_line(recipe, overrides) if recipe is not None and is_selected else "", recipe)
 
 
-def _recipe_line(overrides: Sequence[str]) -> str:
+def _recipe_line(recipe: Recipe, overrides: Sequence[str]) -> str:
     """Return the line that names the recipe, and one about the default model if it trains on other data by default."""
-    recipe, keys = chosen_recipe(overrides), {key for _, key, _ in map(split, overrides)}
-    if recipe is None:
-        return ""
+    keys = {key for _, key, _ in map(split, overrides)}
     line = f"recipe={recipe.name}: {recipe.reason} (settings on the command line win; ~recipe uses none)"
     if keys & {"actor", "model", "model.path", "model.hub"} or not keys & {"data.path", "data.sources"}:
         return line
@@ -127,12 +126,12 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     inherited, replaced = _inherited(overrides)
-    recipe = chosen_recipe(overrides)
-    overrides = [*overrides, *_real_data([*replaced, *overrides], skip="data" in inherited)]
-    tokens = rewrite([*replaced, *overrides])
+    tokens = [*replaced, *overrides]
+    tokens = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
+    recipe, is_selected = find_recipe(overrides)
     store = ConfigStore.instance()
     store.store("schema", _merged(defaults(RunConfig), inherited), provider="schema")
-    if recipe is not None:
+    if recipe is not None and is_selected:
         store.store("chosen", recipe.settings, group="recipe", package="_global_", provider="recipe")
         tokens.append("recipe=chosen")
     GlobalHydra.instance().clear()
@@ -196,26 +195,22 @@ def _real_data(overrides: Sequence[str], skip: bool) -> list[str]:
     return [] if skip or has_data or is_default else [f"data={REAL_DATA}"]
 
 
-def chosen_recipe(overrides: Sequence[str]) -> Recipe | None:
-    """Return the recipe that zerochat selects. None: the command line or the run of `actor=` decides."""
-    inherited, replaced = _inherited(overrides)
-    values = _values([*replaced, *overrides])
-    return None if "recipe" in values or inherited else select(values)
+def find_recipe(overrides: Sequence[str]) -> tuple[Recipe | None, bool]:
+    """Return the recipe to compare settings with, and whether zerochat selects it.
 
-
-def reference_recipe(overrides: Sequence[str]) -> Recipe | None:
-    """Return the recipe to compare settings with: the one of the command line, or the one for the model.
-
-    The model and the data of the run that `actor=` names count if the command line selects no others.
+    The recipe is the one of the command line, or the one for the model. The model and the data of the run that `actor=`
+    names count if the command line selects no others. zerochat selects no recipe if the command line or that run does.
     """
     inherited, replaced = _inherited(overrides)
-    values = _values([*replaced, *overrides])
+    tokens = [*replaced, *overrides]
+    values = {key: value for _, key, value in map(split, [*tokens, *_real_data(tokens, skip=False)])}
+    is_selected = "recipe" not in values and not inherited
     for group in ("model", "data"):
         if group in inherited:
             values.pop(group, None)
             values |= _selection(group, inherited[group])
     named = values.get("recipe")
-    return read_recipe(named, "selected with recipe=") if named else select(values)
+    return (read_recipe(named, "selected with recipe=") if named else select(values)), is_selected
 
 
 def _selection(group: str, settings: Mapping[str, Any]) -> dict[str, str | None]:
@@ -223,12 +218,6 @@ def _selection(group: str, settings: Mapping[str, Any]) -> dict[str, str | None]
     if settings["name"] in groups().get(group, []) and not settings.get("path"):
         return {group: settings["name"]}
     return {f"{group}.{key}": settings[key] for key in ("path", "hub") if settings.get(key)}
-
-
-def _values(overrides: Sequence[str]) -> dict[str, str | None]:
-    """Return the values of a command line by key, with the data set that it implies."""
-    tokens = [*overrides, *_real_data(overrides, skip=False)]
-    return {key: value for _, key, value in map(split, tokens)}
 
 
 def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -263,8 +252,9 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         "profile",
     ):
         settings.pop(key, None)
-    for group, key in REMOVED_KEYS:
-        settings.get(group, {}).pop(key, None)
+    for key in OTHER_NAMES:  # earlier versions wrote some of these keys
+        group, _, leaf = key.partition(".")
+        settings.get(group, {}).pop(leaf, None)
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, keys in own.items() if keys):
         settings.pop(group, None)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pipeline.config.check import validate
-from pipeline.config.compose import chosen_recipe, compose, compose_jobs, parse_command, reference_recipe
+from pipeline.config.compose import compose, compose_jobs, find_recipe, parse_command
 from pipeline.config.overrides import groups
 from pipeline.config.recipes import SIZE_CLASSES, parameter_count
 from pipeline.errors import UserError
@@ -40,8 +40,8 @@ TABLE = {
 
 
 def name_of(*overrides: str) -> str | None:
-    recipe = chosen_recipe(overrides)
-    return recipe.name if recipe is not None else None
+    recipe, is_selected = find_recipe(overrides)
+    return recipe.name if recipe is not None and is_selected else None
 
 
 def test_each_model_option_has_a_size_class():
@@ -100,10 +100,11 @@ def test_the_sequences_of_a_recipe_fit_the_positions_of_its_models():
 
 
 def test_the_reference_recipe_is_the_named_one_or_that_of_the_model():
-    names = [reference_recipe(["model=opt-13b", *words]) for words in ([], ["recipe=tiny"], ["~recipe"])]
-    assert [recipe and recipe.name for recipe in names] == ["3b-to-15b", "tiny", "3b-to-15b"]
+    found = [find_recipe(["model=opt-13b", *words]) for words in ([], ["recipe=tiny"], ["~recipe"])]
+    assert [recipe and recipe.name for recipe, _ in found] == ["3b-to-15b", "tiny", "3b-to-15b"]
+    assert [is_selected for _, is_selected in found] == [True, False, False]
     with pytest.raises(UserError, match="recipe=nope is not an option of recipe"):
-        reference_recipe(["recipe=nope"])
+        find_recipe(["recipe=nope"])
 
 
 def test_the_reference_recipe_is_for_the_model_and_the_data_of_the_run_of_the_actor(tmp_path):
@@ -111,8 +112,9 @@ def test_the_reference_recipe_is_for_the_model_and_the_data_of_the_run_of_the_ac
     for words, expected in (([], "tiny-demo"), (["data.path=x.jsonl"], "tiny"), (["model=opt-13b"], "3b-to-15b")):
         settings = compose(["model=tiny", *words])
         (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(settings))
-        assert reference_recipe([f"actor={tmp_path / 'sft'}", "stage=ppo"]).name == expected
-    assert reference_recipe([f"actor={tmp_path / 'sft'}", "model.path=nowhere", "data=demo"]).name == "3b-to-15b"
+        recipe, is_selected = find_recipe([f"actor={tmp_path / 'sft'}", "stage=ppo"])
+        assert recipe.name == expected and not is_selected
+    assert find_recipe([f"actor={tmp_path / 'sft'}", "model.path=nowhere", "data=demo"])[0].name == "3b-to-15b"
 
 
 def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
