@@ -219,7 +219,8 @@ def test_changed_bytes_of_a_finished_model_are_detected(train):
 def local_model(folder: str) -> str:
     """Write the model files that the launcher reads, and return the override that selects the model."""
     Path(folder).mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    (Path(folder) / "config.json").write_text(json.dumps({"name": folder}))
+    for name in ("model.safetensors", "tokenizer.json"):
         (Path(folder) / name).write_text(f"{name} of {folder}")
     return f"model.path={folder}"
 
