@@ -64,7 +64,7 @@ def find_micro_batch_size(dry_run: Callable[[int], None], tokens: int, *, minimu
                 raise
             fits = False
         free_memory()  # outside the handler: the traceback holds the activations
-        if fits:  # other libraries (NCCL, CUDA graphs) allocate beside PyTorch's allocator
+        if fits:  # other libraries (NCCL, CUDA graphs) allocate outside of PyTorch's allocator
             return tokens
         tokens = max(minimum, tokens // 2)
 
