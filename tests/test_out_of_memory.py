@@ -49,7 +49,7 @@ def test_restart_after_out_of_memory_equals_undisturbed_run(tmp_path: Path) -> N
     run(tmp_path / "undisturbed", "ranks=1")
     expected, before, weights = results(tmp_path / "undisturbed")
     assert before["out_of_memory"] == {"restarts": 0, "micro_batch_tokens": 300}
-    output, errors = run(tmp_path / "restarted", FAILING_ABOVE="150", FAILING_AFTER="5")
+    output, errors = run(tmp_path / "restarted", FAILING_ABOVE="150", FAILING_AFTER="9")
     assert errors.count("sft: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB); the stage restarts") == 1
     assert "sft.micro_batch_tokens=150 instead of 300" in errors
     assert "sft: resumes after step " in output

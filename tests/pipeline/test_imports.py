@@ -38,6 +38,7 @@ class Interrupting:
         if name == "pipeline.doctor.command":
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore Ctrl-C in commands that end with &
 import zerochat
 sys.exit(zerochat.main(["doctor"]))
 """
