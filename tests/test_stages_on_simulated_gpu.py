@@ -94,16 +94,18 @@ def test_one_device_in_bf16_follows_the_cpu_and_resumes_exactly(
 ) -> None:
     """Use one GPU's defaults: packed sequences through the variable-length kernel, and decoding from CUDA graphs.
 
-    SFT offloads its optimizer to the host; engine=auto configures the reward model. DPO and PPO run without offload.
-    PPO's sampled tokens may differ from those in fp32: only the first rollout has the entropy of the reference run. In
-    each step the host waits for the device once for an update. PPO also waits for the scores of each model and for each
-    round of decode steps.
+    SFT and PPO offload their optimizers to the host; engine=auto configures the reward model. DPO and PPO then run
+    without offload. PPO's sampled tokens may differ from those in fp32: only the first rollout has the entropy of the
+    reference run. In each step the host waits for the device once for an update. PPO also waits for the scores of each
+    model and for each round of decode steps.
     """
     offload = {"offload_optimizer": "cpu"}
     auto = tiny_config(**SMALL, engine={"auto": True})
-    write_stage_configs(tmp_path, auto, sft=tiny_config(**UNCHECKED, engine=offload))
-    output = run_on_devices(tmp_path / "sft", tmp_path / "reward")
+    offloaded = {"sft": tiny_config(**UNCHECKED, engine=offload), "ppo": tiny_config(**SAMPLED, engine=offload)}
+    write_stage_configs(tmp_path, auto, **offloaded)
+    output = run_on_devices(*(tmp_path / stage for stage in ("sft", "reward", "ppo")))
     assert "padded" not in output and "engine=auto: as configured" in output
+    compare(tmp_path, on_cpu, "ppo", ("entropy",), rel=1e-2)
     undisturbed = metrics(tmp_path, "sft")
     model = load_file(tmp_path / "sft" / "model" / "model.safetensors")
     stop_after(tmp_path / "sft", step=2)
