@@ -11,9 +11,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from tqdm import tqdm
-
 from engine import distributed
+from pipeline.config.messages import format_time
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, stages_to_run
 from pipeline.evaluation.samples import SAMPLES, read_samples
@@ -98,6 +97,8 @@ class ProgressDisplay:
     def _move_bar(self, step: int, words: Sequence[str]) -> None:
         """Show a step. The bar itself uses the remaining columns. A narrow terminal cuts the last words off."""
         if self._bar is None:
+            from tqdm import tqdm
+
             start = max(0, step - 1)
             name = f"{self._stage}{self._place}"
             self._bar = tqdm(
@@ -129,7 +130,7 @@ class ProgressDisplay:
             return "", "", ""
         took = self._clock() - self._began
         seconds = took / done * (self._steps - step)
-        left = f"{tqdm.format_interval(round(seconds))} left"
+        left = f"{format_time(seconds)} left"
         tokens = metrics.get("tokens", 0) - first
         speed = f"{tokens / took:,.0f} tokens/s" if tokens and took > 0 else ""
         if self._later is None:

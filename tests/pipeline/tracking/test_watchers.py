@@ -142,7 +142,7 @@ def test_lines_are_printed_first_periodically_and_last():
     logged = [(step, {"loss": 1.0 / step, "grad_norm": 9.0}) for step in range(1, 101)]
     lines = lines_of(logged, [0.1 * step for step in range(1, 101)])
     assert [line.split()[1] for line in lines] == ["1/100", "51/100", "100/100"]
-    assert lines[1] == "sft 51/100  loss 0.01961  00:05 left"
+    assert lines[1] == "sft 51/100  loss 0.01961  5 s left"
     assert "grad_norm" not in lines[0]
 
 
@@ -164,7 +164,7 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run, terminal):
     if terminal:
         assert re.fullmatch(r"sft \(stage 1 of 3\) 50/100 \S+ left, ends Fri 12:01  100 tokens/s  loss 1 \|.+\|", shown)
     else:
-        assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  00:50 left, run ends about Fri 12:01"
+        assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
 
 
 def written_to(terminal: int) -> str:
