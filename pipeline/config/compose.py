@@ -253,7 +253,7 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     ):
         settings.pop(key, None)
     for key in OTHER_NAMES:  # earlier versions wrote some of these keys
-        group, _, leaf = key.partition(".")
+        group, _, leaf = key.rpartition(".")
         settings.get(group, {}).pop(leaf, None)
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, keys in own.items() if keys):
