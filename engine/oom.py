@@ -56,16 +56,15 @@ def find_micro_batch_size(dry_run: Callable[[int], None], tokens: int, *, minimu
     `minimum` tokens do not fit either, and on several ranks already after the first failure.
     """
     while True:
-        fits = True
         try:
             dry_run(tokens)
         except PassOutOfMemory:
             if dist.world().size > 1 or tokens <= minimum:
                 raise
-            fits = False
-        free_memory()  # outside the handler: the traceback holds the activations
-        if fits:  # other libraries (NCCL, CUDA graphs) allocate outside of PyTorch's allocator
+        else:
+            free_memory()  # NCCL and CUDA graphs allocate outside of PyTorch's allocator
             return tokens
+        free_memory()  # outside the handler: the traceback holds the activations
         tokens = max(minimum, tokens // 2)
 
 
