@@ -114,11 +114,14 @@ class Guard:
         self.rows = [*first, *earlier[1:][-WINDOW:], row]
         return [] if self.action == "off" else check_rollouts(self.rows)
 
-    def watch_evaluation(self, evaluations: Evaluations) -> list[Finding]:
-        """Return the findings about an evaluation. The next evaluation is compared with it too."""
+    def watch_evaluation(self, evaluations: Evaluations, *, is_last: bool) -> list[Finding]:
+        """Return the findings about an evaluation. The next evaluation is compared with it too.
+
+        `is_last` says whether it is the evaluation of the last step.
+        """
         now, previous = _grades(evaluations), self.previous
         self.previous = now
-        return [] if self.action == "off" else check_evaluation(now, self.evaluations, previous)
+        return [] if self.action == "off" else check_evaluation(now, self.evaluations, previous, is_last=is_last)
 
     def may_be_best(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> bool:
         """Return whether the current step may be the best.
@@ -152,10 +155,11 @@ class Guard:
         self.stopped_step = step
         stage.stop_after(step)
         if distributed.is_rank_zero():
+            otherwise = "training continues" if step < stage.steps else "the last step is exported"
             print(
                 f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports "
                 f"{exported_model(stage.best_step, step, evaluates=stage.evaluates_between)}. Change the key that the "
-                "sign names, and run again; with ppo.guard=warn training continues",
+                f"sign names, and run again; with ppo.guard=warn {otherwise}",
                 flush=True,
             )
 

@@ -71,20 +71,26 @@ def check_evaluation(
     now: Mapping[float, Grades],
     earlier: Mapping[int, Mapping[float, Grades]],
     previous: Mapping[float, Grades] | None = None,
+    *,
+    is_last: bool = False,
 ) -> list[Finding]:
     """Return the findings about an evaluation, at most one of each sign.
 
     now: the grades by temperature
     earlier: evaluations of earlier steps to compare with, by step
     previous: the evaluation directly before `now`, by temperature
+    is_last: whether `now` is the evaluation of the last step
     """
     found: dict[str, Finding] = {}
     for temperature, grades in now.items():
         comparable = {step: before[temperature] for step, before in earlier.items() if temperature in before}
         initial = comparable.get(0)
         candidates = [against_judge(grades, temperature, initial)]
-        last = (previous or {}).get(temperature)
-        candidates += [fall(before, grades, step, temperature, initial, last) for step, before in comparable.items()]
+        directly_before = (previous or {}).get(temperature)
+        candidates += [
+            fall(before, grades, step, temperature, initial, directly_before, is_last=is_last)
+            for step, before in comparable.items()
+        ]
         for finding in candidates:
             if finding is not None:
                 found.setdefault(finding.sign, finding)
@@ -129,12 +135,15 @@ def fall(
     temperature: float,
     initial: Grades | None = None,
     previous: Grades | None = None,
+    *,
+    is_last: bool = False,
 ) -> Finding | None:
     """Find a fall of the gold score (of the reward if there is no judge) below an earlier step, paired by prompt.
 
     A fall below a later step than the first counts if it loses more than `LOST_GAIN` of that step's gain over the
     evaluation `initial` of step 0. A loss of `LOST_TWICE` of the gain is enough if the evaluation `previous` has such a
-    clear loss too. The best of several noisy evaluations looks better than it is.
+    clear loss too. The best of several noisy evaluations looks better than it is. At the last step, any clear loss
+    counts: to export the better step then costs no training.
 
     A reward that rises while the gold score falls is over-optimized (Gao, Schulman & Hilton, 2022, arXiv:2210.10760).
     """
@@ -147,7 +156,7 @@ def fall(
         kind = "rewards" if gold is None else "gold"
         gain = _change(getattr(initial, kind), getattr(before, kind))
         earlier = None if previous is None else _change(getattr(before, kind), getattr(previous, kind))
-        share = LOST_TWICE if _loses(earlier, gain, LOST_TWICE) else LOST_GAIN
+        share = 0.0 if is_last else LOST_TWICE if _loses(earlier, gain, LOST_TWICE) else LOST_GAIN
         if not _loses(decides, gain, share):
             return None
     model = f"step {step}" if step else "the SFT model"

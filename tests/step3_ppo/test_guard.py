@@ -103,24 +103,27 @@ def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
     guard.compare_with(4, evaluation(1.0, 0.6))
     guard.compare_with(8, evaluation(1.0, 0.9))
     assert [*guard.evaluations] == [0, 8]
-    assert guard.watch_evaluation(evaluation(2.0, 0.95)) == []
-    assert guard.watch_evaluation(evaluation(2.0, 0.8)) == []  # a quarter of the gain is lost
-    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.65))
+    assert guard.watch_evaluation(evaluation(2.0, 0.95), is_last=False) == []
+    assert guard.watch_evaluation(evaluation(2.0, 0.8), is_last=False) == []  # a quarter of the gain is lost
+    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.8), is_last=True)  # any clear loss counts
     assert finding.sign == "gaming" and "step 8" in finding.sentence
-    assert Guard("off", True, 10.0, evaluations=guard.evaluations).watch_evaluation(evaluation(2.0, 0.1)) == []
+    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.65), is_last=False)
+    assert finding.sign == "gaming" and "step 8" in finding.sentence
+    unwatched = Guard("off", True, 10.0, evaluations=guard.evaluations)
+    assert unwatched.watch_evaluation(evaluation(2.0, 0.1), is_last=True) == []
 
 
 def test_a_fall_counts_in_the_second_evaluation_also_after_a_resume() -> None:
     """Step 8 gained 0.4. Both later evaluations lose 0.15 of it."""
     guard = Guard("stop", has_judge=True, kl_budget=10.0)
     for step, gold in ((0, 0.5), (8, 0.9)):
-        assert guard.watch_evaluation(evaluation(1.0, gold)) == []
+        assert guard.watch_evaluation(evaluation(1.0, gold), is_last=False) == []
         guard.compare_with(step, evaluation(1.0, gold))
-    assert guard.watch_evaluation(evaluation(2.0, 0.75)) == []
+    assert guard.watch_evaluation(evaluation(2.0, 0.75), is_last=False) == []
     resumed = Guard("stop", has_judge=True, kl_budget=10.0)
     resumed.restore(json.loads(json.dumps(guard.state())))
     for each in (guard, resumed):
-        (finding,) = each.watch_evaluation(evaluation(2.0, 0.75))
+        (finding,) = each.watch_evaluation(evaluation(2.0, 0.75), is_last=False)
         assert finding.sign == "gaming" and "below that of step 8 by 0.15" in finding.sentence
 
 

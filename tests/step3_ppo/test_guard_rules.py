@@ -157,6 +157,18 @@ def test_a_second_fall_in_a_row_counts_if_both_lose_more_than_a_third_of_the_gai
         assert check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, {1.0: previous[0.0]}) == []
 
 
+@pytest.mark.parametrize(("lost", "is_found"), [(9, False), (10, True)])
+def test_at_the_last_step_any_clear_fall_below_the_best_step_counts(lost: int, is_found: bool) -> None:
+    """Of 64 prompts, 9 or 10 lose 1: the mean change is -0.141 or -0.156, the half widths are 0.1412 and 0.1475."""
+
+    def graded(right: int) -> dict[float, Grades]:
+        return {0.0: Grades([0.0] * 64, [1.0] * right + [0.0] * (64 - right))}
+
+    actual = check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, is_last=True)
+    assert bool(actual) is is_found
+    assert check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}) == []
+
+
 def test_without_a_judge_the_reward_falls() -> None:
     actual = fall(Grades([1.0] * 64, None), Grades([0.0] * 16 + [1.0] * 48, None), 4, 1.0)
     assert actual is not None and actual.sign == "reward"
