@@ -25,6 +25,7 @@ BENCHES = {
     "demo_seeds": "benchmarks.demo_seeds",
     "demo_methods": "benchmarks.demo_methods",
     "guard_cases": "benchmarks.guard_cases",
+    "everyday_inputs": "benchmarks.everyday_inputs",
 }
 
 
