@@ -30,18 +30,21 @@ def test_a_run_has_the_largest_memory_and_the_median_step_after_warm_up() -> Non
     assert (run.seconds, run.peak_bytes, run.losses) == (3.0, 30, [1.0])
 
 
-def test_the_last_object_of_each_rank_is_returned_or_an_error_raised(tmp_path: Path) -> None:
-    """Each rank runs `python -m json.tool`, which prints the objects of the file, one per line."""
-    file = tmp_path / "lines.jsonl"
-    file.write_text('"a warning"\n{"early": 1}\n{"rank": 2}\n"over"\n')
-    arguments = ["--json-lines", "--compact", str(file)]
-    assert run_ranks("json.tool", arguments, 2) == [{"rank": 2}, {"rank": 2}]
-    file.write_text('"a warning"\n')
+def test_the_last_object_of_each_rank_is_returned_or_an_error_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = tmp_path / "printed_by_a_rank.py"
+    program.write_text(
+        "import os\nprint('a warning', '{\"early\": 1}', '{\"rank\": ' + os.environ['RANK'] + '}', sep='\\n')"
+    )
+    assert run_ranks(program.stem, [], 2) == [{"rank": 0}, {"rank": 1}]
+    program.write_text("print('a warning')")
     with pytest.raises(BenchFailed, match="status 0, 0 objects"):
-        run_ranks("json.tool", arguments, 1)
-    file.write_text('{"rank": 2}\nno JSON\n')
-    with pytest.raises(BenchFailed, match=r"(?s)status 1, .*Expecting value"):
-        run_ranks("json.tool", arguments, 1)
+        run_ranks(program.stem, [], 1)
+    program.write_text("print('{\"rank\": 2}')\nraise SystemExit('no memory')")
+    with pytest.raises(BenchFailed, match=r"(?s)status 1, 1 objects:.*no memory"):
+        run_ranks(program.stem, [], 1)
 
 
 def test_steps_run_between_barriers(capsys: pytest.CaptureFixture[str]) -> None:
