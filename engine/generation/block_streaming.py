@@ -32,8 +32,10 @@ class BlockStream:
         self._parameters: list[list[tuple[LiveParameter, nn.Module, str, nn.Parameter]]] = [[] for _ in self.blocks]
         self._loading: dict[int, Future[None]] = {}
         self._collective = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # A new thread uses GPU 0. If its rank has another one, leaving the stream would create a context on GPU 0.
+        use_device = None if self._stream is None else partial(torch.cuda.set_device, device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks", initializer=use_device)
         module.register_forward_pre_hook(self._before_forward)
         for index, block in enumerate(self.blocks):
             block.register_forward_pre_hook(partial(self._before_block, index))

@@ -109,6 +109,8 @@ class Within:
     def __enter__(self) -> None:
         self.before = current_stream()
         if self.stream is not None:
+            is_same = self.before.device_index == self.stream.device_index
+            assert is_same, "leaving a stream of another device creates a context on this one (simulated)"
             torch._C._accelerator_setStream(self.stream)
 
     def __exit__(self, *_: Any) -> None:

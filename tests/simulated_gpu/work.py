@@ -21,11 +21,13 @@ from engine.checkpoint.storage import chunks_of
 from engine.engine import Engine
 from engine.generation import attention
 from engine.generation.attention import StepTokens
+from engine.generation.block_streaming import BlockStream
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_step import SlotModel
 from engine.generation.generator import Generator
 from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.scheduler import Chunk
+from engine.generation.weight_sync import LiveParameter
 from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
 from engine.optimizers import bf16_adamw
@@ -220,6 +222,22 @@ def test_streamed_blocks_sample_the_same_tokens_as_resident_blocks() -> None:
             size = rollouts.backend.cache.size
             assert (size.prompt_slots, size.answer_slots) == (2, 4 + 1)
     assert token_ids[0] == token_ids[1]
+
+
+def test_blocks_of_a_second_gpu_are_gathered_without_a_context_on_the_first() -> None:
+    device = torch.device("cuda", 1)
+    torch.cuda.set_device(device)
+    try:
+        model = build("llama").to(device)
+        ids = torch.tensor([[1, 2, 3]], device=device)
+        expected = model(input_ids=ids).logits
+        stream = BlockStream(model, torch.float32, device)
+        names = [name for name, _ in model.named_parameters() if stream.block_of(name) is not None]
+        stream.start({name: LiveParameter(model.get_parameter(name).clone(), None) for name in names})
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=ids).logits, expected)
+    finally:
+        torch.cuda.set_device(0)
 
 
 def test_a_capture_gets_memory_that_training_has_freed() -> None:
