@@ -173,7 +173,7 @@ def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | No
     rename_allocator_settings()
     config: Any = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
-    with tempfile.TemporaryDirectory() as folder, undisturbed():
+    with tempfile.TemporaryDirectory() as folder, undisturbed(device):
         config.save_pretrained(folder)
         try:
             from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -223,10 +223,10 @@ def device_settings(device: torch.device, cache_bytes: int | None) -> dict[str, 
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Restore the random states of this process and `torch.set_num_threads`, which vLLM's start changes."""
     python, arrays, set_num_threads = random.getstate(), numpy.random.get_state(), torch.set_num_threads  # noqa: NPY002
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     torch.set_num_threads = set_num_threads
     random.setstate(python)

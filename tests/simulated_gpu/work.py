@@ -4,6 +4,7 @@ tests/engine/test_simulated_gpu.py runs this file.
 """
 
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from engine.generation.decode_step import SlotModel
 from engine.generation.generator import Generator
 from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.scheduler import Chunk
+from engine.generation.vllm_backend import undisturbed
 from engine.generation.weight_sync import LiveParameter
 from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
@@ -238,6 +240,13 @@ def test_blocks_of_a_second_gpu_are_gathered_without_a_context_on_the_first() ->
             assert torch.equal(model(input_ids=ids).logits, expected)
     finally:
         torch.cuda.set_device(0)
+
+
+def test_the_start_of_vllm_does_not_warn_about_other_gpus() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with undisturbed(torch.device("cuda", 1)):
+            pass
 
 
 def test_a_capture_gets_memory_that_training_has_freed() -> None:
