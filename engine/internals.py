@@ -16,6 +16,7 @@ parameter since 2.15, where `unsharded_accumulated_grad` is a property that retu
 | FSDP2's `DefaultAllGather`, `DefaultReduceScatter` | base classes for `set_custom_all_gather` and its like |
 | `torch._dynamo.config` | the limit of compilations of one function |
 | `_StridedShard` | the placement of several concatenated matrices that are split over ranks |
+| `torch._C._cuda_clearCublasWorkspaces` | workspaces of cuBLAS that live as long as the CUDA graph that uses them |
 | `torch.ops.mkldnn` | linear layers with weights that oneDNN has packed before |
 | `UntypedStorage._cdata` | one number per storage, also on the meta device |
 | FSDP2's parameter groups | reduced gradients, gathered parameters, and a reset in the middle of a pass |
@@ -67,6 +68,14 @@ def allow_compilations(number: int) -> None:
 def omit_shutdown_at_exit(engine: Any) -> None:
     """Omit the shutdown of a vLLM engine when the process ends: it would leave groups that no longer exist."""
     engine.engine_core._finalizer.atexit = False
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces of cuBLAS, one for each stream. The next product on a stream allocates another.
+
+    A workspace that was allocated in a capture returns to the memory pool of the graph.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def storage_id(tensor: Tensor) -> int:

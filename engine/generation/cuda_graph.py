@@ -8,6 +8,10 @@ they plan from the same tokens.
 
 A forward that reads a number on the host cannot be captured. Before the capture, the step runs once under PyTorch's
 check for such reads. If the check fails, all steps run without graphs.
+
+The workspace of cuBLAS is in the memory pool of the graphs. Otherwise they would use the workspace of the stream, which
+PyTorch frees with any graph that was captured on the stream (torch 2.12 to 2.14, pytorch/pytorch#193402). Then replays
+of the other graphs would write to memory that is not theirs.
 """
 
 import logging
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.host_memory import upload
+from engine.internals import clear_cublas_workspaces
 from engine.oom import is_out_of_memory
 from engine.parallel import collectives, dist
 
@@ -96,6 +101,7 @@ class GraphedStep:
     def _capture(self, chosen: Tensor) -> torch.cuda.CUDAGraph:
         """Capture one step. Raises RuntimeError if CUDA refuses it, after which PyTorch's allocator is unusable."""
         torch.cuda.synchronize()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()  # during a capture, the allocator does not return cached memory and raises instead
         graph = torch.cuda.CUDAGraph()
         try:
@@ -103,6 +109,7 @@ class GraphedStep:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self.step(chosen)
             graph.capture_end()
+            clear_cublas_workspaces()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -125,8 +132,7 @@ def bucket(rows: int) -> int:
 def _capture_stream(_device: int) -> torch.cuda.Stream:
     """Return the stream on which all graphs of a device are captured.
 
-    cuBLAS allocates a workspace for each stream, 32 MiB on an H100. All captures use this stream, because no two run at
-    a time.
+    PyTorch's allocator caches memory for each stream. All captures use this stream, because no two run at a time.
     """
     return torch.cuda.Stream()
 

@@ -4,8 +4,10 @@ import tests.simulated_gpu.loading  # noqa: F401  before torch  # isort: skip
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ WAITS = {
     "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::item",
 }  # fmt: skip
 INDEXES = ("aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put")
+PRODUCTS = ("aten::linear", "aten::mm", "aten::bmm", "aten::addmm")
 ALLOCATES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.new_empty.default,
              _aten.empty_like.default, _aten.new_empty_strided.default)  # fmt: skip
 
@@ -160,10 +163,20 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if _waits(func._schema.name, args, kwargs):
             _wait(func._schema.name)
+        if self.calls is None and func._schema.name in PRODUCTS and args[0].is_cuda:
+            _now.use_workspace()
         out = func(*args, **kwargs)
         if self.calls is not None:
             self.calls.append((func, args, kwargs, out))
         return out
+
+
+@dataclass
+class Workspace:
+    """A workspace of cuBLAS. `in_pool`: it was allocated in a capture."""
+
+    in_pool: bool
+    is_freed: bool = False
 
 
 class _Now:
@@ -177,6 +190,19 @@ class _Now:
         self.memory = MEMORY
         self.pools: list[Any] = []  # memory pools into which, to the allocator's knowledge, a capture allocates
         self.generator = False  # whether the random generator's state is "in a capture"
+        self.workspaces: dict[int, Workspace] = {}  # of cuBLAS, by stream
+
+    def use_workspace(self) -> None:
+        """Use the current stream's workspace, as a product of matrices does."""
+        workspace = self.workspaces.setdefault(current_stream().stream_id, Workspace(in_pool=self.capture is not None))
+        if self.capture is not None:
+            self.capture.workspaces.append(workspace)
+
+    def clear_workspaces(self, stream: int | None = None) -> None:
+        """Free the workspaces, or that of one stream. Those in the memory pool of a graph remain with the pool."""
+        for each in [stream] if stream in self.workspaces else [*self.workspaces] if stream is None else []:
+            workspace = self.workspaces.pop(each)
+            workspace.is_freed = not workspace.in_pool
 
 
 _now = _Now()
@@ -233,6 +259,7 @@ class CUDAGraph:
         self.calls: list[Any] = []
         self.watch = _Watch(self.calls)
         self.broken = False
+        self.workspaces: list[Workspace] = []
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if current_stream().stream_id == 0:
@@ -241,6 +268,7 @@ class CUDAGraph:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id (simulated)")
         self.pool = pool
         _now.pools.append(pool)
+        weakref.finalize(self, _now.clear_workspaces, current_stream().stream_id)  # as torch 2.12 to 2.14
         _now.capture, _now.generator = self, True
         _ops.hold()
         self.watch.__enter__()
@@ -256,6 +284,7 @@ class CUDAGraph:
         _now.generator = False
 
     def replay(self) -> None:
+        assert not any(workspace.is_freed for workspace in self.workspaces), "a freed workspace of cuBLAS (simulated)"
         for func, args, kwargs, out in self.calls:
             if func in ALLOCATES or _is_view(func, args, out):
                 continue
@@ -409,6 +438,7 @@ def _install() -> None:
     for name, replacement in (no_ops | always_true | memory_now | memory_peak | others).items():
         setattr(torch.cuda, name, replacement)
     torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool = _end_pool, lambda *_: None
+    torch._C._cuda_clearCublasWorkspaces = _now.clear_workspaces  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]  bitsandbytes reads it
     torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     attention = _attention(torch.nn.functional.scaled_dot_product_attention)

@@ -260,6 +260,16 @@ def test_a_capture_gets_memory_that_training_has_freed() -> None:
     cuda.limit()
 
 
+def test_graphs_do_not_use_a_workspace_that_another_graph_frees() -> None:
+    model = build("opt").cuda()
+    first, second = (Generator(model, "cuda", cache_bytes=2**20) for _ in range(2))
+    arguments: Any = ([[1, 2, 3]], Sampling(3, seed=1), [0])
+    expected = first.generate(*arguments)
+    assert second.generate(*arguments) == expected
+    second.release()
+    assert first.generate(*arguments) == expected
+
+
 def test_a_failed_capture_raises_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step reads from the device only while it is captured."""
     call = SlotModel.__call__
