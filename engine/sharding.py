@@ -57,16 +57,7 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     if is_plain and dist.world().zero_size * dist.world().tensor == 1:
         zero.attach_copies(module, policy)
     else:
-        zero.shard(
-            module,
-            stage=config.zero_stage,
-            policy=policy,
-            offload=offloads_parameters,
-            pin=config.offload_parameters == "cpu",
-            shard_ranks=config.shard_ranks,
-            compress=config.compress,
-            local_gradients=local_gradients,
-        )
+        zero.shard(module, config, policy, local_gradients=local_gradients)
     if config.offload_parameters == "nvme":
         from engine.offload import NvmeParameters
 

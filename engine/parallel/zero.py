@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine import internals
-from engine.config import Compress
+from engine.config import EngineConfig
 from engine.internals import tree_map
 from engine.parallel import dist, meshes
 
@@ -53,15 +53,14 @@ def units(module: nn.Module) -> list[nn.Module]:
     return _closed(module, blocks(module))
 
 
-def outer_layers(module: nn.Module, declared: Sequence[nn.Module | None] | None = None) -> list[nn.Module]:
+def outer_layers(module: nn.Module) -> list[nn.Module]:
     """Return the layers outside of the blocks that are FSDP units of their own; the root unit has all others.
 
-    `declared` are layers whose parameters only their own forward uses (`as_forward`), by default the results of
-    `module.outer_layers()`, if the module has this method. A tied layer stays in the root unit: a pass uses its weight
-    first and last, so the weight would be gathered at the peak of memory anyway.
+    The module's method `outer_layers`, if it has one, returns layers whose parameters only their own forward uses
+    (`as_forward`). A tied layer stays in the root unit: a pass uses its weight first and last, so the weight would be
+    gathered at the peak of memory anyway.
     """
-    if declared is None:
-        declared = cast("Any", getattr(module, "outer_layers", tuple))()
+    declared: Sequence[nn.Module | None] = cast("Any", getattr(module, "outer_layers", tuple))()
     inside = {id(child) for block in blocks(module) for child in block.modules()}
     return _closed(module, [layer for layer in declared if layer is not None and id(layer) not in inside])
 
@@ -94,31 +93,24 @@ def as_forward(layer: nn.Module, function: Callable[..., T], *inputs: Any) -> T:
 
 
 def shard(
-    module: nn.Module,
-    *,
-    stage: int,
-    policy: MixedPrecisionPolicy,
-    offload: bool = False,
-    pin: bool = True,
-    shard_ranks: int | None = None,
-    compress: Compress = "none",
-    local_gradients: bool = False,
+    module: nn.Module, config: EngineConfig, policy: MixedPrecisionPolicy, *, local_gradients: bool = False
 ) -> None:
     """Shard a module over the ranks, in place. Its parameters become DTensors on the mesh of the stage.
 
-    `offload` keeps the shards on the host, and `pin` pins them there. `local_gradients` (stage 0) reduces nothing, so
+    Offloaded shards are on the host, pinned unless they move to NVMe. `local_gradients` (stage 0) reduces nothing, so
     that each rank has its own gradients.
     """
     from engine.parallel import comm_hooks
 
-    zero_mesh = meshes.zero_mesh(stage=stage, shard_ranks=shard_ranks)
+    stage, tier = config.zero_stage, config.offload_parameters
+    zero_mesh = meshes.zero_mesh(stage=stage, shard_ranks=config.shard_ranks)
     replicate = 1 if local_gradients else zero_mesh["replicate"].size()
     # With a replicate dimension of size 1, FSDP2 would hold all reduced fp32 gradients until backward ends.
     mesh = zero_mesh[("shard",) if replicate == 1 else ("replicate", "shard")]
-    offloads = offload and dist.world().device.type != "cpu"
-    offload_policy = CPUOffloadPolicy(pin_memory=pin) if offloads else OffloadPolicy()
+    offloads = tier != "none" and dist.world().device.type != "cpu"
+    offload_policy = CPUOffloadPolicy(pin_memory=tier == "cpu") if offloads else OffloadPolicy()
     ranks = mesh["shard"].size()
-    if comm_hooks.exchanges(ranks, compress) and stage >= 2 and policy.param_dtype == torch.bfloat16:
+    if comm_hooks.exchanges(ranks, config.compress) and stage >= 2 and policy.param_dtype == torch.bfloat16:
         # The exchange sums in fp32. Stages 0 and 1 accumulate in the precision of the reduction, which stays fp32.
         policy = replace(policy, reduce_dtype=torch.bfloat16)
     outer = outer_layers(module)
@@ -127,7 +119,7 @@ def shard(
     for unit in [*units(module), *outer, module]:
         reshard = stage == 3 and unit not in first_in_backward
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
-        comm_hooks.install(unit, replicate=replicate, ranks=ranks, compress=compress)
+        comm_hooks.install(unit, replicate=replicate, ranks=ranks, compress=config.compress)
         if isinstance(unit, nn.Embedding):
             cast("FSDPModule", unit).set_unshard_in_backward(False)  # its gradient needs the tokens only
     internals.fill_missing_gradients(module)

@@ -34,7 +34,7 @@ def run_on_rank() -> dict[str, Any]:
 
 
 def sharded(module: nn.Module, stage: int = 3, ranks: int | None = None) -> nn.Module:
-    zero.shard(module, stage=stage, policy=precision_policy("bf16"), shard_ranks=ranks)
+    zero.shard(module, EngineConfig(zero_stage=stage, shard_ranks=ranks), precision_policy("bf16"))
     return module
 
 

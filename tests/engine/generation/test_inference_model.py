@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
+from engine import EngineConfig
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.sampling import Sampling
@@ -73,7 +74,7 @@ def flip(family: str, stage: int, precision: str, adapters: bool) -> dict[str, A
     full = adapted(family, tie_word_embeddings=tied) if adapters else build(family, tie_word_embeddings=tied)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     blueprint, live = copy.deepcopy(full), copy.deepcopy(full)
-    zero.shard(live, stage=stage, policy=precision_policy(precision))  # type: ignore[arg-type]
+    zero.shard(live, EngineConfig(zero_stage=stage), precision_policy(precision))  # type: ignore[arg-type]
     before = {name: dtensors.local(p).detach().clone() for name, p in live.named_parameters()}
     inference = InferenceModel(blueprint, live, dtype)
     inference.sync()

@@ -35,7 +35,7 @@ def build_module(dtype: Any, *, without_fsdp: bool) -> nn.Module:
     if without_fsdp:
         zero.attach_copies(module, sharding.precision_policy(dtype))
     else:
-        zero.shard(module, stage=0, policy=sharding.precision_policy(dtype))
+        zero.shard(module, EngineConfig(), sharding.precision_policy(dtype))
     return module
 
 
