@@ -110,14 +110,11 @@ class Flip:
                 f"stream=True cannot be combined with tensor_parallel={ranks} for generation: choose one of them"
             )
         model = self._make_model(tensor_parallel=ranks, stream=self.stream)
-        if self.uses_vllm:
-            from engine.generation.vllm_backend import VllmGenerator
-
-            return model, VllmGenerator(model.module, model.device, self.cache_bytes)
         cache_bytes = self.cache_bytes
         if ranks > 1 and cache_bytes is None:  # ranks that share a generator run equally many sequences
             cache_bytes = -int(dist.max_over_ranks(-float(default_cache_bytes(model.device))))
-        return model, Generator(model.module, model.device, cache_bytes, use_graphs=not self.stream)
+        options = {"use_graphs": not self.stream, "uses_vllm": self.uses_vllm}
+        return model, Generator(model.module, model.device, cache_bytes, **options)
 
     def _check(self, generator: Generator) -> list[CheckedAnswer]:
         """Run the parity check if it is due. Raises ValueError on every rank if it fails on one."""

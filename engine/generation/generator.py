@@ -9,7 +9,7 @@ depend on the order of the prompts, the batch size or the world size.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,14 @@ from engine.generation.decode_session import DecodeSession
 from engine.generation.model_support import UnsupportedModel, frequency_change, max_positions
 from engine.generation.sampling import Ending, SampledToken, Sampling, check_logprobs
 from engine.parallel import dist
+
+if TYPE_CHECKING:
+    from engine.generation.transformers_fallback import TransformersFallback
+    from engine.generation.vllm_backend import VllmEngine
+
+# `run` answers prompts as `Generator.run` does. `refresh` follows a change of the weights, and `release` frees memory.
+# `memory` returns weights besides those of the module, the cache, and the bytes of prepacked weights.
+Backend: TypeAlias = "DecodeLoop | TransformersFallback | VllmEngine"
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -36,31 +44,17 @@ class Generation:
     finished: bool
 
 
-class Backend(Protocol):
-    """One way to generate: the decode loop, transformers' `generate` or vLLM.
-
-    `run` answers prompts as `Generator.run` does. `refresh` follows a change of the weights, and `release`
-    frees memory. `memory` returns weights besides those of the module, the cache, and the bytes of prepacked weights.
-    """
-
-    mode: str
-
-    @property
-    def run(self) -> Callable[..., Iterator[list[SampledToken]]]: ...
-    def refresh(self) -> None: ...
-    def release(self) -> None: ...
-    def memory(self) -> tuple[list[Tensor], list[Tensor], int]: ...
-
-
 class Generator:
     """Generates with a plain causal language model of transformers: no hooks, no dropout, full weights on `device`.
 
     `cache_bytes` bounds the key-value cache (default: half of the free memory); with little memory fewer sequences
     decode at a time. `use_graphs` False runs every step through the modules, whose hooks a CUDA graph would miss. Call
     `refresh` after a change of the weights. Raises ValueError if the GPU is not the current one.
-    """
 
-    _reason: str | None = None  # why the decode loop does not generate
+    With `uses_vllm` vLLM generates, and the first use is a collective. `cache_bytes` is the size of its paged cache. By
+    default vLLM takes half of the free memory of a GPU for weights and cache. On a CPU, the cache takes half of the
+    free memory and at most 4 GiB.
+    """
 
     def __init__(
         self,
@@ -69,13 +63,16 @@ class Generator:
         cache_bytes: int | None = None,
         *,
         use_graphs: bool = True,
+        uses_vllm: bool = False,
     ) -> None:
         self.module, self.device, self.cache_bytes = module, torch.device(device), cache_bytes
         if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
             # Kernels and graphs run on the current GPU, wherever the tensors are.
             raise ValueError(f"{device} is not the current GPU: call torch.cuda.set_device({self.device.index}) first")
         self._positions = max_positions(module)
-        self._use_graphs = use_graphs
+        self._use_graphs, self._uses_vllm = use_graphs, uses_vllm
+        # Why the decode loop does not generate.
+        self._reason = "vLLM answers complete batches" if uses_vllm else None
         self._backend: Backend | None = None
 
     def generate(
@@ -187,6 +184,10 @@ class Generator:
         return self._backend
 
     def _create(self) -> Backend:
+        if self._uses_vllm:
+            from engine.generation.vllm_backend import create_engine
+
+            return create_engine(self.module, self.device, self.cache_bytes)
         try:
             return DecodeLoop(self.module, self.device, self.cache_bytes, use_graphs=self._use_graphs)
         except UnsupportedModel as reason:

@@ -1,10 +1,10 @@
 """Generation by vLLM in the process of each rank, behind the interface of `Generator`.
 
 vLLM caches keys and values in pages (Kwon et al., 2023, arXiv:2309.06180). The weight sync of the flip gathers the live
-weights and merges adapters. `VllmGenerator.refresh` then copies them into this rank's vLLM engine.
+weights and merges adapters. `VllmEngine.refresh` then copies them into this rank's vLLM engine.
 
-An answer depends on its prompt, the sampling settings and its sample seed, as with `Generator`. vLLM draws other random
-numbers, so the two generators sample different answers. vLLM filters by `min_p` before `top_k` and `top_p`.
+An answer depends on its prompt, the sampling settings and its sample seed, as in the decode loop. vLLM draws other
+random numbers, so the two sample different answers. vLLM filters by `min_p` before `top_k` and `top_p`.
 """
 
 import copy
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from engine.generation.decode_loop import PREFILL_TOKENS
-from engine.generation.generator import Generator
 from engine.generation.kv_cache import VLLM_SEQUENCES, default_cache_bytes, free_bytes
 from engine.generation.sampling import SampledToken, Sampling, combine_seeds
 from engine.internals import omit_shutdown_at_exit
@@ -32,21 +31,11 @@ CPU_CACHE_BYTES = 4 * 2**30  # the largest default on a CPU, where vLLM allocate
 MIN_TEMPERATURE = 0.01  # vLLM replaces lower temperatures by this one
 
 
-class VllmGenerator(Generator):
-    """Generates with vLLM. `module` provides the architecture, and in `refresh` the weights.
-
-    `cache_bytes` is the size of the paged cache. By default, vLLM takes half of the free memory of a GPU for weights
-    and cache. On a CPU, the cache takes half of the free memory and at most 4 GiB. The first use is a collective.
-    """
-
-    _reason = "vLLM answers complete batches"
-
-    def _create(self) -> "VllmEngine":
-        return create_engine(self.module, self.device, self.cache_bytes)
-
-
 class VllmEngine:
-    """Decodes with vLLM's `LLMEngine`. `parameters` makes the settings of a request, with vLLM's `SamplingParams`."""
+    """Decodes with vLLM's `LLMEngine`. `parameters` makes the settings of a request, with vLLM's `SamplingParams`.
+
+    `module` provides the architecture, and in `refresh` the weights.
+    """
 
     mode = "vllm"
 

@@ -14,7 +14,7 @@ from torch import nn
 from engine.generation import model_support, parity_check, vllm_backend
 from engine.generation.generator import Generator
 from engine.generation.sampling import Ending, Sampling
-from engine.generation.vllm_backend import VllmEngine, VllmGenerator, sampling_settings, take_step
+from engine.generation.vllm_backend import VllmEngine, sampling_settings, take_step
 from engine.memory.tracker import storage_bytes
 from pipeline.config.messages import in_keys
 from pipeline.launch.ranks import allocator_settings
@@ -71,9 +71,9 @@ class ScriptedEngine:
         return True
 
 
-def scripted(answers: Sequence[Sequence[int]], device: str = "cpu") -> tuple[VllmGenerator, ScriptedEngine]:
+def scripted(answers: Sequence[Sequence[int]], device: str = "cpu") -> tuple[Generator, ScriptedEngine]:
     """Return a generator whose vLLM gives these answers."""
-    engine, generator = ScriptedEngine(answers), VllmGenerator(build("llama"), "cpu")
+    engine, generator = ScriptedEngine(answers), Generator(build("llama"), "cpu", uses_vllm=True)
     generator._backend = VllmEngine(generator.module, torch.device(device), engine, dict)
     engine.calls.clear()
     return generator, engine
@@ -162,7 +162,7 @@ def test_the_weights_and_the_pages_of_vllm_are_counted_unless_it_sleeps() -> Non
     weights, pages, packed = generator.memory()
     assert ([each.shape for each in weights], [each.shape for each in pages], packed) == ([(2, 3), (2,)], [(5,)], 0)
     generator.release()
-    assert generator.memory() == ([], [], 0) == VllmGenerator(build("llama"), "cpu").memory()
+    assert generator.memory() == ([], [], 0) == Generator(build("llama"), "cpu", uses_vllm=True).memory()
 
 
 def test_sessions_are_refused() -> None:
@@ -174,7 +174,7 @@ def test_sessions_are_refused() -> None:
 def test_without_vllm_the_first_flip_names_the_other_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ValueError, match=r"vLLM cannot run LlamaForCausalLM: .*vllm.*; use generator=engine") as caught:
-        VllmGenerator(build("llama"), "cpu").refresh()
+        Generator(build("llama"), "cpu", uses_vllm=True).refresh()
     assert in_keys(str(caught.value)).endswith("use rollout.generator=engine")
 
 
@@ -196,15 +196,16 @@ PROMPT = [(7 * n) % 97 for n in range(200)]  # longer than a page of vLLM's cach
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def vllm_generator(request: pytest.FixtureRequest) -> VllmGenerator:
+def vllm_generator(request: pytest.FixtureRequest) -> Generator:
     """Return a generator of a model whose output layer has a matrix of its own, or that of the embedding."""
     pytest.importorskip("vllm")
     shape = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
-    return VllmGenerator(build("qwen3", **shape, tie_word_embeddings=request.param), "cpu", 2**26)
+    module = build("qwen3", **shape, tie_word_embeddings=request.param)
+    return Generator(module, "cpu", 2**26, uses_vllm=True)
 
 
 @pytest.fixture
-def generator(vllm_generator: VllmGenerator) -> Iterator[VllmGenerator]:
+def generator(vllm_generator: Generator) -> Iterator[Generator]:
     """Return a generator with the weights of a new model."""
     original = copy.deepcopy(vllm_generator.module)
     vllm_generator.refresh()
@@ -223,7 +224,7 @@ def plain_logits(generator: Generator, token_ids: list[int], answer: list[int]) 
     return model_support.plain_logits(generator.module, generator.device, token_ids + answer)[len(token_ids) - 1 : -1]
 
 
-def test_vllm_computes_the_module(generator: VllmGenerator) -> None:
+def test_vllm_computes_the_module(generator: Generator) -> None:
     assert generator.mode == "vllm" and len(parity_check.check_generator(generator)) == 3
     prompts, greedy = [PROMPT[start : start + 20] for start in range(0, 100, 5)], Sampling(8, temperature=0)
     expected = Generator(generator.module, "cpu").generate(prompts, greedy, range(20))
@@ -231,7 +232,7 @@ def test_vllm_computes_the_module(generator: VllmGenerator) -> None:
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
 
 
-def test_keys_of_earlier_weights_are_not_used(generator: VllmGenerator) -> None:
+def test_keys_of_earlier_weights_are_not_used(generator: Generator) -> None:
     greedy = Sampling(4, temperature=0)
     before = generator.generate([PROMPT], greedy, [0])[0]
     change_weights(generator.module)
@@ -244,7 +245,7 @@ def test_keys_of_earlier_weights_are_not_used(generator: VllmGenerator) -> None:
 
 @pytest.mark.parametrize("name", ["embed_tokens", "q_proj", "down_proj", "input_layernorm", "model.norm", "lm_head"])
 def test_a_tensor_that_is_not_handed_over_is_detected(
-    generator: VllmGenerator, monkeypatch: pytest.MonkeyPatch, name: str
+    generator: Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     tensors = vllm_backend.checkpoint_tensors
     skipped = [full for full, _ in tensors(generator.module) if name in full][-1:]
@@ -259,7 +260,7 @@ def test_a_tensor_that_is_not_handed_over_is_detected(
         parity_check.check_generator(generator)
 
 
-def test_logprobs_are_those_of_the_sampled_distribution(generator: VllmGenerator) -> None:
+def test_logprobs_are_those_of_the_sampled_distribution(generator: Generator) -> None:
     answer = generator.generate([PROMPT[:9]], Sampling(12, temperature=0.7, top_k=5), [3])[0]
     logits = plain_logits(generator, PROMPT[:9], answer.token_ids) / 0.7
     filtered = logits.masked_fill(logits < logits.topk(5).values[:, -1:], -torch.inf)
@@ -267,7 +268,7 @@ def test_logprobs_are_those_of_the_sampled_distribution(generator: VllmGenerator
     assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
 
 
-def test_an_answer_does_not_depend_on_its_batch(generator: VllmGenerator) -> None:
+def test_an_answer_does_not_depend_on_its_batch(generator: Generator) -> None:
     prompts, sampling = [PROMPT[start : start + 12] for start in range(6)], Sampling(10, seed=5)
     together = generator.generate(prompts, sampling, range(10, 16))
     alone = [generator.generate([prompt], sampling, [10 + n])[0] for n, prompt in enumerate(prompts)]
@@ -276,7 +277,7 @@ def test_an_answer_does_not_depend_on_its_batch(generator: VllmGenerator) -> Non
     assert len({tuple(answer.token_ids) for answer in samples}) > 4
 
 
-def test_more_prompt_tokens_than_one_forward_takes(generator: VllmGenerator) -> None:
+def test_more_prompt_tokens_than_one_forward_takes(generator: Generator) -> None:
     """vLLM's forwards take 2,048 to 8,192 tokens on a CPU; the prompts have 10,000."""
     prompts = [[n % 97, n // 97, *PROMPT[:98]] for n in range(100)]
     answers = generator.generate(prompts, Sampling(2, seed=5), range(100))
@@ -284,7 +285,7 @@ def test_more_prompt_tokens_than_one_forward_takes(generator: VllmGenerator) -> 
     assert {len(answer.token_ids) for answer in answers} == {2} and answers[-1].token_ids == last.token_ids
 
 
-def test_its_memory_is_that_of_the_plan(generator: VllmGenerator) -> None:
+def test_its_memory_is_that_of_the_plan(generator: Generator) -> None:
     """The plan counts the configured bytes of the cache, which has whole pages, and all weights.
 
     On a CPU, vLLM's packed matrices are not tensors. The others are norms, and embeddings of 128 rows instead of 97.
@@ -297,7 +298,7 @@ def test_its_memory_is_that_of_the_plan(generator: VllmGenerator) -> None:
     assert storage_bytes(weights) == norms + embeddings * 128 * 64 * 4
 
 
-def test_answers_end_with_end_tokens_and_stop_strings(generator: VllmGenerator) -> None:
+def test_answers_end_with_end_tokens_and_stop_strings(generator: Generator) -> None:
     ends = tuple(range(0, 97, 4))
     sampling = Sampling(12, temperature=2.0, end_ids=ends, min_new_tokens=3, stop=(" 1 ", " 2 ", " 3 "))
     prompts = [[n, 50, n] for n in range(40)]
