@@ -37,7 +37,6 @@ from torch.distributed import ProcessGroup, _functional_collectives, distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -224,7 +223,7 @@ def fsdp_gathered(module: nn.Module) -> list[Tensor]:
     for parameter in _parameters(module):
         buffers += getattr(parameter, "all_gather_outputs", [])
         if hasattr(parameter, "_unsharded_param"):
-            buffers.append(_local(parameter._unsharded_param.detach()))
+            buffers.append(parameter._unsharded_param)
     return buffers
 
 
@@ -234,7 +233,7 @@ def fsdp_gradients(module: nn.Module) -> list[Tensor]:
     for parameter in _parameters(module):
         full = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
         each = {id(g): g for g in (parameter.sharded_param.grad, full, parameter.unsharded_accumulated_grad)}
-        found += [_local(gradient) for gradient in each.values() if gradient is not None]
+        found += [gradient for gradient in each.values() if gradient is not None]
     return found
 
 
@@ -243,10 +242,6 @@ def _drop_full_gradients(parameter: Any) -> None:
         parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parameters(module: nn.Module) -> Iterator[Any]:

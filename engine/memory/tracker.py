@@ -81,7 +81,7 @@ class MemoryTracker:
     def holdings(self) -> dict[str, int]:
         """Return the bytes of every owner now, without activations."""
         sizes = {
-            "parameters": storage_bytes([*_shards(self._module), *zero.packed_weights(self._module)]),
+            "parameters": storage_bytes([*zero.sharded(self._module), *zero.packed_weights(self._module)]),
             "gathered": self._gathered(),
             "gradients": storage_bytes(zero.gradients(self._module)),
         }
@@ -112,13 +112,12 @@ class MemoryTracker:
 
     def _activations(self) -> int:
         """Return the bytes that autograd holds for backward. Of a recomputed block, only the input counts."""
-        parameters = [*zero.gathered(self._module), *_shards(self._module)]
-        return storage_bytes((dtensors.local(saved) for saved in list(self._saved)), without=parameters)
+        parameters = [*zero.gathered(self._module), *zero.sharded(self._module)]
+        return storage_bytes(list(self._saved), without=parameters)
 
-    @torch.no_grad()  # autograd would record each access to a parameter, at five times the cost
     def _gathered(self) -> int:
         """Return the bytes of gathered parameters that are not the shards themselves."""
-        return storage_bytes(zero.gathered(self._module), without=_shards(self._module))
+        return storage_bytes(zero.gathered(self._module), without=zero.sharded(self._module))
 
     def _note(self, phase: str, sizes: Mapping[str, int]) -> None:
         peaks = self.peaks.setdefault(phase, {})
@@ -135,29 +134,26 @@ def optimizer_bytes(optimizer: Any) -> dict[str, int]:
         sizes = dict(getattr(optimizer, "bytes", {}))
         return {"optimizer": sizes.pop("device", 0), **sizes}
     values = (value for state in optimizer.state.values() for value in state.values())
-    return {"optimizer": storage_bytes(dtensors.local(value) for value in values if isinstance(value, Tensor))}
+    return {"optimizer": storage_bytes(value for value in values if isinstance(value, Tensor))}
 
 
 def generator_bytes(flip: "Flip", module: nn.Module) -> dict[str, int]:
     """Return the bytes of the inference model's own weights, of its prepacked linears, and of the key-value cache."""
     weights, cache, packs = flip.memory()
-    own = storage_bytes(weights, without=(dtensors.local(tensor) for tensor in zero.sharded(module)))
+    own = storage_bytes(weights, without=zero.sharded(module))
     return {"inference_model": own, "prepacked_linears": packs, "cache": storage_bytes(cache)}
 
 
 def average_bytes(average: Average) -> int:
     """Return the bytes of the parameters' moving average; an offloaded optimizer counts its own."""
-    return storage_bytes(dtensors.local(tensor) for tensor in average.tensors.values())
+    return storage_bytes(average.tensors.values())
 
 
+@torch.no_grad()  # autograd would record each access to a parameter, at five times the cost
 def storage_bytes(tensors: Iterable[Tensor], *, without: Iterable[Tensor] = ()) -> int:
-    """Return the bytes of the tensors' storages, each counted once, without the storages of `without`."""
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    """Return the bytes of the storages of local shards, each counted once, without the storages of `without`."""
+    storages = [dtensors.local(tensor).untyped_storage() for tensor in tensors]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in without:
-        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+        sizes.pop(dtensors.local(tensor).untyped_storage().data_ptr(), None)
     return sum(sizes.values())
-
-
-@torch.no_grad()
-def _shards(module: nn.Module) -> list[Tensor]:
-    return [dtensors.local(tensor) for tensor in zero.sharded(module)]
