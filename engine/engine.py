@@ -26,7 +26,7 @@ from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
 from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, TakesGradients, Update
 from engine.parallel import collectives, dist, zero
-from engine.passes import Batch, LossFn, Passes, PipelinePasses, add_up
+from engine.passes import Batch, LossFn, Passes, add_up
 
 Score = TypeVar("Score")
 
@@ -66,7 +66,11 @@ class Engine:
             hooks=not config.compile_blocks,
         )
         self.scaler = LossScaler(config.loss_scale, enabled=config.dtype == "fp16")
-        passes = PipelinePasses if config.pipeline_parallel > 1 else Passes
+        passes: type[Passes] = Passes
+        if config.pipeline_parallel > 1:
+            from engine.parallel.pipeline_parallel import PipelinePasses
+
+            passes = PipelinePasses
         self._passes = passes(self.module, config, self.memory_tracker, self.scaler, self.discard)
         self.optimizer = self._make_optimizer(optimizer) if optimizer is not None else None
         self.average = Average(self.module, self.optimizer)

@@ -4,7 +4,8 @@ PPO scores a rollout with the models that learn, and then takes its first step o
 parameters. The forward of the scoring is then also the forward of the update: `score_to_learn` holds the graphs of all
 micro-batches until `train` computes the losses and the backwards. This needs memory for the activations of a full step.
 
-Pipeline parallelism runs several micro-batches at once, and has their results on the last rank: `PipelinePasses`.
+Pipeline parallelism runs several micro-batches at once, and has their results on the last rank: `PipelinePasses`
+(engine/parallel/pipeline_parallel.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint import random_state, restore_random_state
-from engine.config import TORCH_DTYPE, EngineConfig
+from engine.config import EngineConfig
 from engine.internals import tree_flatten, tree_map_only, tree_unflatten
 from engine.memory.tracker import MemoryTracker
 from engine.oom import PassOutOfMemory, is_out_of_memory
@@ -135,60 +136,6 @@ class Passes:
     def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of the full model on every rank; `own` are those of this rank's module."""
         return iter(own)
-
-
-class PipelinePasses(Passes):
-    """The passes of this rank's stage of a pipeline."""
-
-    def __post_init__(self) -> None:
-        from engine.parallel.pipeline_parallel import Pipeline
-        from engine.parallel.pipeline_split import split_of
-
-        super().__post_init__()
-        split = split_of(self.module)
-        assert split is not None, "sharding.apply splits the module"
-        dtype = TORCH_DTYPE[self.config.dtype]
-        self._pipeline = Pipeline(self.module, split, zero_stage=self.config.zero_stage, dtype=dtype)
-
-    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], count: float) -> list[LossAndMetrics]:
-        self.tracker.start_update()
-        results = self._train(micro_batches, loss_fn, self.scaler.scale * dist.world().data_size / count)
-        self._pipeline.finish_step()
-        self.tracker.after_backward()
-        return self._pipeline.broadcast_from_last(to_host(results))
-
-    def score(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
-        def scored(micro_batch: Any) -> tuple[Tensor, Sequence[Any]]:
-            return torch.zeros((), device=dist.world().device), score_fn(self.module, micro_batch)
-
-        with watch_pass():
-            results = self._pipeline.run(micro_batches, scored)
-        # Results may be views of one tensor, and the pickle of a view contains the memory of the whole tensor.
-        return self._pipeline.broadcast_from_last(tree_map_only(Tensor, Tensor.clone, to_host(results)))
-
-    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
-        """Return None: forwards and backwards of a pipeline take turns."""
-        return None
-
-    def squared_norm(self) -> float | Tensor:
-        return self._pipeline.squared_norm()
-
-    def all_parameters(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return self._pipeline.all_parameters(own)
-
-    def _dry_run(self, micro_batch: Any, loss_fn: LossFn[Any]) -> None:
-        self._train([micro_batch] * self._pipeline.split.size, loss_fn, 1.0)
-
-    def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], factor: float) -> list[LossAndMetrics | None]:
-        """Run all forwards and backwards; gradients are those of `factor` times the losses."""
-
-        def scaled_loss(micro_batch: Any) -> tuple[Tensor, LossAndMetrics]:
-            with self.tracker.training():
-                loss, metrics = loss_fn(self.module, micro_batch)
-            return loss * factor, tree_map_only(Tensor, Tensor.detach, (loss, metrics))
-
-        with watch_pass():
-            return self._pipeline.run(micro_batches, scaled_loss)
 
 
 @contextmanager

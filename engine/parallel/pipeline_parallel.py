@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import pad
 
+from engine.config import TORCH_DTYPE
 from engine.internals import tree_map_only
 from engine.parallel import collectives, dist, dtensors, meshes, zero
-from engine.parallel.pipeline_split import PipelineSplit
+from engine.parallel.pipeline_split import split_of
+from engine.passes import LossAndMetrics, LossFn, Passes, ScoreFn, to_host, watch_pass
 
 
 class _StageEnd(Exception):
@@ -32,17 +34,19 @@ class _StageEnd(Exception):
         self.hidden = hidden
 
 
-class Pipeline:
-    """Runs a split model. Every rank calls, with the same micro-batches on the ranks of one model.
+class PipelinePasses(Passes):
+    """The passes of a split model. Every rank calls, with the same micro-batches on the ranks of one model.
 
-    A call of the module outside of `run` goes through all ranks in turn and returns the last rank's output on each of
+    A call of the module outside of a pass goes through all ranks in turn and returns the last rank's output on each of
     them. It supports no gradients.
     """
 
-    def __init__(self, module: nn.Module, split: PipelineSplit, *, zero_stage: int, dtype: torch.dtype) -> None:
-        """`module` is already sharded, so that FSDP2's hooks around blocks run inside those registered here."""
-        self.module, self.split = module, split
-        self._zero_stage, self._dtype = zero_stage, dtype
+    def __post_init__(self) -> None:
+        """The module is already sharded, so that FSDP2's hooks around blocks run inside those registered here."""
+        super().__post_init__()
+        module, split = self.module, split_of(self.module)
+        assert split is not None, "sharding.apply splits the module"
+        self.split, self._dtype = split, TORCH_DTYPE[self.config.dtype]
         self._group, self._ends = meshes.pipeline_group(), meshes.first_and_last_stage_group()
         self._running = False
         self._received: Tensor | None = None
@@ -54,11 +58,45 @@ class Pipeline:
             split.blocks[-1].register_forward_hook(self._end_after_block)
             module.register_forward_hook(self._end_after_module)
 
-    def run(self, micro_batches: Sequence[Any], work: Callable[[Any], tuple[Tensor, Any]]) -> list[Any]:
+    def train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], count: float) -> list[LossAndMetrics]:
+        self.tracker.start_update()
+        results = self._train(micro_batches, loss_fn, self.scaler.scale * dist.world().data_size / count)
+        self._finish_step()
+        self.tracker.after_backward()
+        return self._broadcast_from_last(to_host(results))
+
+    def score(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
+        def scored(micro_batch: Any) -> tuple[Tensor, Sequence[Any]]:
+            return torch.zeros((), device=dist.world().device), score_fn(self.module, micro_batch)
+
+        with watch_pass():
+            results = self._run(micro_batches, scored)
+        # Results may be views of one tensor, and the pickle of a view contains the memory of the whole tensor.
+        return self._broadcast_from_last(tree_map_only(Tensor, Tensor.clone, to_host(results)))
+
+    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
+        """Return None: forwards and backwards of a pipeline take turns."""
+        return None
+
+    def _dry_run(self, micro_batch: Any, loss_fn: LossFn[Any]) -> None:
+        self._train([micro_batch] * self.split.size, loss_fn, 1.0)
+
+    def _train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], factor: float) -> list[LossAndMetrics | None]:
+        """Run all forwards and backwards; gradients are those of `factor` times the losses."""
+
+        def scaled_loss(micro_batch: Any) -> tuple[Tensor, LossAndMetrics]:
+            with self.tracker.training():
+                loss, metrics = loss_fn(self.module, micro_batch)
+            return loss * factor, tree_map_only(Tensor, Tensor.detach, (loss, metrics))
+
+        with watch_pass():
+            return self._run(micro_batches, scaled_loss)
+
+    def _run(self, micro_batches: Sequence[Any], work: Callable[[Any], tuple[Tensor, Any]]) -> list[Any]:
         """Run the forwards of micro-batches, and with gradients enabled the backwards.
 
         `work(micro_batch)` calls the module once and returns the loss and any result. Returns the results on the last
-        rank; on the other ranks, every result is None. A step with gradients ends with `finish_step`.
+        rank; on the other ranks, every result is None. A step with gradients ends with `_finish_step`.
         """
         number, trains = len(micro_batches), torch.is_grad_enabled()
         self._max_tokens = max(_token_count(micro_batch) for micro_batch in micro_batches)
@@ -81,7 +119,7 @@ class Pipeline:
         return results
 
     def _before_backward(self, *, last: bool) -> None:
-        zero.before_backward(self.module, stage=self._zero_stage, last=last)
+        zero.before_backward(self.module, stage=self.config.zero_stage, last=last)
 
     def _run_schedule(self, module: nn.Module, number: int, *, trains: bool) -> None:
         """Run `module` on the indices of `number` micro-batches. A schedule supports one shape of messages only."""
@@ -112,7 +150,7 @@ class Pipeline:
         messages = (not self.split.is_last) + (trains and not self.split.is_first)
         collectives.count_bytes("other", messages * number * message.nbytes)
 
-    def finish_step(self) -> None:
+    def _finish_step(self) -> None:
         """End a step: add the gradients of a tied weight as embedding (first rank) and as head (last rank)."""
         zero.release(self.module)
         if self._ends is None:
@@ -128,7 +166,7 @@ class Pipeline:
         gradients = [p.grad for name, p in named if p.grad is not None and name not in counted_on_first_rank]
         return collectives.all_reduce(dtensors.squared_norm(gradients), group=self._group).item()
 
-    def broadcast_from_last(self, value: Any) -> Any:
+    def _broadcast_from_last(self, value: Any) -> Any:
         """Return the last rank's object on every rank."""
         return dist.broadcast_object(value, source=self.split.size - 1, group=self._group)
 

@@ -15,7 +15,7 @@ from engine import EngineConfig, OptimizerConfig, initialize
 from engine.engine import Engine
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist, dtensors
-from engine.passes import PipelinePasses
+from engine.parallel.pipeline_parallel import PipelinePasses
 from tests.ranks import run_ranks
 
 WIDTH, STEPS = 8, 3
@@ -219,9 +219,9 @@ def test_a_pipeline_sends_each_row_of_its_results_once() -> None:
         return value
 
     values = torch.arange(6400.0)
-    pipeline = SimpleNamespace(
-        run=lambda batches, score: [list(enumerate(values.split(100)))], broadcast_from_last=broadcast
+    pipeline: Any = SimpleNamespace(
+        _run=lambda batches, score: [list(enumerate(values.split(100)))], _broadcast_from_last=broadcast
     )
-    found = PipelinePasses.score(SimpleNamespace(_pipeline=pipeline), [None], lambda *_: [])  # type: ignore[arg-type]
+    found = PipelinePasses.score(pipeline, [None], lambda *_: [])
     assert torch.equal(torch.cat([row for _, row in found[0]]), values)
     assert sent[0] < 3 * values.nbytes
