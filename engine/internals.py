@@ -1,4 +1,4 @@
-"""Every private interface of PyTorch and transformers that the engine uses, with what the engine needs from it.
+"""Every private interface of PyTorch, transformers and vLLM that the engine uses: most of them behind a function.
 
 A new version of a library may change these names without notice. `python -m tests.versions` runs the tests of this
 module with the oldest and the newest version that pyproject.toml allows. The tables that `nn.Module` documents for its
@@ -7,22 +7,6 @@ the public interface.
 
 FSDP2 accumulates gradients in `unsharded_accumulated_grad` up to torch 2.14, and in the gradient of the gathered
 parameter since 2.15, where `unsharded_accumulated_grad` is a property that returns this gradient.
-
-| interface | need |
-| --- | --- |
-| `torch.utils._pytree` | functions on nested containers |
-| `torch.distributed._functional_collectives` | collectives that `torch.compile` traces |
-| `torch.distributed.distributed_c10d._set_pg_timeout` | the timeout of groups that a device mesh makes |
-| FSDP2's `DefaultAllGather`, `DefaultReduceScatter` | base classes for `set_custom_all_gather` and its like |
-| `torch._dynamo.config` | the limit of compilations of one function |
-| `_StridedShard` | the placement of several concatenated matrices that are split over ranks |
-| `torch._C._cuda_clearCublasWorkspaces` | workspaces of cuBLAS that live as long as the CUDA graph that uses them |
-| `torch.ops.mkldnn` | linear layers with weights that oneDNN has packed before |
-| `UntypedStorage._cdata` | one number per storage, also on the meta device |
-| FSDP2's parameter groups | reduced gradients, gathered parameters, and a reset in the middle of a pass |
-| transformers' `_attn_implementation`, `_tp_plan` | the name of the attention function; the tensor-parallel plan |
-| transformers' `_update_model_kwargs_for_generation` | the cache and the masks of the next step of `generate` |
-| vLLM's `InprocClient._finalizer` | its shutdown at exit, which fails after this process has left its group |
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +28,7 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-functional_collectives = _functional_collectives
+functional_collectives = _functional_collectives  # torch.compile traces them
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:

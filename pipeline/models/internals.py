@@ -1,12 +1,4 @@
-"""Every private interface of transformers and peft that the pipeline uses, as `engine/internals.py` for the engine.
-
-| interface | need |
-| --- | --- |
-| `PretrainedConfig._attn_implementation` | set the attention function of a model without a check |
-| `PreTrainedModel._keys_to_ignore_on_load_unexpected` | patterns of tensors in files that the model does not use |
-| `PreTrainedModel._init_weights` | random values of one module, as for a new model |
-| `BaseTunerLayer._disable_adapters` | switch adapters off without a change of what is trained |
-"""
+"""Every private interface of transformers and peft that the pipeline uses, as `engine/internals.py` for the engine."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +8,7 @@ from transformers import PreTrainedModel
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set a model's attention function by its registered name."""
+    """Set a model's attention function by its registered name, without a check."""
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config._attn_implementation = name
 
