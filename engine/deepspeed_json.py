@@ -39,15 +39,14 @@ class Parsed:
     """The settings of a DeepSpeed configuration.
 
     `optimizer` is None if neither the configuration nor the caller has one. `scheduler` maps the optimizer step to the
-    learning rate; None without a scheduler. The batch sizes are in rows, for the caller's data loader; None if the
-    configuration leaves them open. `ignored` has one line for each key without effect.
+    learning rate; None without a scheduler. `micro_batch_size` is in rows, for the caller's data loader; None if the
+    configuration leaves it open. `ignored` has one line for each key without effect.
     """
 
     engine: EngineConfig
     optimizer: OptimizerConfig | None
     scheduler: Callable[[int], float] | None
     micro_batch_size: int | None
-    train_batch_size: int | None
     drops_last_batch: bool
     ignored: tuple[str, ...]
 
@@ -69,7 +68,7 @@ def parse(
     base = EngineConfig(dtype="fp32") if base is None else base
     engine = EngineConfig(**config_fields(raw, vars(base) if isinstance(base, EngineConfig) else base))
     values = _values(raw)
-    micro, accumulation, total = _batch_sizes(values, ranks) if ranks is not None else (None, None, None)
+    micro, accumulation = _batch_sizes(values, ranks) if ranks is not None else (None, None)
     if accumulation is not None:
         engine = replace(engine, gradient_accumulation=accumulation)
     sections = {name: _section(name, raw.get(name)) for name in TYPED}
@@ -86,7 +85,7 @@ def parse(
             raise ValueError("scheduler: there is no optimizer to schedule; add the optimizer section, or optimizer=")
         scheduler = _scheduler(sections["scheduler"], optimizer)
     drops_last = bool(values.get("dataloader_drop_last"))
-    return Parsed(engine, optimizer, scheduler, micro, total, drops_last, tuple(ignored(raw)))
+    return Parsed(engine, optimizer, scheduler, micro, drops_last, tuple(ignored(raw)))
 
 
 def load(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -264,8 +263,8 @@ def _require_known(names: Iterable[str], known: Iterable[str], section: str = ""
             raise ValueError(f"{name}: DeepSpeed has no such key; {hint}")
 
 
-def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None, int | None]:
-    """Return (micro-batch size, accumulation steps, global batch size). Two of them determine the third."""
+def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int | None]:
+    """Return (micro-batch size, accumulation steps). One of them and the global batch size determine the other."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, steps, total = (values.get(name) for name in names)
     if total is not None:
@@ -280,8 +279,7 @@ def _batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int | None, int
             )
     elif micro is not None:
         steps = steps or 1
-        total = micro * steps * ranks
-    return micro, steps, total
+    return micro, steps
 
 
 def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None) -> OptimizerConfig:

@@ -54,7 +54,7 @@ def test_a_deepspeed_chat_configuration() -> None:
         gradient_accumulation=2,
         loss_scale=LossScale(window=100),
     )
-    assert (actual.micro_batch_size, actual.train_batch_size, actual.optimizer) == (4, 32, None)
+    assert (actual.micro_batch_size, actual.optimizer) == (4, None)
     message = "\n".join(actual.ignored)
     assert "stage3_max_live_parameters has no effect" in message and "loss_scale_window" not in message
     assert "wall_clock_breakdown" not in message  # false is the default, so nothing is ignored
@@ -130,19 +130,19 @@ def test_layout_keys() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ((32, 4, None), (4, 2, 32)),
-        ((32, None, 2), (4, 2, 32)),
-        ((None, 4, 2), (4, 2, 32)),
-        ((32, None, None), (8, 1, 32)),
-        ((None, 4, None), (4, 1, 16)),
-        ((32, 4, 2), (4, 2, 32)),
-        ((None, None, 3), (None, 3, None)),
+        ((32, 4, None), (4, 2)),
+        ((32, None, 2), (4, 2)),
+        ((None, 4, 2), (4, 2)),
+        ((32, None, None), (8, 1)),
+        ((None, 4, None), (4, 1)),
+        ((32, 4, 2), (4, 2)),
+        ((None, None, 3), (None, 3)),
     ],
 )
 def test_batch_triple_on_four_ranks(given: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     actual = parse({name: value for name, value in zip(names, given, strict=True) if value is not None}, ranks=4)
-    assert (actual.micro_batch_size, actual.engine.gradient_accumulation, actual.train_batch_size) == expected
+    assert (actual.micro_batch_size, actual.engine.gradient_accumulation) == expected
 
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
