@@ -23,7 +23,7 @@ from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
-from engine.memory.tracker import MemoryTracker, average_bytes, generator_bytes, optimizer_bytes
+from engine.memory.tracker import MemoryTracker, generator_bytes, optimizer_bytes, storage_bytes
 from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, TakesGradients, Update
 from engine.parallel import collectives, dist, zero
 from engine.passes import Batch, LossFn, Passes, add_up
@@ -326,7 +326,8 @@ class Engine:
     def _other_owners(self) -> dict[str, int]:
         """Return the bytes of each owner other than parameters and gradients."""
         generator = generator_bytes(self._flip, self.module) if self._flip is not None else {}
-        return optimizer_bytes(self.optimizer) | generator | {"average": average_bytes(self.average)}
+        average = storage_bytes(self.average.tensors.values())  # an offloaded optimizer counts its own
+        return optimizer_bytes(self.optimizer) | generator | {"average": average}
 
     @property
     def flip(self) -> Flip:

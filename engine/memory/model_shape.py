@@ -67,11 +67,6 @@ class ModelShape:
         """Parameters of the largest unit next to the root unit: embedding, blocks and head take turns."""
         return self.block if self.is_tied else max(self.embedding, self.head, self.block)
 
-    @property
-    def largest_unit(self) -> int:
-        """Parameters of the largest FSDP unit."""
-        return max(self.root_unit, self.largest_released)
-
 
 def measure_shape(
     name: str,
@@ -108,7 +103,7 @@ def measure_shape(
         tensor_parallelism.plan_of(model)  # raises ValueError for a model without a plan
     head_width = _field(text, "head_dim") or (text.hidden_size // heads if heads else 0)
     units = zero.units(model)
-    blocks = [_rank_parameters(block, tensor) for block in units]
+    blocks = [_parameters(block, tensor) for block in units]
     inside = {id(module) for block in units for module in block.modules()}
     outer = {p for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in inside for p in m.parameters()}
     head = model.get_output_embeddings()
@@ -157,13 +152,9 @@ def pipeline_stages(shape: ModelShape, ranks: int) -> tuple[ModelShape, ...]:
     return tuple(stages)
 
 
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _rank_parameters(block: nn.Module, ranks: int) -> int:
-    """Return a tensor-parallel rank's parameters of a block: a share of each matrix, and all norms and biases."""
-    return sum(p.numel() // (ranks if p.ndim > 1 else 1) for p in block.parameters())
+def _parameters(module: nn.Module, ranks: int = 1) -> int:
+    """Return the parameters on one of `ranks` tensor-parallel ranks: a share of each matrix, all norms and biases."""
+    return sum(p.numel() // (ranks if p.ndim > 1 else 1) for p in module.parameters())
 
 
 def _reason(error: ValueError, config: PretrainedConfig, *, scores: bool) -> str:

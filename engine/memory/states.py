@@ -125,7 +125,7 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     Over packed layers, only the adapters have fp32 masters. The other frozen parameters are in compute precision.
     """
     config, size = work.config, BYTES[work.config.dtype]
-    masters, unit, frozen = shape.parameters + work.adapters, shape.largest_unit, 0
+    masters, unit, frozen = shape.parameters + work.adapters, max(shape.root_unit, shape.largest_released), 0
     if work.packed:
         masters, unit, frozen = work.adapters, work.adapters // shape.blocks, size * (shape.parameters - work.packed)
     is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}

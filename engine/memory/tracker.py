@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from engine.optimizer_step import Average
 from engine.parallel import dtensors, zero
 
 if TYPE_CHECKING:
@@ -142,11 +141,6 @@ def generator_bytes(flip: "Flip", module: nn.Module) -> dict[str, int]:
     weights, cache, packs = flip.memory()
     own = storage_bytes(weights, without=zero.sharded(module))
     return {"inference_model": own, "prepacked_linears": packs, "cache": storage_bytes(cache)}
-
-
-def average_bytes(average: Average) -> int:
-    """Return the bytes of the parameters' moving average; an offloaded optimizer counts its own."""
-    return storage_bytes(average.tensors.values())
 
 
 @torch.no_grad()  # autograd would record each access to a parameter, at five times the cost
