@@ -176,9 +176,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     """
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"buffer {name} has no values"
-    slots = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-    first = {id(owner._parameters[name]): (owner, name) for owner, name in reversed(slots)}
-    ties = [(owner, name, *first[id(owner._parameters[name])]) for owner, name in slots]
+    names = zero.parameter_names(module).values()
     compute_device = dist.world().device
 
     def allocated(t: Tensor) -> Tensor:
@@ -187,5 +185,5 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
         return t.to(device if isinstance(t, nn.Parameter) else compute_device)  # a tied parameter comes twice
 
     module._apply(allocated)
-    for owner, name, first_owner, first_name in ties:  # `_apply` separates the ties of plain modules
-        owner._parameters[name] = first_owner._parameters[first_name]
+    for first, *others in names:  # `_apply` separates the ties of plain modules
+        zero.assign_parameter(module, others, module.get_parameter(first))

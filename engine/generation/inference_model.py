@@ -69,10 +69,7 @@ class InferenceModel:
             self.stream = block_streaming.BlockStream(self.module, dtype, self.device)
         self._source = source if parameters is None else self.module
         self._parameters = parameters
-        tied: dict[nn.Parameter | None, list[str]] = {}
-        for name, owner, leaf in parameter_slots(self.module):
-            tied.setdefault(owner._parameters[leaf], []).append(name)
-        self._names = {name: names for names in tied.values() for name in names}
+        self._names = {name: names for names in zero.parameter_names(self.module).values() for name in names}
         self._buffers: dict[str, Tensor] = {}
         self.release()
         live = live_parameters(self._source)
@@ -87,11 +84,11 @@ class InferenceModel:
     def sync(self) -> None:
         """Copy or share the current values of the live parameters. Collective."""
         live = self._live_parameters()
-        slots: dict[LiveParameter, list[tuple[str, nn.Module, str]]] = {}  # tied parameters have several
-        for slot in parameter_slots(self.module):
-            slots.setdefault(live[slot[0]], []).append(slot)
-        names = {parameter: of_parameter[0][0] for parameter, of_parameter in slots.items()}
-        to_copy = {name: parameter for parameter, name in names.items() if not self._can_share(name, parameter)}
+        names: dict[LiveParameter, list[str]] = {}  # tied parameters have several
+        for name in self._names:
+            names.setdefault(live[name], []).append(name)
+        firsts = {of_parameter[0]: parameter for parameter, of_parameter in names.items()}
+        to_copy = {name: parameter for name, parameter in firsts.items() if not self._can_share(name, parameter)}
         streamed = [] if self.stream is None else [name for name in to_copy if self.stream.block_of(name) is not None]
         if self.stream is not None:
             self.stream.start({name: to_copy.pop(name) for name in streamed})
@@ -99,12 +96,10 @@ class InferenceModel:
         for name, parameter in to_copy.items():
             copy_weight(parameter, buffers[name], self._regions.get(name))
         self.bytes = sum(buffer.nbytes for buffer in buffers.values())
-        for parameter, name in names.items():
+        for name, parameter in firsts.items():
             if name not in streamed:
                 values = buffers.get(name, dtensors.local(parameter.parameter.detach()))
-                assigned = nn.Parameter(values, requires_grad=False)
-                for _, owner, leaf in slots[parameter]:
-                    owner._parameters[leaf] = assigned
+                zero.assign_parameter(self.module, names[parameter], nn.Parameter(values, requires_grad=False))
         self._share_module_buffers()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -151,17 +146,12 @@ class InferenceModel:
 
     def _share_module_buffers(self) -> None:
         """Use the live module's buffers (rotary frequencies, for example) where they have values."""
-        live = {
-            base_name(path, leaf): buffer
-            for path, owner in self._source.named_modules(remove_duplicate=False)
-            for leaf, buffer in owner._buffers.items()
-        }
-        for path, owner in self.module.named_modules(remove_duplicate=False):
-            for leaf, own in owner._buffers.items():
-                if own is not None:
-                    shared = live.get(base_name(path, leaf))
-                    used = own if shared is None or shared.is_meta else shared.detach()
-                    owner._buffers[leaf] = used.to(self.device)
+        live = {base_name(name): buffer for name, buffer in self._source.named_buffers(remove_duplicate=False)}
+        for name, own in [*self.module.named_buffers(remove_duplicate=False)]:
+            shared = live.get(base_name(name))
+            used = own if shared is None or shared.is_meta else shared.detach()
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[leaf] = used.to(self.device)
 
 
 def strip_for_inference(module: nn.Module) -> nn.Module:
@@ -184,21 +174,6 @@ def strip_for_inference(module: nn.Module) -> nn.Module:
 
 def move_to_meta(module: nn.Module) -> nn.Module:
     """Free the memory of a module's parameters, in place; tied parameters stay tied."""
-    on_meta: dict[nn.Parameter, nn.Parameter] = {}
-    for _, owner, leaf in parameter_slots(module):
-        parameter = owner._parameters[leaf]
-        assert parameter is not None
-        if parameter not in on_meta:
-            on_meta[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-        owner._parameters[leaf] = on_meta[parameter]
+    for parameter, names in zero.parameter_names(module).items():
+        zero.assign_parameter(module, names, nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
     return module
-
-
-def parameter_slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Return (name, owner, name in the owner) of each parameter, tied ones under each of their names."""
-    return [
-        (f"{path}.{leaf}" if path else leaf, owner, leaf)
-        for path, owner in module.named_modules(remove_duplicate=False)
-        for leaf, parameter in owner._parameters.items()
-        if parameter is not None
-    ]

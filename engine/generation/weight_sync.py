@@ -23,6 +23,7 @@ from engine.parallel import dtensors, meshes, tensor, zero
 from engine.parallel.dtensors import Region
 
 ALIGNMENT = 64  # bytes
+WRAPPED = ".base_layer.weight"  # the end of the name of a weight with an adapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,19 +47,16 @@ def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
         _check_lora(path, layer)
     live: dict[str, LiveParameter] = {}
     tied: dict[tuple[int, int], LiveParameter] = {}
-    for path, owner in source.named_modules(remove_duplicate=False):
-        for leaf, parameter in owner._parameters.items():
-            if parameter is not None:
-                layer = lora.get(path.removesuffix(".base_layer")) if path.endswith(".base_layer") else None
-                layer = layer if leaf == "weight" and layer is not None and not layer.merged else None
-                first = tied.setdefault((id(parameter), id(layer)), LiveParameter(parameter, layer))
-                live[base_name(path, leaf)] = live[f"{path}.{leaf}" if path else leaf] = first
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        layer = lora.get(name.removesuffix(WRAPPED)) if name.endswith(WRAPPED) else None
+        layer = None if layer is None or layer.merged else layer
+        first = tied.setdefault((id(parameter), id(layer)), LiveParameter(parameter, layer))
+        live[base_name(name)] = live[name] = first
     return live
 
 
-def base_name(path: str, leaf: str) -> str:
-    """Return the name of a module's parameter or buffer without the wrappers of peft."""
-    name = f"{path}.{leaf}" if path else leaf
+def base_name(name: str) -> str:
+    """Return the name of a parameter or buffer without the wrappers of peft."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
@@ -127,7 +125,7 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             full, lora = layer.full_weight(), lora_layers.get(path.removesuffix(".base_layer"))  # type: ignore[operator]
             if lora is not None:
                 full = full.float() + lora_update(lora, full.device)
-            yield base_name(path, "weight"), full
+            yield base_name(f"{path}.weight"), full
 
 
 @torch.no_grad()

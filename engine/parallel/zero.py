@@ -11,7 +11,7 @@ those of FSDP2 bit for bit. All functions here support both.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -185,6 +185,21 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in sharded(module) if parameter.grad is not None]
 
 
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter of a module. Tied parameters have several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def assign_parameter(module: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
+    """Replace the parameters of a module with these names by one parameter."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._parameters[leaf] = parameter
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a state dict contains, by name: running statistics, a router's correction, scales.
 
@@ -271,16 +286,12 @@ class ComputeCopies:
 
     def _find_masters(self) -> None:
         """Find the parameters with another precision, and all their slots; tied parameters have several."""
-        indices: dict[int, int] = {}
-        for owner in self._module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is None or not parameter.is_floating_point() or parameter.dtype == self._dtype:
-                    continue
-                if id(parameter) not in indices:
-                    indices[id(parameter)] = len(self.masters)
-                    self.masters.append(parameter)
-                self._slots.append((owner, name, indices[id(parameter)]))
-        for master in self.masters:
+        for master, names in parameter_names(self._module).items():
+            if not master.is_floating_point() or master.dtype == self._dtype:
+                continue
+            for owner, _, leaf in (name.rpartition(".") for name in names):
+                self._slots.append((self._module.get_submodule(owner), leaf, len(self.masters)))
+            self.masters.append(master)
             copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype), requires_grad=master.requires_grad)
             if master.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
