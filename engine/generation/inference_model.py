@@ -162,10 +162,8 @@ def strip_for_inference(module: nn.Module) -> nn.Module:
     if hasattr(module, "get_base_model"):  # peft's wrapper
         module = module.get_base_model()  # type: ignore[operator]
     for path, layer in [(path, child) for path, child in module.named_modules() if hasattr(child, "lora_A")]:
-        if zero.is_packed(layer.base_layer):  # type: ignore[arg-type]
-            continue
-        owner, _, leaf = path.rpartition(".")
-        module.get_submodule(owner)._modules[leaf] = layer.base_layer  # type: ignore[assignment]
+        if not zero.is_packed(layer.base_layer):  # type: ignore[arg-type]
+            module.set_submodule(path, layer.base_layer)  # type: ignore[arg-type]
     module.eval().requires_grad_(False)
     if hasattr(module, "config"):
         module.config.use_cache = True  # type: ignore[union-attr]
