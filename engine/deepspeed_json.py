@@ -56,17 +56,17 @@ def parse(
     *,
     ranks: int | None = 1,
     optimizer: OptimizerConfig | None = None,
-    base: EngineConfig | Mapping[str, Any] | None = None,
+    overrides: bool = False,
+    base: Mapping[str, Any] | None = None,
 ) -> Parsed:
     """Check and translate a configuration (a dictionary or a JSON file).
 
-    `optimizer` and `base` are the caller's settings for keys that are "auto" or absent; without `base`, DeepSpeed's
-    defaults (stage 0, fp32). `base` may be a dictionary of fields that are valid only with the configuration's.
-    `ranks=None` skips the check of the batch sizes, for callers that do not know the number of ranks yet.
+    `optimizer` has the caller's settings for keys that are "auto" or absent; with `overrides` it replaces the section
+    `optimizer`. `base` has fields of `EngineConfig` for such keys, by default DeepSpeed's (stage 0, fp32). `ranks=None`
+    skips the check of the batch sizes, for callers that do not know the number of ranks yet.
     """
     raw = _raw(config)
-    base = EngineConfig(dtype="fp32") if base is None else base
-    engine = EngineConfig(**config_fields(raw, vars(base) if isinstance(base, EngineConfig) else base))
+    engine = EngineConfig(**config_fields(raw, {"dtype": "fp32"} if base is None else base))
     values = _values(raw)
     micro, accumulation = _batch_sizes(values, ranks) if ranks is not None else (None, None)
     if accumulation is not None:
@@ -74,7 +74,7 @@ def parse(
     sections = {name: _section(name, raw.get(name)) for name in TYPED}
     for name, section in sections.items():
         _require_known(section, ("type", "params", "legacy_fusion"), f"{name}.")
-    if sections["optimizer"]:
+    if sections["optimizer"] and not overrides:
         optimizer = _optimizer(sections["optimizer"], optimizer)
     if optimizer is not None:
         optimizer = replace(optimizer, max_grad_norm=values.get("gradient_clipping", optimizer.max_grad_norm))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from engine import optim
 from engine.config import EngineConfig, OptimizerConfig
-from engine.deepspeed_json import Parsed, load, parse
+from engine.deepspeed_json import Parsed, parse
 from engine.engine import Engine
 from engine.parallel import dist
 
@@ -87,7 +87,9 @@ def initialize(
     if config is None or isinstance(config, EngineConfig):
         layout = config or EngineConfig()
         return Engine(model, layout, optimizer=optimizer, scheduler=scheduler, fill=fill, rollout_path=rollout_path)
-    parsed = _parse(config, optimizer, overrides=overrides)
+    parsed = parse(config, ranks=dist.world().size, optimizer=optimizer, overrides=overrides)
+    for line in parsed.ignored if dist.is_rank_zero() else ():
+        print(f"engine: {line}", flush=True)
     if lr_scheduler is not None:
         scheduler = _rates(lr_scheduler, parsed.optimizer)
     engine = Engine(
@@ -170,17 +172,6 @@ def _require_trainable(parameters: Iterable[Any], model: nn.Module, argument: st
         )
     if found - named.keys():
         raise ValueError(f"{argument}: it has parameters that are frozen or not of this model; remove them")
-
-
-def _parse(config: DeepSpeedConfig, optimizer: OptimizerConfig | None, *, overrides: bool) -> Parsed:
-    """Parse a DeepSpeed configuration, without its optimizer if `optimizer` overrides it, and print ignored keys."""
-    if overrides:
-        config = {key: value for key, value in load(config).items() if key != "optimizer"}
-    parsed = parse(config, ranks=dist.world().size, optimizer=optimizer)
-    if dist.is_rank_zero():
-        for line in parsed.ignored:
-            print(f"engine: {line}", flush=True)
-    return parsed
 
 
 def _rates(

@@ -84,7 +84,7 @@ def test_explicit_values_override_ours_and_auto_does_not() -> None:
             "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
         },
     }
-    actual = parse(file, optimizer=OWN, base=EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True))
+    actual = parse(file, optimizer=OWN, base=vars(EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True)))
     assert actual.engine == EngineConfig(zero_stage=2, dtype="bf16", compile_blocks=True)
     assert actual.optimizer is not None and actual.scheduler is not None
     assert (actual.optimizer.lr, actual.optimizer.betas, actual.optimizer.weight_decay) == (3e-4, (0.8, 0.9), 0.2)
@@ -92,7 +92,7 @@ def test_explicit_values_override_ours_and_auto_does_not() -> None:
     assert actual.scheduler(6) == pytest.approx(3e-4)  # iteration 5: five warm-up steps are done
     assert actual.scheduler(51) == 0.0
     neither = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-    assert parse(neither, base=EngineConfig(dtype="bf16")).engine.dtype == "fp32"
+    assert parse(neither, base=vars(EngineConfig(dtype="bf16"))).engine.dtype == "fp32"
     assert parse({}, optimizer=OWN).optimizer == OWN
 
 
@@ -338,7 +338,7 @@ def test_offload_sections() -> None:
     message = "\n".join(actual.ignored)
     assert "aio has no effect" in message and "offload_optimizer.buffer_count has no effect" in message
     own = EngineConfig(zero_stage=2, offload_optimizer="cpu", nvme_path="/mine")
-    assert parse({"zero_optimization": {"overlap_comm": True}}, base=own).engine == own
+    assert parse({"zero_optimization": {"overlap_comm": True}}, base=vars(own)).engine == own
     section["offload_param"]["nvme_path"] = "/other"  # type: ignore[index]
     with pytest.raises(ValueError, match="nvme_path differ"):
         parse({"zero_optimization": section})
@@ -404,5 +404,5 @@ def test_null_and_false_mean_no_offload(value: Any) -> None:
     """The value also overrides the caller's tiers, as `"device": "none"` does."""
     section = {"stage": 3, "offload_optimizer": value, "offload_param": value}
     own = EngineConfig(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
-    actual = parse({"zero_optimization": section}, base=own).engine
+    actual = parse({"zero_optimization": section}, base=vars(own)).engine
     assert (actual.offload_optimizer, actual.offload_parameters) == ("none", "none")
