@@ -64,9 +64,7 @@ class GatherInt8(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        row = encode(input_tensor)
-        rows = row.new_empty(group.size(), len(row))
-        collectives.all_gather(rows.view(-1), row, group)
+        rows = collectives.gather_tensors(encode(input_tensor), group, kind="gather")
         for each, output in zip(rows, output_tensor.view(len(rows), -1), strict=True):
             output.copy_(decode(each, len(output)))
 
