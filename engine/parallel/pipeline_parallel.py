@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from engine.config import TORCH_DTYPE
 from engine.internals import tree_map_only
 from engine.parallel import collectives, dist, dtensors, meshes, zero
-from engine.parallel.pipeline_split import split_of
+from engine.parallel.pipeline_split import PipelineSplit
 from engine.passes import LossAndMetrics, LossFn, Passes, ScoreFn, to_host, watch_pass
 
 
@@ -44,8 +44,8 @@ class PipelinePasses(Passes):
     def __post_init__(self) -> None:
         """The module is already sharded, so that FSDP2's hooks around blocks run inside those registered here."""
         super().__post_init__()
-        module, split = self.module, split_of(self.module)
-        assert split is not None, "sharding.apply splits the module"
+        module = self.module
+        split: PipelineSplit = vars(module)["pipeline_split"]
         self.split, self._dtype = split, TORCH_DTYPE[self.config.dtype]
         self._group, self._ends = meshes.pipeline_group(), meshes.first_and_last_stage_group()
         self._running = False

@@ -56,15 +56,11 @@ class SkippedBlock(nn.Module):
         return hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
 
 
-def split_of(module: nn.Module) -> PipelineSplit | None:
-    """Return the split that `split_model` has applied to a module, or None."""
-    return vars(module).get("pipeline_split")
-
-
 def split_model(module: nn.Module, *, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Remove in place what pipeline rank `rank` of `size` does not compute; parameters may be on the meta device.
 
-    `dtype` is the precision of the hidden states. Raises ValueError for a module that cannot be split.
+    The attribute `pipeline_split` of the module is then its `PipelineSplit`. `dtype` is the precision of the hidden
+    states. Raises ValueError for a module that cannot be split.
     """
     blocks = _block_list(module, size)
     before, hidden_size = _run_to_last_block(module, blocks)
