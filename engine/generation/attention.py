@@ -240,13 +240,7 @@ def attend(
     causal = mask is None and query.shape[2] > 1
     if softcap is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
-    return _attend_capped(query, key, value, mask, causal, scaling, softcap)
-
-
-def _attend_capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float | None, softcap: float
-) -> Tensor:
-    """Return attention with scores bounded to +-softcap (Gemma 2, 2024), which PyTorch's fused functions lack."""
+    # PyTorch's fused functions do not bound scores to +-softcap (Gemma 2, 2024).
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     if causal:

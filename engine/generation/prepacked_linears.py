@@ -17,7 +17,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,8 @@ def copies_weights(dtype: torch.dtype) -> bool:
 
 
 def _prepare(layer: nn.Module) -> Product:
-    weight, bias = _weight(layer), _bias(layer)
+    weight, bias = _weight(layer), cast("Tensor | None", layer.bias)
+    bias = None if bias is None else bias.detach()
     if in_place_kernel_supports(weight):
         return LinearRows(weight.contiguous(), bias)
     multiply, packed = pack_linear(weight, LAYOUT_ROWS[weight.dtype])
@@ -158,8 +159,3 @@ def _weight(layer: nn.Module) -> Tensor:
     """Return the weight as (out, in)."""
     weight: Tensor = layer.weight.detach()  # type: ignore[union-attr, operator, assignment]
     return weight.t() if isinstance(layer, Conv1D) else weight
-
-
-def _bias(layer: nn.Module) -> Tensor | None:
-    bias: Any = layer.bias
-    return None if bias is None else bias.detach()
