@@ -1,16 +1,19 @@
 """Export of a sharded engine to a Hugging Face folder: safetensors, configurations and tokenizer.
 
 All ranks gather the parameters one at a time, and rank 0 writes them. Rank 0 collects up to 1 GiB per file, so it holds
-one file in memory in addition to its shard. The folder gets its final name when it is complete.
+one file in memory in addition to its shard. The other ranks copy nothing to the host. The folder gets its final name
+when it is complete.
 """
 
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
@@ -55,8 +58,8 @@ def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folde
 
     with _complete(folder) as staging:
         factors = {
-            f"base_model.model.{name.removeprefix('lm.').replace('.default.', '.')}": tensor.cpu().contiguous()
-            for name, tensor in engine.adapter_parameters()
+            f"base_model.model.{name.removeprefix('lm.').replace('.default.', '.')}": tensor
+            for name, tensor in _on_rank_zero(engine.adapter_parameters())
         }
         if distributed.is_rank_zero():
             targets = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors}
@@ -142,24 +145,32 @@ def _complete(folder: Path) -> Iterator[Path]:
 
 
 def _full_tensors(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the files, tensor on the CPU) of each parameter and persistent buffer. Collective.
+    """Yield (name in the files, tensor on the CPU) of each parameter and persistent buffer on rank 0. Collective.
 
     Parameters have the engine's dtype. `prefix` is removed from the names.
     """
-    for name, parameter in engine.full_parameters():
-        yield name.removeprefix(prefix), parameter.to(device="cpu", dtype=engine.dtype).contiguous()
-    for name, buffer in engine.full_buffers():
-        yield name.removeprefix(prefix), buffer.cpu().contiguous()
+    parameters = _on_rank_zero(engine.full_parameters(), engine.dtype)
+    for name, tensor in chain(parameters, _on_rank_zero(engine.full_buffers())):
+        yield name.removeprefix(prefix), tensor
+
+
+def _on_rank_zero(
+    tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in host memory on rank 0. The other ranks only iterate, because the gathers are collective."""
+    for name, tensor in tensors:
+        if distributed.is_rank_zero():
+            yield name, tensor.to(dtype or tensor.dtype).cpu().contiguous()
+        elif tensor.is_cuda:
+            torch.cuda.synchronize()  # the timeout of a gather begins when the gather is queued
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, leads: bool) -> None:
-    """Write tensors to consecutive files on rank 0. Other ranks only iterate, because the gathers are collective."""
+    """Write tensors to consecutive files on rank 0. Other ranks only iterate."""
     file_numbers: dict[str, int] = {}
     batch: dict[str, Tensor] = {}
     size = total = number = 0
     for name, tensor in tensors:
-        if not leads:
-            continue
         tensor_bytes = tensor.numel() * tensor.element_size()
         if batch and size + tensor_bytes > FILE_BYTES:
             _save(batch, folder / f"part-{number}.safetensors")

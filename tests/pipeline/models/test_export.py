@@ -235,6 +235,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         with engine.scoring() as module:
             actual[family] = logprobs_of(module, ids)
         export_policy(moved(engine), source, made, folder / f"{family}-out")
+    actual["on the host"] = [name for name, _ in export._full_tensors(engine, "lm.")]
     source = source_in(folder / "llama")
     engine = moved(build_policy(source, trained(zero_stage=3, lr=0.1, lora=LORA)))
     with engine.scoring() as module:
@@ -253,6 +254,7 @@ def test_two_ranks_load_train_and_export_like_one_rank(tmp_path: Path) -> None:
     for family in MODELS:
         language_model(config_of(family)).save_pretrained(tmp_path / family, max_shard_size="30KB")
     first, second = run_ranks(on_two_ranks, 2, tmp_path)
+    assert first["on the host"] and not second["on the host"]
     ids = ids_of(2, 9)
     for family in MODELS:
         assert torch.equal(first[family], second[family])
