@@ -152,8 +152,9 @@ def initialize_parameters(
         full._parameters = {
             key: None if p is None else nn.Parameter(torch.zeros(p.shape)) for key, p in live._parameters.items()
         }
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{owner}".encode()).digest()[:7], "big"))
+        digest = hashlib.sha256(f"{seed}:{owner}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):  # not `torch.manual_seed`, which would also seed the GPU
+            torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
             initialize(full, owner)
         for leaf in leaves:
             values, parameter = full._parameters[leaf], live._parameters[leaf]

@@ -98,6 +98,14 @@ def test_random_weights_depend_only_on_seed_and_name() -> None:
     assert single["0.weight"].min() == 9
 
 
+def test_random_weights_do_not_seed_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on a GPU would have equal masks on all ranks, whose seeds differ."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    drawn(1, "0.weight")
+    assert not seeds
+
+
 def test_sharded_modules_are_filled_in_place() -> None:
     engine = Engine(
         net(),
