@@ -97,8 +97,8 @@ def shard_rank(tensor: Tensor) -> int:
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of full tensors of which each rank has shards: () fp64, equal on every rank."""
-    shards = [local(tensor).float() for tensor in tensors]
-    return sum_of_squares(list(zip(tensors, torch._foreach_norm(shards) if shards else (), strict=True)))
+    norms = torch._foreach_norm([local(tensor) for tensor in tensors], dtype=torch.float32) if tensors else ()
+    return sum_of_squares(list(zip(tensors, norms, strict=True)))
 
 
 def sum_of_squares(norms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

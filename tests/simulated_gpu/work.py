@@ -34,6 +34,7 @@ from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
 from engine.optimizers import bf16_adamw
 from engine.optimizers.onebit_adam import OneBitAdam
+from engine.parallel import dtensors
 from tests.engine.generation.families import build
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
 from tests.gpu import needs_gpu, single_rank  # noqa: F401  a fixture
@@ -184,6 +185,14 @@ def test_training_is_unchanged_by_parking_the_optimizer() -> None:
         with each.generating(keep=False, park_optimizer=park) as rollouts:
             rollouts.generate([[1, 2, 3]], Sampling(2), [0])
     assert train(engine, batches()[1:]) == train(unparked, batches()[1:])
+
+
+def test_the_norm_of_16_bit_gradients_makes_no_fp32_copies() -> None:
+    gradients = [torch.full((10_000,), 2.0, dtype=torch.bfloat16, device="cuda") for _ in range(8)]
+    torch.cuda.reset_peak_memory_stats()
+    before = cuda.allocated()
+    assert dtensors.squared_norm(gradients).item() == 4.0 * 80_000
+    assert torch.cuda.max_memory_allocated() - before < 10_000
 
 
 def test_a_step_with_bf16_states_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
