@@ -9,10 +9,14 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Pages = TypeVar("Pages", bound=mmap.mmap)
 
 # Parameter numbers of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
@@ -51,11 +55,39 @@ def return_freed_memory() -> None:
 
 def page_aligned(elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return zeros (elements,) in host memory, on huge pages if they fill one. A page is resident after a write."""
-    size = max(elements * dtype.itemsize, mmap.PAGESIZE)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(_map(mmap.mmap, elements * dtype.itemsize), dtype=dtype)[:elements]
+
+
+def pinned(elements: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros (elements,) in pinned host memory. Do not free it while a copy from or to a GPU is pending.
+
+    PyTorch's own pinned memory has a power of two of bytes: up to twice as many.
+    """
+    pages = _map(_PinnedPages, elements * dtype.itemsize)
+    pages.madvise(mmap.MADV_DONTFORK)  # after a fork, a write would move the page away from the GPU's copies
+    memory, runtime = torch.frombuffer(pages, dtype=dtype), cast("Any", torch.cuda.cudart())
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    pages.unpin = partial(runtime.cudaHostUnregister, memory.data_ptr())
+    return memory[:elements]
+
+
+class _PinnedPages(mmap.mmap):
+    """Pages that are pinned until no tensor uses them."""
+
+    unpin: Callable[[], Any] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
+
+
+def _map(kind: type[Pages], size: int) -> Pages:
+    """Map at least one page of anonymous memory."""
+    size = max(size, mmap.PAGESIZE)
+    pages = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_PAGE:
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)[:elements]
+    return pages
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import optim
 from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig, Precision
+from engine.host_memory import pinned
 from engine.internals import allow_compilations
 from engine.kernels.products import widen_linears
 from engine.loading import copy_local
-from engine.parallel import dist, meshes, tensor, zero
+from engine.parallel import dist, dtensors, meshes, tensor, zero
 
 if TYPE_CHECKING:
     from engine.offload import NvmeParameters, OffloadedOptimizer
@@ -180,9 +181,14 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     compute_device = dist.world().device
 
     def allocated(t: Tensor) -> Tensor:
-        if t.is_meta:
-            return torch.empty_like(t, device=device)
-        return t.to(device if isinstance(t, nn.Parameter) else compute_device)  # a tied parameter comes twice
+        if not t.is_meta:
+            return t.to(device if isinstance(t, nn.Parameter) else compute_device)  # a tied parameter comes twice
+        memory = torch.empty_like(t, device=device)
+        local = dtensors.local(memory)
+        if local.numel() and device.type != compute_device.type:  # FSDP2 would pin shards in PyTorch's own memory
+            storage = pinned(local.numel(), local.dtype).untyped_storage()
+            local.set_(storage, 0, local.shape, local.stride())
+        return memory
 
     module._apply(allocated)
     for first, *others in names:  # `_apply` separates the ties of plain modules

@@ -97,7 +97,7 @@ def _predicted(engine: Engine, layout: dict[str, Any]) -> dict[str, float]:
     block = sum(p.numel() for p in zero.units(engine.module)[0].parameters())
     ranks = dist.world().size
     shape = ModelShape(total, root=total - BLOCKS * block, block=block)
-    states = trained_states(shape, Workload(engine.config, ranks))
+    states = trained_states(shape, Workload(engine.config, ranks, is_cpu=True))
     shards = 1 if layout["zero_stage"] == 0 else ranks
     gradients = 4 * total // shards if layout["offload_optimizer"] == "none" else states.host_gradients
     resting = states.resting + states.host - states.host_gradients

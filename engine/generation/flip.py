@@ -8,6 +8,7 @@ forward.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.kv_cache import default_cache_bytes
 from engine.generation.parity_check import CheckedAnswer, check_generator
+from engine.host_memory import pinned
 from engine.parallel import dist, dtensors
 
 FIRST_CHECKS = 2  # flips that are always checked
@@ -160,21 +162,31 @@ def states_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @contextmanager
 def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Free the storages of tensors inside the context, and restore their values from host memory at its end."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
-    on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
-    copies = []
-    for storage in storages.values():
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu).untyped_storage()
-        copies.append((storage, copy.copy_(storage, non_blocking=True)))
+    storages = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}.values())
+    sizes = [storage.nbytes() for storage in storages]
+    on_gpu = any(storage.device.type == "cuda" for storage in storages)
+    copies = (_pinned_memory(sum(sizes)) if on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)).split(sizes)
+    for storage, copy in zip(storages, copies, strict=True):
+        copy.copy_(_bytes(storage), non_blocking=True)
     if on_gpu:
         torch.cuda.synchronize()
-    for storage, _ in copies:
+    for storage in storages:
         storage.resize_(0)
     try:
         yield
     finally:
-        for storage, copy in copies:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy, non_blocking=True)
+        for storage, copy in zip(storages, copies, strict=True):
+            storage.resize_(len(copy))
+            _bytes(storage).copy_(copy, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
+
+
+@lru_cache(maxsize=1)
+def _pinned_memory(size: int) -> Tensor:
+    """Return pinned memory, the same at each flip, because to pin it takes longer than to fill it."""
+    return pinned(size, torch.uint8)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

@@ -93,7 +93,7 @@ class ModelStates:
     Between steps the device holds `parameters` (masters, or shards in compute precision), `optimizer` (moments) and
     `average`. While the model trains, `gathered`, `gradients` and `reduction` come on top. `gathered` includes the
     `prefetched` block, and `overlap` bytes of it are freed before the last gradients exist. `host` includes
-    `host_gradients`; `nvme` is in files.
+    `host_gradients`, which exist while the model trains; `nvme` is in files.
     """
 
     parameters: int = 0
@@ -140,7 +140,9 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
             # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
             states = replace(states, overlap=min(gathered, states.gradients))
     parameters = states.parameters + work.packed_bytes + frozen // work.shards
-    return replace(states, parameters=parameters, gathered=gathered, prefetched=prefetched, reduction=reduction)
+    states = replace(states, parameters=parameters, gathered=gathered, prefetched=prefetched, reduction=reduction)
+    # The memory for gradients of a GPU is pinned, and remains between steps.
+    return states if work.is_cpu else replace(states, host_gradients=0)
 
 
 def _device_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:

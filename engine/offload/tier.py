@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.host_memory import pinned
 from engine.offload.states import Segment, States, SubGroup
 from engine.parallel import dtensors
 
@@ -43,6 +44,7 @@ class GradientSums:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.sums: dict[int, Tensor] = {}
+        self._pinned: dict[int, Tensor] = {}  # the memory of sums that a GPU computes, the same in each step
         self._is_downloaded = False
 
     def add(self, shard: int, gradient: Tensor) -> None:
@@ -53,11 +55,17 @@ class GradientSums:
             # Upload before the cast: a cast on the CPU would not wait for the download of `previous`.
             gradient = previous.to(gradient.device, non_blocking=True).float().add_(gradient)
         if gradient.device.type != self._device.type:
-            pinned = torch.empty(gradient.numel(), dtype=gradient.dtype, pin_memory=True)
             gradient.record_stream(torch.cuda.current_stream())
-            gradient = pinned.copy_(gradient, non_blocking=True)
+            gradient = self._memory(shard, gradient).copy_(gradient, non_blocking=True)
             self._is_downloaded = True
         self.sums[shard] = gradient
+
+    def _memory(self, shard: int, gradient: Tensor) -> Tensor:
+        """Return pinned memory for a gradient. An fp32 sum takes the place of the 16-bit gradient that was uploaded."""
+        if shard not in self._pinned or self._pinned[shard].nbytes < gradient.nbytes:
+            torch.cuda.current_stream().synchronize()  # the upload from smaller memory, which is freed, is complete
+            self._pinned[shard] = pinned(gradient.nbytes, torch.uint8)
+        return self._pinned[shard][: gradient.nbytes].view(gradient.dtype)
 
     def wait(self) -> None:
         """Wait until the copies from the GPU are complete."""
@@ -77,7 +85,7 @@ class GradientSums:
     @property
     def bytes(self) -> int:
         """Return the memory of the gradients."""
-        return sum(gradient.nbytes for gradient in self.sums.values())
+        return sum(memory.nbytes for memory in (self._pinned or self.sums).values())
 
 
 class Tier:

@@ -45,6 +45,7 @@ def test_gpu_tests_pass_without_a_fault() -> None:
 
 def misuse_the_device() -> None:
     """Misuse the simulated device in each way that it detects. Each misuse leaves a fault or raises an error."""
+    from engine import host_memory
     from engine.parallel import comm_hooks
     from tests.simulated_gpu import cuda
 
@@ -68,6 +69,11 @@ def misuse_the_device() -> None:
     assert pinned[0] != 1  # the copy has not arrived
     torch.cuda.synchronize()
     assert pinned[0] == 1
+    pinned = host_memory.pinned(1000, torch.float32)
+    assert pinned.is_pinned() and not pinned.any() and host_memory.pinned(0, torch.float32).numel() == 0
+    pinned.copy_(torch.ones(1000, device="cuda"), non_blocking=True)
+    del pinned
+    assert "freed while its copy" in cuda.faults()[0]
     with pytest.raises(RuntimeError, match="same device"):
         y + torch.ones(1000)
     adam = {"lr": 1.0, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1.0, "amsgrad": False, "maximize": False}

@@ -16,7 +16,7 @@ The simulation also tracks the order of the streams. These events are faults and
 
 - A stream reads or overwrites memory that another stream wrote, without having waited for that stream.
 - Freed memory is used again while another stream still uses it.
-- The host writes to pinned memory while a copy still reads it.
+- The host writes to pinned memory while a copy still reads it, or frees memory that it has pinned itself.
 - A process allocates memory of a device that is not its own.
 
 Triton kernels run in Triton's interpreter. PyTorch's variable-length attention follows its definition (flash.py).

@@ -65,7 +65,8 @@ struct Freed { // memory that another stream may still use: its own stream gets 
 struct Books {
   std::recursive_mutex lock;
   std::map<void*, Block> blocks;
-  std::map<void*, size_t> pinned;
+  std::map<void*, size_t> pinned; // by PyTorch's allocator, which waits for copies before it uses memory again
+  std::map<void*, size_t> registered; // by cudaHostRegister
   std::map<int64_t, Clock> clocks; // of each stream
   std::map<int64_t, Clock> events;
   Clock host; // what the host waited for
@@ -202,13 +203,31 @@ struct Pinned final : c10::Allocator {
 Memory* memory() { static auto* it = new Memory; return it; }
 Pinned* pinned() { static auto* it = new Pinned; return it; }
 
-bool is_pinned(const void* data) {
-  Guard guard(books().lock);
-  auto& all = books().pinned;
+bool within(const std::map<void*, size_t>& all, const void* data) {
   auto at = all.upper_bound(const_cast<void*>(data));
   if (at == all.begin()) return false;
   --at;
   return data < static_cast<char*>(at->first) + std::max<size_t>(at->second, 1);
+}
+
+bool is_pinned(const void* data) {
+  Guard guard(books().lock);
+  return within(books().pinned, data) || within(books().registered, data);
+}
+
+bool inside(const Flight& flight, const void* data, size_t bytes) {
+  return flight.data >= data && flight.data < static_cast<const char*>(data) + bytes;
+}
+
+void host_unregister(int64_t address) {
+  Guard guard(books().lock);
+  auto& b = books();
+  auto found = b.registered.find(reinterpret_cast<void*>(address));
+  if (found == b.registered.end()) return;
+  auto in_it = [&](const Flight& f) { return inside(f, found->first, found->second); };
+  if (std::any_of(b.flights.begin(), b.flights.end(), in_it)) fault("host memory was freed while its copy was under way");
+  b.flights.erase(std::remove_if(b.flights.begin(), b.flights.end(), in_it), b.flights.end());
+  b.registered.erase(found);
 }
 
 // Streams and events

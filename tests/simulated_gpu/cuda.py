@@ -62,6 +62,11 @@ def allocated() -> int:
     return int(_ops.allocated())
 
 
+def pinned() -> int:
+    """Return the number of bytes that PyTorch's allocator has pinned. On a GPU it rounds them up to powers of two."""
+    return int(_ops.pinned())
+
+
 class Stream(torch.Stream):
     """`torch.cuda.Stream`."""
 
@@ -414,7 +419,12 @@ def _install() -> None:
         minor=0,
         shared_memory_per_block_optin=227 * 1024,
     )
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda data, size, flags: _ops.host_register(data, size),
+        cudaHostUnregister=_ops.host_unregister,
+    )
     limit()
+    torch.empty(0, pin_memory=True)  # initializes the device: before that, torch takes no memory for pinned
     flash.register()
     idle = ("_lazy_init", "init", "set_rng_state", "manual_seed", "manual_seed_all")
     no_ops = {name: lambda *_, **__: None for name in idle}
@@ -433,6 +443,7 @@ def _install() -> None:
         "get_rng_state": lambda device="cuda": torch.get_rng_state(), "_is_in_bad_fork": lambda: False,
         "empty_cache": lambda: _ops.empty_cache(),
         "host_memory_stats": lambda: dict.fromkeys(("allocated_bytes.current", "active_bytes.current"), 0),
+        "cudart": lambda: runtime, "check_error": lambda result: None,
         "get_sync_debug_mode": lambda: _now.sync, "set_sync_debug_mode": _set_sync,
     }  # fmt: skip
     for name, replacement in (no_ops | always_true | memory_now | memory_peak | others).items():

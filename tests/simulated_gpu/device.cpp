@@ -226,6 +226,10 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return self;
 }
 
+c10::Storage kept(const Tensor& host) { // registered memory is freed without regard to copies
+  return within(books().registered, host.const_data_ptr()) ? c10::Storage() : host.storage();
+}
+
 thread_local bool launching = false; // a kernel, by an interpreter that fetches what it reads
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -251,29 +255,31 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     to.copy_(from);
     return self;
   }
-  auto in_order = [&](const Flight& f, bool to_host) { // a copy of the same pinned memory that this one waits for
-    return f.to_host == to_host && f.data == host.data_ptr() && f.values.size() == host.nbytes() &&
+  auto arrives = [&](const Flight& f) { // a copy to the same pinned memory that this one waits for
+    return f.to_host && f.data == host.data_ptr() && f.values.size() == host.nbytes() &&
         before(std::make_pair(f.stream, f.tick), b.clocks[current()]);
   };
   if (self.is_cuda()) {
     for (auto& flight : b.flights)
-      if (host.is_contiguous() && in_order(flight, true)) {
+      if (host.is_contiguous() && arrives(flight)) {
         if (from.data_ptr() == host.data_ptr()) from = at::empty_like(host);
         std::memcpy(from.data_ptr(), flight.values.data(), flight.values.size());
       }
     to.copy_(from);
     bool alike = host.scalar_type() == self.scalar_type() && host.sizes() == self.sizes();
     if (alike && host.is_contiguous() && to.is_contiguous())
-      b.flights.push_back({current(), tick, host.storage(), host.data_ptr(), values_of(from), false});
+      b.flights.push_back({current(), tick, kept(host), host.data_ptr(), values_of(from), false});
     return self;
   }
   TORCH_CHECK(to.is_contiguous() && from.sizes() == to.sizes(), "to pinned memory only as it lies (simulated)");
-  b.flights.erase(
-      std::remove_if(b.flights.begin(), b.flights.end(), [&](const Flight& f) { return in_order(f, false); }),
-      b.flights.end());
+  auto is_read = [&](const Flight& f) {
+    return !f.to_host && inside(f, to.data_ptr(), to.nbytes()) &&
+        before(std::make_pair(f.stream, f.tick), b.clocks[current()]);
+  };
+  b.flights.erase(std::remove_if(b.flights.begin(), b.flights.end(), is_read), b.flights.end());
   Tensor arriving = from.to(to.scalar_type()).contiguous().clone();
   std::memset(to.data_ptr(), 0xCB, to.nbytes());
-  b.flights.push_back({current(), tick, to.storage(), to.data_ptr(), values_of(arriving), true});
+  b.flights.push_back({current(), tick, kept(to), to.data_ptr(), values_of(arriving), true});
   return self;
 }
 
@@ -308,6 +314,18 @@ TORCH_LIBRARY(simulated, m) {
   m.def("limit(int bytes) -> ()", [](int64_t bytes) { books().limit = bytes; });
   m.def("reserved() -> int", []() { return books().reserved; });
   m.def("empty_cache() -> ()", []() { books().reserved = books().allocated; });
+  m.def("host_register(int data, int bytes) -> ()", [](int64_t data, int64_t bytes) {
+    TORCH_CHECK(data != 0 && bytes > 0, "CUDA error: invalid argument (simulated)");
+    Guard guard(books().lock);
+    books().registered[reinterpret_cast<void*>(data)] = bytes;
+  });
+  m.def("host_unregister(int data) -> ()", host_unregister);
+  m.def("pinned() -> int", []() {
+    Guard guard(books().lock);
+    int64_t bytes = 0;
+    for (auto& [_, size] : books().pinned) bytes += size;
+    return bytes;
+  });
   m.def("device() -> int", []() { return int64_t(device); });
   m.def("set_device(int index) -> ()", [](int64_t index) { books().own = device = index; });
   m.def("launching(bool so) -> ()", [](bool so) { launching = so; });

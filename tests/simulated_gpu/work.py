@@ -112,6 +112,7 @@ def test_tied_weights_of_a_meta_model_stay_on_the_host() -> None:
     policy.to("meta").lm.tie_weights()  # type: ignore[operator]
     config = EngineConfig(zero_stage=3, dtype="fp32", offload_optimizer="cpu", offload_parameters="cpu")
     engine = Engine(policy, config, optimizer=OPTIMIZER, fill=fill)
+    assert cuda.pinned() == 0  # the shards have pinned memory of exactly their size
     assert train(engine, batches()) == pytest.approx(train(engine_of("opt", zero_stage=3), batches()), rel=1e-4)
 
 
