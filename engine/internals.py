@@ -134,6 +134,11 @@ def _fill_and_post_backward(group: Any, post_backward: Callable[..., None], *arg
                 parameter.unsharded_accumulated_grad = full.grad.to(parameter.reduce_dtype)
                 full.grad = None
     post_backward(*args)
+    reduced, group._all_reduce_state = group._all_reduce_state, None
+    if reduced is not None and reduced.all_reduce_input.is_cuda:
+        # FSDP2 would hold the all-reduced buffers of all units until backward ends, because the stream that reduces may
+        # reuse a free one while the stream that all-reduces reads it.
+        reduced.all_reduce_input.record_stream(group.comm_ctx.all_reduce_stream)
 
 
 def take_used(module: nn.Module) -> list[Tensor]:

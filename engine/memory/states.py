@@ -9,9 +9,9 @@ With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 
 One rank without offload uses no FSDP2: copies dP where d < 4, gradients 4P, at every stage.
 
-With an offloaded optimizer the device holds shards of dP/N. The host holds masters, moments and reduced gradients (dP/N
-where a step reduces once, otherwise 4P/N). On NVMe masters and moments are in files, and the host buffers
-`SUB_GROUPS_IN_FLIGHT` sub-groups of them.
+With an offloaded optimizer the device holds shards of dP/N, and during backward one unit's reduced gradient in fp32 and
+in compute precision. The host holds masters, moments and reduced gradients (dP/N where a step reduces once, otherwise
+4P/N). On NVMe masters and moments are in files, and the host buffers `SUB_GROUPS_IN_FLIGHT` sub-groups of them.
 """
 
 import math
@@ -136,6 +136,8 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     else:
         gathered, prefetched = _gathered_bytes(shape, masters, config)
         gathered, reduction = gathered + frozen, (size + 4) * unit
+        if is_offloaded and config.zero_stage < 3:  # the peak of stage 3 is in the gathers
+            reduction += (4 + size) * unit // work.shards
         if not (is_offloaded or work.accumulates or config.zero_stage == 3):
             # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
             states = replace(states, overlap=min(gathered, states.gradients))

@@ -149,7 +149,9 @@ void release(void* data) {
     merge(known, b.host);
     users[block.written.first] = std::max(users[block.written.first], block.written.second);
     users.erase(block.stream);
-    for (auto stream : block.recorded) users.erase(stream);
+    for (auto stream : block.recorded) // the allocator waits for it, and so for what it has waited for
+      for (auto user = users.begin(); user != users.end();)
+        user = before(*user, b.clocks[stream]) ? users.erase(user) : std::next(user);
     if (!before(users, known))
       b.freed.push_back({block.stream, users, std::to_string(block.bytes) + " bytes, last written by " + block.writer});
     b.allocated -= block.bytes;

@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.memory import ModelShape, ModelStates, Workload, frozen_states, trained_states
 from engine.parallel import dist, zero
 from tests.ranks import run_ranks
+from tests.simulated_gpu import building
 
 WIDTH = 160
 CASES = [(stage, dtype, "") for stage in range(4) for dtype in ("fp32", "bf16")]
@@ -124,11 +125,16 @@ def held_all() -> list[dict[str, int]]:
         gc.unfreeze()
 
 
-def check(ranks: int, measured: list[dict[str, int]]) -> None:
-    net = Net()
+def shape_of(net: Net) -> ModelShape:
     total = sum(p.numel() for p in net.parameters())
     block = sum(p.numel() for p in zero.units(net)[0].parameters())
-    shape = ModelShape(total, root=total - 6 * block, block=block)
+    return ModelShape(total, root=total - 6 * block, block=block)
+
+
+def check(ranks: int, measured: list[dict[str, int]]) -> None:
+    net = Net()
+    total, shape = sum(p.numel() for p in net.parameters()), shape_of(net)
+    block = shape.block
     for (stage, dtype, special), actual in zip(CASES, measured, strict=True):
         config, optimizer = config_of(stage, dtype, special)
         states = trained_states(shape, Workload(config, ranks, optimizer=optimizer))
@@ -152,6 +158,38 @@ def test_one_rank_holds_what_is_predicted() -> None:
 def test_two_ranks_hold_what_is_predicted() -> None:
     for measured in run_ranks(held_all, 2):
         check(2, measured)
+
+
+DEVICE_LAYOUTS: list[dict[str, Any]] = [
+    {"zero_stage": 2},
+    {"zero_stage": 2, "shard_ranks": 1},
+    {"zero_stage": 2, "offload_optimizer": "cpu"},
+    {"zero_stage": 2, "offload_optimizer": "cpu", "shard_ranks": 1},
+]
+
+
+def device_peaks() -> list[tuple[float, int]]:
+    """Measure the peak of a step with two micro-batches on a device, and predict it, for each layout."""
+    x, peaks = torch.randn(1, WIDTH, device="cuda"), []
+    for layout in DEVICE_LAYOUTS:
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        config = EngineConfig(dtype="bf16", **layout)
+        engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=1e-3))
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            engine.update([x, x], lambda module, row: (module(row).float().square().sum(), {}), 2.0)
+        actual = torch.cuda.max_memory_allocated() - before
+        states = trained_states(shape_of(Net()), Workload(config, dist.world().size))
+        peaks.append((actual, states.peak))
+        del engine
+    return peaks
+
+
+@pytest.mark.skipif(building.unavailable_reason() is not None, reason="the simulated device cannot be built")
+def test_the_peak_of_a_step_on_a_device() -> None:
+    for actual, predicted in run_ranks(device_peaks, 2, device="cuda")[0]:
+        assert 0.95 * predicted < actual < 1.02 * predicted
 
 
 def states_of(engine: dict[str, Any], **keys: Any) -> ModelStates:
