@@ -20,7 +20,7 @@ DESCRIPTOR = "ZEROCHAT_PROGRESS"
 ROW = struct.Struct("<QdQQ?32s96s")  # moves, limit, step, collective number, inside it, phase, collective
 ROW_BYTES = mmap.PAGESIZE
 MULTIPLE = 10.0  # of the slowest step or phase
-SHORTEST = 60.0
+SHORTEST = 300.0  # a shared file system may not answer for minutes, while another server takes over
 UNMEASURED = 1800.0
 """Seconds without progress that are allowed in a phase that this process has not finished before."""
 ALONE = 86400.0  # seconds for work that other ranks wait for: the data, which rank 0 reads, and downloads
@@ -131,10 +131,14 @@ class Progress:
             return max(UNMEASURED, self._hang_seconds or 0.0)
         return max(SHORTEST, MULTIPLE * max(measured, self._slowest_step or 0.0))
 
+    def advance(self) -> None:
+        """Publish a part of long work without collectives, for example the answer of a judge."""
+        self._write()
+
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Allow a day for work that the other ranks wait for."""
-        before, self._limit = self._limit, ALONE
+    def allow(self, seconds: float) -> Iterator[None]:
+        """Raise the limit to some seconds: ALONE for work that the other ranks wait for, UNMEASURED for a disk."""
+        before, self._limit = self._limit, max(self._limit, seconds)
         self._write()
         try:
             yield

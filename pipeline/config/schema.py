@@ -193,7 +193,7 @@ class EngineSettings(Section):
     hang_seconds: float | None = Field(
         None,
         ge=1,
-        description="seconds without progress of any rank after which a stage that takes steps ends with exit status 5; longer than the longest time between two collectives, for example a rollout; null: 10 times the slowest step or phase so far, at least 60 (docs/guides/resuming.md#when-a-run-hangs)",
+        description="seconds without progress of any rank after which a stage that takes steps ends with exit status 5; longer than the longest time between two collectives, for example a rollout; null: 10 times the slowest step or phase so far, at least 300 (docs/guides/resuming.md#when-a-run-hangs)",
     )
     deepspeed: DeepSpeedFile = Field(
         None,

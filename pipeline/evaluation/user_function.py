@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from pipeline import progress
 from pipeline.data.records import Row
 from pipeline.errors import UserError
 
@@ -69,12 +70,12 @@ class UserFunction:
         """Return the results of `score`, `rewards` or `prefer` for several calls, in order.
 
         With threads=1 the calling thread makes all calls. Raise the error of the first failed call. Calls that have not
-        started by then are skipped.
+        started by then are skipped. Each result is progress of this rank: a slow service is no hang.
         """
         if self.threads == 1:
-            return [method(*call) for call in calls]
+            return [_noted(method(*call)) for call in calls]
         with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(lambda call: method(*call), calls))
+            return [_noted(result) for result in pool.map(lambda call: method(*call), calls)]
 
     def score(self, answer: str, row: Row) -> float:
         """Return the function's score of one answer. The function gets a copy of the row, which it may change.
@@ -134,6 +135,11 @@ class UserFunction:
             f"{RETURN_TYPES[self.key]} for any text, also for an empty one. "
             f"{ADVICE if self.key == REWARD else ADVICE_ON_JUDGES}"
         )
+
+
+def _noted(result: _Result) -> _Result:
+    progress.own().advance()
+    return result
 
 
 def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFunction:

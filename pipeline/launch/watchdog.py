@@ -19,8 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.progress import SHORTEST, Moment, Row
+from pipeline.progress import Moment, Row
 
+STOPPED_LIMIT = 60.0
+"""Seconds that a process may be stopped, or a launcher may be silent, unless `engine.hang_seconds` is set."""
 STACK_TIMEOUT = 3.0
 """Seconds in which a rank writes its Python stack after SIGUSR2. A rank that does not run writes nothing."""
 LONGEST_PAUSE = 1.0
@@ -170,7 +172,7 @@ def is_hung(states: Sequence[RankState], hang_seconds: float | None) -> bool:
 
 def stopped_limit(hang_seconds: float | None) -> float:
     """Return the seconds that a process may be stopped, or a launcher may be silent, in any phase."""
-    return SHORTEST if hang_seconds is None else hang_seconds
+    return STOPPED_LIMIT if hang_seconds is None else hang_seconds
 
 
 def report(states: Sequence[RankState]) -> str:

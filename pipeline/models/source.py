@@ -143,7 +143,7 @@ def download(hub: str, *, weights: bool = True) -> Path:
 
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else TEXT_FILES
     try:
-        with progress.own().alone():  # a large model may take hours; the other machines wait for the slowest one
+        with progress.own().allow(progress.ALONE):  # may take hours; the other machines wait for the slowest one
             folder = Path(snapshot_download(hub, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
             if weights and not any(folder.glob("*.safetensors")) and (revision := _converted_revision(hub, folder)):
                 folder = Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))

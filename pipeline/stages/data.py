@@ -39,7 +39,7 @@ def on_rank_zero(make: Callable[[], Result]) -> Result:
     outcome: tuple[Result | None, str | None] = None, None
     if distributed.is_rank_zero():
         try:
-            with progress.own().alone():
+            with progress.own().allow(progress.ALONE):
                 outcome = make(), None
         except UserError as mistake:
             outcome = None, str(mistake)

@@ -224,7 +224,8 @@ class StageRun:
             "best_step": self.best_step,
             "extra": self._extra(),
         }
-        with self.clock.phase("save"):
+        # The disk may need minutes for the checkpoint before this one, however short earlier visits of the phase were.
+        with self.clock.phase("save"), progress.own().allow(progress.UNMEASURED):
             if distributed.is_rank_zero():
                 with explained_disk(self.folder):  # a resumed run needs the log up to its checkpoint
                     sync(self.folder.glob("*.jsonl"))
@@ -239,7 +240,8 @@ class StageRun:
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""
-        self._checkpoints.wait()
+        with progress.own().allow(progress.UNMEASURED):
+            self._checkpoints.wait()
 
     def __enter__(self) -> "StageRun":
         return self

@@ -50,7 +50,7 @@ class SupervisedTask(Generic[Batch]):
     largest_microbatch: budget -> the largest micro-batch of the stage
     evaluate: budget -> metrics of the held-out examples; empty if none are held out
     best_metric: the metric of `evaluate` that decides which model is the best
-    before_first_step: called before the first step, unless the run resumes
+    before_first_step: called before the first step, unless the run resumes; None for no work
     """
 
     engine: Engine
@@ -60,14 +60,14 @@ class SupervisedTask(Generic[Batch]):
     evaluate: Callable[[int], dict[str, float]]
     best_metric: str
     higher_is_better: bool = False
-    before_first_step: Callable[[], object] = lambda: None
+    before_first_step: Callable[[], object] | None = None
 
 
 def train_supervised(stage: StageRun, task: SupervisedTask[Batch]) -> None:
     """Resume the stage, run the remaining steps, and load the best model if the stage exports the best."""
     done = stage.restore()
     stage.find_micro_batch_size(lambda budget: task.engine.dry_run(task.largest_microbatch(budget), task.loss))
-    if done == 0:
+    if done == 0 and task.before_first_step is not None:  # an empty phase would look like a fast evaluation
         with stage.clock.phase("evaluate"):
             task.before_first_step()
     for step in stage.steps_left():

@@ -68,7 +68,7 @@ def test_the_limit_is_ten_times_the_slowest_step_or_phase(clock):
     progress.begin_step(2, 8.0)
     visit(progress, "train", 2.0, clock)
     visit(progress, "evaluate", 50.0, clock)
-    assert (progress.limit("train"), progress.limit("evaluate"), progress.limit("")) == (80.0, 500.0, 80.0)
+    assert (progress.limit("train"), progress.limit("evaluate"), progress.limit("")) == (SHORTEST, 500.0, SHORTEST)
     progress.begin_step(3, 60.0)
     assert (progress.limit("train"), progress.limit("evaluate"), progress.limit("")) == (600.0, 600.0, 600.0)
     progress.begin_step(0, 60.0)  # after the last step
@@ -98,6 +98,28 @@ def test_a_phase_in_a_phase_is_published_until_it_ends():
 def test_work_of_rank_zero_for_all_ranks_may_take_a_day():
     row = Row()
     progress = Progress(row)
-    with progress.alone():
+    with progress.allow(ALONE):
         assert row.read().limit == ALONE
     assert row.read().limit == UNMEASURED
+
+
+def test_a_higher_limit_is_not_lowered(clock):
+    row = Row()
+    progress = Progress(row)
+    progress.begin_step(1, None)
+    visit(progress, "save", 1.0, clock)
+    with progress.phase("save"):
+        assert row.read().limit == SHORTEST
+        with progress.allow(UNMEASURED):
+            assert row.read().limit == UNMEASURED
+            with progress.allow(SHORTEST):
+                assert row.read().limit == UNMEASURED
+        assert row.read().limit == SHORTEST
+
+
+def test_long_work_without_collectives_is_published():
+    row = Row()
+    progress = Progress(row)
+    before = row.read()
+    progress.advance()
+    assert row.read().moves == before.moves + 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline import progress
 from pipeline.config.check import validate, warnings
 from pipeline.config.compose import compose
 from pipeline.config.environment import check_paths
@@ -21,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.judge import judged, load_judge
 from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 from pipeline.launch.command import main
+from pipeline.progress import Progress, Row
 from pipeline.stages.data import evaluation_prompts, stage_records
 from tests.tiny import tiny_config
 
@@ -191,6 +193,24 @@ def test_threads_call_concurrently_and_preserve_the_order(tmp_path: Path) -> Non
     assert together.map(together.score, calls) == [float(n) for n in range(8)]
     # With one thread, the calls run in the main thread.
     assert here.map(here.score, calls) == [1.0] * 8
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_result_counts_as_progress(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that needs minutes for an evaluation must not look like a hang."""
+    row = Row()
+    monkeypatch.setattr(progress, "_progress", Progress(row))
+    before, seen = row.read().moves, list[int]()
+
+    def score(answer: str, row_of_data: Any) -> float:
+        seen.append(row.read().moves - before)
+        return 1.0
+
+    function = UserFunction("mine.py:score", Path("mine.py"), score, threads)
+    function.map(function.score, [("answer", {})] * 6)
+    assert row.read().moves - before == 6
+    if threads == 1:
+        assert seen == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_failed_call_in_threads_stops_further_calls(tmp_path: Path) -> None:

@@ -20,9 +20,11 @@ from engine.checkpoint.storage import Writer
 from engine.config import LossScale
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist
+from pipeline import progress
 from pipeline.config.stage_sections import SftSection
 from pipeline.errors import RestartStage, Stopped, UserError, handle_signals, raise_stopped
 from pipeline.files import explained_disk, write_atomically, write_json
+from pipeline.progress import Progress, Row
 from pipeline.stages import stage_run
 from pipeline.stages.restart import read_limits, within_limits
 from pipeline.stages.stage_run import StageRun
@@ -94,6 +96,23 @@ def test_a_checkpoint_is_written_after_a_time_limit(tmp_path: Path) -> None:
             stage.save(step)
         stage.settle()
         assert names(tmp_path / str(save_every)) == [f"step-{n}" for n in saved]
+
+
+def test_a_checkpoint_that_a_slow_disk_writes_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and earlier saves took a second, so that the limit is a minute, and the disk needs several."""
+    row = Row()
+    monkeypatch.setattr(progress, "_progress", Progress(row))
+    limits = []
+    with stage_of(tmp_path, 2, save_every=1)[0] as stage:
+        progress.own().begin_step(1, 1.0)
+        stage.save(1)
+        progress.own().begin_step(2, 1.0)
+        for name in ("save", "wait"):
+            monkeypatch.setattr(stage._checkpoints, name, lambda *_, **__: limits.append(row.read().limit))
+        stage.save(2)
+        stage.settle()
+        assert row.read().limit == progress.SHORTEST
+    assert limits[:2] == [progress.UNMEASURED] * 2
 
 
 @pytest.mark.parametrize("keep", [1, 2])
