@@ -1,4 +1,4 @@
-"""Host memory: settings of glibc's malloc, page-aligned buffers, and copies to the device.
+"""Host memory: its size, settings of glibc's malloc, page-aligned buffers, and copies to the device.
 
 PyTorch's CPU tensors come from malloc, and glibc returns large blocks to the system as soon as they are freed. The next
 tensor of that size starts with pages that the kernel must zero. Blocks above 32 MiB are always mapped separately,
@@ -9,10 +9,13 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -25,6 +28,50 @@ HEAP_RESERVE = 2**30  # free bytes at the end of the heap that are not returned
 DEFAULT_MMAP_MAX = 2**16  # mappings
 LARGEST_REUSED = 2**22  # bytes, after `return_freed_memory`
 HUGE_PAGE = 2**21  # bytes
+# Of a control group, in versions 2 and 1: its limit, its use, and the part of its use that the kernel can take back.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+class HostMemory(NamedTuple):
+    """The bytes of host memory that this process may use, and those that are available now."""
+
+    total: int
+    available: int
+
+
+def host_memory(system: Path = Path("/")) -> HostMemory:
+    """Return the host memory of this process: that of the machine, or less in a container or a job of Slurm.
+
+    The control groups of Linux limit both. `system` is the root of the file system.
+    """
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for limit, used in _group_limits(system):
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return HostMemory(total, available)
+
+
+def _group_limits(system: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, used bytes) of each control group of this process that limits memory, and of its parents."""
+    membership, mounted = system / "proc/self/cgroup", system / "sys/fs/cgroup"
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        is_second = not controllers
+        if not is_second and "memory" not in controllers.split(","):
+            continue
+        root = mounted if is_second else mounted / "memory"
+        limit, use, inactive = _GROUP_FILES[0 if is_second else 1]
+        own = root / path.lstrip("/")  # in a container, this folder may be missing: its own group is then the root
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                bound, used = int((group / limit).read_text()), int((group / use).read_text())
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield bound, used - int(statistics.get(inactive, 0))
+            if group == root:
+                break
 
 
 def reuse_freed_memory() -> None:

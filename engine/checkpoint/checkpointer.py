@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from engine import optim
 from engine.checkpoint.storage import LoadPlanner, LocalChunks, SavePlanner, Writer, chunks_of, verify
 from engine.config import OptimizerConfig
+from engine.host_memory import host_memory
 from engine.optimizer_step import Average, LossScaler, Optimizer
 from engine.optimizers import ERRORS
 from engine.parallel import dist, zero
@@ -147,7 +147,7 @@ class Checkpointer:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world().size))
         # PyTorch rounds pinned memory up to powers of two, and keeps what earlier copies no longer use.
         needed = ranks * sum(1 << (v.nbytes - 1).bit_length() if v.is_cuda and v.nbytes else v.nbytes for v in values)
-        free = psutil.virtual_memory().available
+        free = host_memory().available
         if any(v.is_cuda for v in values):
             pinned = torch.cuda.host_memory_stats()
             allocated = pinned.get("allocated_bytes.current", 0)

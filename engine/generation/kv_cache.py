@@ -9,11 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
-from engine.host_memory import page_aligned
+from engine.host_memory import host_memory, page_aligned
 from engine.parallel import dist
 
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
@@ -146,7 +145,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return psutil.virtual_memory().available
+    return host_memory().available
 
 
 def default_cache_bytes(device: torch.device) -> int:

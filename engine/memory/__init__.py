@@ -3,9 +3,11 @@
 `measure_shape` counts a model on the meta device. `Workload` describes its layout and micro-batches; `trained_states`
 and `training_bytes` predict bytes by owner. `CostModel` predicts seconds from the rates of a machine, which
 `measure_rates` measures and `tabulated_rates` reads from a table. `MemoryTracker` measures bytes by owner.
+`host_memory` returns the host memory that this process may use.
 """
 
 from engine.generation.kv_cache import VLLM_SEQUENCES
+from engine.host_memory import host_memory
 from engine.memory.activations import activations
 from engine.memory.cost_model import CostModel
 from engine.memory.model_shape import ModelShape, measure_shape
@@ -36,6 +38,7 @@ __all__ = [
     "activations",
     "frozen_states",
     "generation_bytes",
+    "host_memory",
     "measure_rates",
     "measure_shape",
     "pipeline_training_bytes",

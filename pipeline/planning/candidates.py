@@ -3,6 +3,7 @@
 On a CPU host memory is the device's memory, so that only the NVMe tiers save memory.
 """
 
+import os
 import shutil
 import tempfile
 from bisect import bisect_left
@@ -12,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from engine.memory import Rates
+from engine.memory import Rates, host_memory
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
@@ -51,9 +51,10 @@ def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
     if folder is not None and not Path(folder).exists():
         raise FileNotFoundError(f"engine.nvme_path={folder}: the folder does not exist; make it, or name another one")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local_ranks = min(ranks, devices) if devices else ranks
+    # The launcher counts the ranks of this machine. Slurm may show each of them its own GPU only.
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, devices) if devices else ranks))
     disk = shutil.disk_usage(folder or tempfile.gettempdir()).free // local_ranks
-    host = psutil.virtual_memory().total // local_ranks
+    host = host_memory().total // local_ranks
     # `mem_get_info` would create a CUDA context, about half a GiB, on the devices of all other ranks.
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(devices)]
     return Capacity(min(sizes, default=host), host, disk, bool(devices))

@@ -1,10 +1,13 @@
-"""The reuse of freed memory, measured by the page faults of a new process."""
+"""The host memory of a process in a container, and the reuse of freed memory (by page faults of a new process)."""
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from engine import host_memory as memory
 
 FILE = Path(__file__).parents[2] / "engine" / "host_memory.py"
 PROGRAM = """
@@ -38,3 +41,33 @@ def test_freed_blocks_are_reused_until_memory_must_be_returned() -> None:
     assert default > pages
     assert reused < 4
     assert returned > pages
+
+
+GIB = 2**30
+
+
+def write_group(folder: Path, names: tuple[str, str, str], limit: int | str, used: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {inactive}\n")
+
+
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("is_visible", [True, False], ids=["a job of Slurm", "a container"])
+def test_a_control_group_limits_the_host_memory(
+    version: int, is_visible: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container sees its own group as the root. A job of Slurm has its limit in a parent of its group."""
+    machine = SimpleNamespace(total=2000 * GIB, available=1900 * GIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    assert memory.host_memory(tmp_path) == (2000 * GIB, 1900 * GIB)
+    names = memory._GROUP_FILES[version != 2]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    line = "0::/job_7/step_0" if version == 2 else "4:cpu,memory:/job_7/step_0"
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/x\n{line}\n")
+    root = tmp_path / "sys/fs/cgroup" / ("" if version == 2 else "memory")
+    write_group(root / "job_7" if is_visible else root, names, 100 * GIB, 30 * GIB, 10 * GIB)
+    if is_visible:
+        write_group(root / "job_7/step_0", names, "max" if version == 2 else 2**63 - 4096, 30 * GIB, 0)
+    assert memory.host_memory(tmp_path) == (100 * GIB, 80 * GIB)

@@ -84,7 +84,7 @@ def test_training_from_a_checkpoint_equals_undisturbed_training(
 def test_pinned_memory_of_earlier_copies_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     saving = Checkpointer({})
     tensors = {str(n): chunks_of(torch.zeros(n, device="cuda")) for n in (1000, 1024, 0)}
-    monkeypatch.setattr(checkpointer.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(checkpointer, "host_memory", lambda: SimpleNamespace(available=1000))
     for allocated, fits in ((2 * 8192 - 1000 + 500, True), (2 * 8192 - 1000 + 498, False), (0, False)):
         stats = {"allocated_bytes.current": allocated, "active_bytes.current": 500}
         monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda stats=stats: stats)

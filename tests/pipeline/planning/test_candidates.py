@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from engine import distributed
+from engine.host_memory import HostMemory
 from engine.memory import Rates, measure_shape
+from pipeline.config.schema import EngineSettings
 from pipeline.errors import UserError
 from pipeline.planning import planner
-from pipeline.planning.candidates import Capacity, candidates, fastest, predict
+from pipeline.planning.candidates import Capacity, candidates, fastest, measure_capacity, predict
 from pipeline.planning.demand import predict_bytes
 from pipeline.planning.planner import announce, plan
 from pipeline.planning.stage_task import stage_task
@@ -22,6 +24,14 @@ RATES = Rates(
     forward=3e-12, backward=6e-12, decode=3e-10, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
     disk=1e-9,
 )  # fmt: skip
+
+
+def test_the_ranks_of_this_machine_divide_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines with four ranks each. A container allows less memory than the machine has."""
+    monkeypatch.setattr("pipeline.planning.candidates.host_memory", lambda: HostMemory(100 * GIB, 10 * GIB))
+    assert measure_capacity(EngineSettings(), 8).host == 100 * GIB // 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert measure_capacity(EngineSettings(), 8).host == 100 * GIB // 4
 
 
 def test_less_memory_needs_settings_with_less_memory() -> None:
