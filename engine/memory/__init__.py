@@ -21,7 +21,15 @@ from engine.memory.phases import (
     training_bytes,
 )
 from engine.memory.rates import GPUS, Gpu, Rates, measure_rates, tabulated_rates
-from engine.memory.states import ModelStates, Owners, Workload, frozen_states, trained_states
+from engine.memory.states import (
+    ModelStates,
+    Owners,
+    Workload,
+    checkpoint_bytes,
+    frozen_states,
+    model_bytes,
+    trained_states,
+)
 
 __all__ = [
     "GPUS",
@@ -36,11 +44,13 @@ __all__ = [
     "Rates",
     "Workload",
     "activations",
+    "checkpoint_bytes",
     "frozen_states",
     "generation_bytes",
     "host_memory",
     "measure_rates",
     "measure_shape",
+    "model_bytes",
     "pipeline_training_bytes",
     "resting_bytes",
     "scoring_bytes",

@@ -147,6 +147,18 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     return states if work.is_cpu else replace(states, host_gradients=0)
 
 
+def checkpoint_bytes(shape: ModelShape, work: Workload) -> int:
+    """Return the bytes of a model that trains in a checkpoint, over all ranks: masters, moments and average."""
+    each = 2 if work.config.states == "bf16" else 4
+    copies = 1 + len(moment_names(work.optimizer)) + work.has_average
+    return each * copies * work.trained(shape) * shape.tensor
+
+
+def model_bytes(shape: ModelShape, work: Workload) -> int:
+    """Return the bytes of a complete model in compute precision."""
+    return BYTES[work.config.dtype] * shape.parameters * shape.tensor
+
+
 def _device_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
     """Return the states between steps, and the gradients, where masters and moments are next to the shards."""
     config, shards, trained = work.config, work.shards, work.trained(shape)

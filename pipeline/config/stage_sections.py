@@ -78,7 +78,9 @@ class StageSection(Section):
     log_every: int = Field(1, ge=1, description="steps between lines of metrics.jsonl")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: evaluate at the end only")
     save_every: int = Field(
-        0, ge=0, description="steps between checkpoints; 0: save about every tenth of the stage and every 15 minutes"
+        0,
+        ge=0,
+        description="steps between checkpoints; 0: save every 15 minutes, and checkpoints of at most 1 GiB about every tenth of the stage",
     )
     keep_checkpoints: int = Field(
         2, ge=1, description="number of checkpoints to retain during training, the newest ones"

@@ -20,6 +20,7 @@ from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, data_sizes
+from pipeline.planning.disk import run_bytes
 from pipeline.planning.planner import measure, more_memory
 from pipeline.planning.stage_task import StageTask, stage_task
 from pipeline.stages.data import on_rank_zero
@@ -110,6 +111,7 @@ def describe(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize])
         f"plan: {config.model.name} on {machine.name}",
         *([] if shown is configured else [instead]),
         *_stage_rows(tasks, shown),
+        _disk(config, tasks, shown),
         *_advice(config, shown, machine, fits=fits),
         *_cost(config, shown, machine),
         *_choices(choices, list(tasks)),
@@ -192,6 +194,11 @@ def _stage_rows(tasks: Mapping[str, StageTask], setting: Setting) -> Iterator[st
     offloaded = [max(getattr(c.demand, tier) for c in setting.values()) / GIB for tier in ("host", "nvme")]
     if any(offloaded):
         yield f"  offloaded for each rank: {offloaded[0]:.2f} GiB in host memory, {offloaded[1]:.2f} GiB in files"
+
+
+def _disk(config: RunConfig, tasks: Mapping[str, StageTask], setting: Setting) -> str:
+    seconds = {stage: candidate.stage_seconds for stage, candidate in setting.items()}
+    return f"  disk: {run_bytes(config, tasks, seconds) / GIB:,.2f} GiB, for checkpoints and exported models"
 
 
 def _advice(config: RunConfig, setting: Setting, machine: Machine, *, fits: Callable[[int], bool]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Before a stage starts: predict whether it fits in memory, and choose the setting with `engine=auto`."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
@@ -17,6 +18,7 @@ from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, later_size
+from pipeline.planning.disk import warn_of_disk
 from pipeline.planning.stage_task import DECODE_BATCH, StageTask, stage_task
 from pipeline.stages.restart import within_limits
 
@@ -92,6 +94,8 @@ def announce(
         config = config.model_copy(update={"rollout": rollout})
     if size is not None and "stage_seconds" not in record:
         record |= _expected_seconds(config, planned, size, policy, reward)
+    if distributed.is_rank_zero():
+        _print(warn_of_disk(config, planned.task, folder, record.get("stage_seconds", math.inf)))
     if record and distributed.is_rank_zero():
         write_json(folder / PLAN, record | {"ranks": world.size, "bytes": planned.demand.phases})
     distributed.barrier()

@@ -30,6 +30,8 @@ from pipeline.tracking.watchers import Watcher
 METRICS = "metrics.jsonl"
 NORMS = ("grad_norm", "critic_grad_norm")  # not finite in skipped steps, which skipped_steps counts
 SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, if save_every is 0, so that jobs with a time limit make progress
+LARGE = 2**30  # bytes of a checkpoint; ten of a larger one may take longer than the steps of a stage
+STATE_BYTES = 12  # of a trained parameter: fp32 master and two moments
 
 
 class StageRun:
@@ -69,8 +71,8 @@ class StageRun:
         self._section, self._watchers, self._longest = section, watchers or [], longest
         self._extra, self._take = extra, take
         self._checkpoints = Checkpoints(folder, engines, newest=section.keep_checkpoints)
-        self._engines = {**engines, **(frozen or {})}
-        self._save_every = section.save_every or max(1, math.ceil(steps / 10))
+        self._trained, self._engines = engines, {**engines, **(frozen or {})}
+        self._save_every = section.save_every or (steps if self._is_large() else max(1, math.ceil(steps / 10)))
         self._seconds_before = 0.0
         self._began = time.monotonic()
         self._saved: int | None = None
@@ -197,9 +199,9 @@ class StageRun:
     def save(self, step: int) -> None:
         """Write a checkpoint if one is due: every `save_every` steps, after the last and after the best step.
 
-        If `save_every` is 0, a checkpoint is due after each tenth of the stage and after `SECONDS_BETWEEN_SAVES`. It is
-        also due after a request to stop, which all ranks receive with the updates of the step. In this case Stopped is
-        raised when the checkpoint is complete.
+        If `save_every` is 0, a checkpoint is due after `SECONDS_BETWEEN_SAVES`, and after each tenth of the stage if it
+        has at most `LARGE` bytes. It is also due after a request to stop, which all ranks receive with the updates of
+        the step. In this case Stopped is raised when the checkpoint is complete.
         """
         stops = distributed.stop_requested()
         regular = step > 0 and (step % self._save_every == 0 or self._overdue(step))
@@ -233,10 +235,16 @@ class StageRun:
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
-        """Return whether the last checkpoint is too old by rank 0's clock. Checked 100 times between two saves."""
-        if self._section.save_every or step % math.ceil(self._save_every / 100):
+        """Return whether the last checkpoint is too old by rank 0's clock. Checked 1000 times in a stage."""
+        if self._section.save_every or step % math.ceil(self.steps / 1000):
             return False
         return bool(distributed.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
+
+    def _is_large(self) -> bool:
+        """Return whether a checkpoint has more than LARGE bytes. Every rank calls; a pipeline rank has a part of it."""
+        modules = [engine.module for engine in self._trained.values()]
+        trained = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
+        return distributed.max_over_ranks(float(trained)) * STATE_BYTES > LARGE
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""

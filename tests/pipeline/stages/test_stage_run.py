@@ -87,6 +87,21 @@ def test_checkpoints_are_saved_periodically_and_at_the_end(
     assert names(tmp_path) == [f"step-{n}" for n in saved]
 
 
+def test_a_large_checkpoint_is_written_by_the_clock_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten checkpoints of a model of 8 B parameters (96 GB each) take longer than the steps of a short stage."""
+    monkeypatch.setattr(stage_run, "LARGE", 8 * 12 - 1)  # the model has 8 parameters
+    for save_every, saved in ((0, [17, 25]), (5, [5, 10, 15, 20, 25])):
+        stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
+        for step in range(1, 26):
+            if step == 17:
+                stage._saved_at -= stage_run.SECONDS_BETWEEN_SAVES
+            stage.save(step)
+        stage.settle()
+        assert names(tmp_path / str(save_every)) == [f"step-{n}" for n in saved]
+
+
 def test_a_checkpoint_is_written_after_a_time_limit(tmp_path: Path) -> None:
     for save_every, saved in ((0, [3, 4, 6]), (4, [4])):
         stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
