@@ -10,6 +10,9 @@ cd "$(dirname "$0")/../.."
 machines="${MACHINES:?how many machines}"
 host="${HOST:?address of the machine where they meet}"
 gpus="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
+# torchrun itself gives a rank one thread, too few for an optimizer in host memory.
+threads=$(($(nproc) / gpus))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
 exec .venv/bin/torchrun \
     --nnodes "${machines}" --nproc-per-node "${gpus}" \
     --rdzv-id "${RUN_ID:-1}" --rdzv-backend c10d --rdzv-endpoint "${host}:${PORT:-29500}" \

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -338,4 +339,6 @@ def _follow(ranks: Ranks, control: Control) -> int:
             return int(message["end"])
         end = control.settle(_launch(message, ranks, control))
         if end.status in ENDED_EARLY:
+            with suppress(LeaderLost):
+                control.receive()  # srun may kill all tasks when one ends, and the first rank may still close wandb
             return end.status

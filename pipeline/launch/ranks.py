@@ -37,6 +37,8 @@ class Ranks:
     """Whether torchrun already has a store at address:port."""
     attempt: str = "0"
     """The restart count of torchrun or Slurm. A restarted job must not read store keys of the earlier attempt."""
+    gpus: int = 0
+    """The GPUs of this machine that Slurm gave to the ranks; 0 if it does not report them."""
 
     @property
     def leads(self) -> bool:
@@ -47,12 +49,14 @@ class Ranks:
 def external_ranks(env: Mapping[str, str]) -> Ranks | None:
     """Return the rank that torchrun or Slurm assigned to this process; None without them.
 
-    Raise UserError if RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT.
+    A single task of Slurm is no rank: it may be a shell (`srun --pty bash`) on a machine with several GPUs, and starts
+    its own ranks. Raise UserError if RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
     if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_STEP_ID" in env):
-        return _from_slurm(env)
+        ranks = _from_slurm(env)
+        return ranks if ranks.world > 1 else None
     return None
 
 
@@ -90,6 +94,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         port=int(env.get("MASTER_PORT") or SLURM_PORT + int(job) % 1000),
         started_by="Slurm",
         attempt=env.get("SLURM_RESTART_COUNT", "0"),
+        gpus=int(env.get("SLURM_GPUS_ON_NODE") or 0),
     )
 
 
@@ -114,7 +119,17 @@ def own_ranks(requested: int | None, gpus: int) -> Ranks:
 
 
 def check_rank_count(ranks: Ranks, requested: int | None) -> None:
-    """Raise UserError if ranks= differs from the number of ranks that torchrun or Slurm started."""
+    """Raise UserError if ranks= differs from the number of ranks that torchrun or Slurm started.
+
+    Without ranks=, raise UserError if Slurm started fewer tasks on this machine than it gave GPUs.
+    """
+    if requested is None and ranks.local_world < ranks.gpus:
+        tasks = f"{ranks.local_world} task{'s' if ranks.local_world > 1 else ''}"
+        raise UserError(
+            f"Slurm started {tasks} on a machine with {ranks.gpus} GPUs, and each task is a rank with one GPU: start "
+            f"one task per GPU (srun --ntasks-per-node={ranks.gpus}, as examples/slurm/train.sbatch) or one torchrun "
+            f"per machine (examples/slurm/torchrun.sbatch); ranks={ranks.world} uses only some of the GPUs"
+        )
     if requested is not None and requested != ranks.world:
         raise UserError(f"ranks={requested}, but {ranks.started_by} started {ranks.world} ranks: remove ranks=")
 
@@ -157,9 +172,11 @@ def count_gpus() -> int:
     """Return the number of GPUs that PyTorch can use.
 
     A subprocess imports PyTorch, and only if this machine has a GPU driver. The launcher itself does not import it.
+    `device_count` alone also counts GPUs whose driver is too old for this PyTorch.
     """
     if not may_have_gpus():
         return 0
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    counted = "torch.cuda.is_available() and torch.cuda.device_count()"
+    command = [sys.executable, "-c", f"import torch; print(int({counted}))"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return int(result.stdout.split()[-1]) if result.returncode == 0 and result.stdout.split() else 0

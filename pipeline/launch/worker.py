@@ -38,6 +38,13 @@ from pipeline.launch.failure import (
     USER_ERROR,
     advise,
 )
+from pipeline.launch.ranks import may_have_gpus
+
+WITHOUT_GPU = (
+    "warning: {stage} runs on CPUs, because this PyTorch cannot use a GPU of this machine: "
+    "docs/guides/troubleshooting.md (CUDA is not found) finds the cause; CUDA_VISIBLE_DEVICES= in front of the command "
+    "selects CPUs without this warning"
+)
 
 
 def stage_main(stage: str, module: str) -> None:
@@ -66,6 +73,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             if not config.debug:  # these warnings of libraries address programmers
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
                 warnings.filterwarnings("ignore", category=FutureWarning)
+                warnings.filterwarnings("default", message="CUDA initialization")  # why PyTorch cannot use a GPU
             gc.disable()  # the imports make 600,000 objects: a collection would only visit them
             from engine import distributed
 
@@ -73,7 +81,9 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             gc.freeze()  # later collections skip these objects
             gc.enable()
             distributed.observe_collectives(progress.own().collective)
-            distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
+            world = distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
+            if world.rank == 0 and world.device.type == "cpu" and may_have_gpus():
+                print(WITHOUT_GPU.format(stage=stage), file=sys.stderr, flush=True)
             run_stage(config, run_dir / stage)
             distributed.stop()
             _send({"kind": FINISHED})

@@ -84,7 +84,8 @@ def hang(how, hang_seconds):
 def without_torch():
     """Replace the engine by a module whose process group does nothing."""
     engine, distributed = types.ModuleType("engine"), types.ModuleType("engine.distributed")
-    distributed.start, distributed.stop, engine.distributed = (lambda namespace: None), (lambda: None), distributed
+    world = types.SimpleNamespace(rank=int(os.environ["RANK"]), device=types.SimpleNamespace(type="cpu"))
+    distributed.start, distributed.stop, engine.distributed = (lambda namespace: world), (lambda: None), distributed
     distributed.observe_collectives = lambda observer: None
     sys.modules.update({"engine": engine, "engine.distributed": distributed})
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,7 +17,8 @@ import yaml
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
-from pipeline.launch import processes, ranks, worker
+from pipeline.launch import command, processes, ranks, worker
+from pipeline.launch.control import LeaderLost
 from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd, save_traceback
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, allocator_settings, check_rank_count, external_ranks, first_host, own_ranks
@@ -255,6 +257,22 @@ def test_ranks_die_with_a_killed_launcher(fake):
     assert _gone_within(fake, 3)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_stopped_launcher_waits_until_the_first_one_ends(is_lost, monkeypatch):
+    """`srun --kill-on-bad-exit=1` kills the task of the first rank when the task of another rank has ended."""
+    messages = [{"stage": "sft"}, {"end": 143}]
+
+    def receive():
+        if is_lost and len(messages) == 1:
+            raise LeaderLost("gone")
+        return messages.pop(0)
+
+    monkeypatch.setattr(command, "_launch", lambda *_: StageEnd(143))
+    control = SimpleNamespace(receive=receive, settle=lambda end: end)
+    assert command._follow(own_ranks(1, gpus=0), control) == 143
+    assert len(messages) == is_lost
+
+
 # Ranks and their environment
 
 
@@ -277,6 +295,22 @@ def test_a_batch_script_of_slurm_is_not_a_rank():
     assert external_ranks({}) is None
 
 
+def test_a_single_task_of_slurm_starts_its_own_ranks():
+    """`srun --gpus=8 --pty bash` starts a shell as the only task, and a command in it uses all GPUs."""
+    shell = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_GPUS_ON_NODE": "8"}
+    assert external_ranks(shell) is None
+
+
+def test_fewer_tasks_of_slurm_than_gpus_are_refused():
+    env = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    started = external_ranks({**env, "SLURM_GPUS_ON_NODE": "8"})
+    with pytest.raises(UserError, match=r"1 task on a machine with 8 GPUs.*--ntasks-per-node=8.*ranks=2"):
+        check_rank_count(started, None)
+    check_rank_count(started, 2)
+    check_rank_count(external_ranks({**env, "SLURM_GPUS_ON_NODE": "1"}), None)
+    check_rank_count(external_ranks(env), None)
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [("n1,n2", "n1"), ("gpu[07-09,12],cpu1", "gpu07"), ("a-b[1,3].x", "a-b1.x"), ("rack3-[002]", "rack3-002")],
@@ -291,6 +325,27 @@ def test_one_process_for_each_gpu():
     assert own_ranks(2, gpus=4).world == 2
     with pytest.raises(UserError, match="ranks=3, but this machine has 2 GPUs: set ranks=2 or less"):
         own_ranks(3, gpus=2)
+
+
+@pytest.mark.parametrize(("usable", "count"), [(True, 8), (False, 0)])
+def test_gpus_with_a_driver_that_is_too_old_do_not_count(usable, count, tmp_path, monkeypatch):
+    """`device_count` asks the driver's library and does not start CUDA."""
+    (tmp_path / "torch.py").write_text(
+        f"class cuda:\n    is_available = lambda: {usable}\n    device_count = lambda: 8\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(ranks, "may_have_gpus", lambda: True)
+    assert ranks.count_gpus() == count
+
+
+def test_ranks_on_cpus_of_a_machine_with_gpus_print_one_warning(fake, tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert ends(fake).status == 0
+    assert capfd.readouterr().err == ""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    assert ends(fake).status == 0
+    assert capfd.readouterr().err.count("warning: sft runs on CPUs, because this PyTorch cannot use a GPU") == 1
 
 
 def test_ranks_belong_to_whoever_started_them():
