@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -148,19 +149,28 @@ def _create(path: Path) -> bool:
 
 
 def _lock(path: Path) -> IO[str]:
-    """Lock the folder and return the open lock file. The kernel releases the lock when the process ends."""
+    """Lock the folder and return the open lock file. The kernel releases the lock when the process ends.
+
+    A file system without locks (Lustre with `noflock`) gives a warning.
+    """
     try:
         lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - the open file is the lock
     except OSError as problem:
         raise UserError(f"cannot write in the run folder {path}: {problem.strerror}; set run_dir=FOLDER") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (BlockingIOError, PermissionError):  # the second one from some network file systems
         lock.seek(0)
         holder = lock.read().strip() or "another process"
         lock.close()
         advice = "wait until it ends, end it, or set another name="
         raise UserError(f"{path} is in use by {holder}: {advice}") from None
+    except OSError as problem:
+        print(
+            f"warning: the file system of {path} has no locks ({problem.strerror}): start no second command with this "
+            "run folder",
+            file=sys.stderr,
+        )
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()

@@ -1,6 +1,9 @@
-"""A single stage reads all rows. The stages of one run divide the rows."""
+"""The lock of a run folder, and the rows of its stages: a single stage reads all, those of one run divide them."""
 
+import errno
+import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import yaml
 
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.data.load import load_stage
-from pipeline.launch.folder import with_stage_shares
+from pipeline.errors import UserError
+from pipeline.launch.folder import open_folder, with_stage_shares
 from tests.tiny import tiny_config
 
 
@@ -61,3 +65,27 @@ def test_a_later_stage_of_a_run_does_not_read_the_prompts_of_an_earlier_one(conf
 def test_generated_data_have_rows_for_each_stage_and_no_shares(tmp_path: Path) -> None:
     config = tiny_config()
     assert with_stage_shares(config, tmp_path, ["sft"]) is config
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_gives_a_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lustre may be mounted with noflock, and only its administrator can change that."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    config = tiny_config().model_copy(update={"run_dir": str(tmp_path / "run")})
+    open_folder(config, ["sft"]).close()
+    assert "has no locks" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    config = config.model_copy(update={"run_dir": str(tmp_path / "run")})
+    first = open_folder(config, ["sft"])
+    with pytest.raises(UserError, match="is in use by process"):
+        open_folder(config, ["sft"])
+    first.close()
+    open_folder(config, ["sft"]).close()
