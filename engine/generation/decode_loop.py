@@ -96,16 +96,17 @@ class DecodeLoop:
         while session.busy:
             yield from session.advance()
 
-    def session(self, slots: int, prompt_tokens: int, new_tokens: int) -> DecodeSession:
+    def session(self, slots: int, prompt_tokens: int, new_tokens: int, *, sharing: int = 1) -> DecodeSession:
         """Return an empty session with at most `slots` sequences at a time; with little memory there are fewer.
 
-        Prompts have at most `prompt_tokens` tokens, and answers at most `new_tokens`.
+        Prompts have at most `prompt_tokens` tokens, and answers at most `new_tokens`. `sharing` caches divide the free
+        memory.
         """
-        return self._open(CacheDemand(prompt_tokens, new_tokens, slots, slots, slots))
+        return self._open(CacheDemand(prompt_tokens, new_tokens, slots, slots, slots), sharing)
 
-    def _open(self, demand: CacheDemand) -> DecodeSession:
+    def _open(self, demand: CacheDemand, sharing: int = 1) -> DecodeSession:
         """Return a session on the current decode step, or on a new one if cache or weights have new addresses."""
-        cache, module = self._cache_for(demand), self.model.module
+        cache, module = self._cache_for(demand, sharing), self.model.module
         addresses = [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
         if self._step is None or addresses != self._addresses:
             self._samplers.clear()
@@ -114,10 +115,10 @@ class DecodeLoop:
         scheduler = Scheduler(sequences, cache.size.prompt_slots, prefill_tokens)
         return DecodeSession(self._step, self._sampler_for, scheduler, WINDOW if self.use_graphs else 0)
 
-    def _cache_for(self, demand: CacheDemand) -> KVCache:
+    def _cache_for(self, demand: CacheDemand, sharing: int) -> KVCache:
         """Return the current cache if it is large enough, else a new cache within the bound."""
         reusable = 0 if self.cache is None or self.cache_bytes is not None else self.cache.size.tokens // 2
-        bound = default_cache_bytes(self.device) if self.cache_bytes is None else self.cache_bytes
+        bound = default_cache_bytes(self.device) // sharing if self.cache_bytes is None else self.cache_bytes
         tokens = bound // self.token_bytes + reusable
         size = demand.size_within(tokens)
         if self.cache is None or not demand.fits(self.cache.size, size.sequences):

@@ -135,17 +135,18 @@ class Generator:
             check_logprobs(sampled)
             yield sampled
 
-    def session(self, slots: int, prompt_tokens: int, new_tokens: int) -> DecodeSession:
+    def session(self, slots: int, prompt_tokens: int, new_tokens: int, *, sharing: int = 1) -> DecodeSession:
         """Return an empty batch to which requests can be added while others decode.
 
         At most `slots` sequences decode at a time, or fewer with little memory. Prompts have at most `prompt_tokens`
-        tokens, answers at most `new_tokens`. Raises ValueError if the decode loop does not support the model.
+        tokens, answers at most `new_tokens`. `sharing` generators divide the free memory of the device: their caches
+        are allocated later, when tokens arrive. Raises ValueError if the decode loop does not support the model.
         """
         backend = self.backend
         if not isinstance(backend, DecodeLoop):
             name = type(self.module).__name__
             raise ValueError(f"{name} cannot decode requests that arrive one by one: {self._reason}")
-        return backend.session(slots, prompt_tokens, new_tokens)
+        return backend.session(slots, prompt_tokens, new_tokens, sharing=sharing)
 
     def refresh(self) -> None:
         """Use the current weights of `module`."""

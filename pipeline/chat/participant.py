@@ -153,10 +153,16 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = _random_module(source) if source.folder is None else _stored_module(source)
     tokenizer = tokenizer or load_tokenizer(str(source.folder))
-    module = module.eval().to(device)
-    rollouts = Generator(module, device)
     try:
+        module = module.eval().to(device)
+        rollouts = Generator(module, device)
         rollouts.refresh()  # runs a few tokens as a trial
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise UserError(
+            f"{model.folder} does not fit into the free memory of the GPU ({reason}): end other programs on this GPU, "
+            "load fewer models, or write CUDA_VISIBLE_DEVICES= in front of the command to use the CPU"
+        ) from error
     except ValueError as error:
         raise UserError(f"{model.folder}: {error}") from error
     return ChatParticipant(model.name, rollouts, tokenizer, attention.max_positions(module))

@@ -3,12 +3,11 @@
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from engine import Generator
 from pipeline.chat.folder import ChatModel
-from pipeline.chat.participant import load
+from pipeline.chat.participant import ChatParticipant, load
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
@@ -86,34 +85,39 @@ def load_all(models: Sequence[ChatModel], options: Namespace, *, skip_base: bool
     """
     if options.slots < 1 or (options.context is not None and options.context < 2):
         raise UserError(f"--slots {options.slots} must be at least 1 and --context {options.context} at least 2")
-    served: dict[str, ServedModel] = {}
+    loaded: dict[str, ChatParticipant] = {}
     for model in models:
         name = model.name
-        while name in served:
+        while name in loaded:
             name += "+"
         try:
-            loaded = load_served(model, options.slots, options.context, trust_remote_code=options.trust_remote_code)
+            participant = load(model, trust_remote_code=options.trust_remote_code)
+            check_context(participant, options.context)
         except UserError as problem:
             if not (model.is_base and skip_base):
                 raise
             print(f"{name} is left out: {problem}", file=sys.stderr)
             continue
-        served[name] = replace(loaded, name=name)
-    return served
+        participant.name = name
+        loaded[name] = participant
+    # All weights come first: the batches divide the memory that is then free.
+    return {name: serve(each, options.slots, options.context, sharing=len(loaded)) for name, each in loaded.items()}
 
 
-def load_served(model: ChatModel, slots: int, context: int | None, *, trust_remote_code: bool = False) -> ServedModel:
-    """Load a model and create its batch. Raises UserError if the model cannot be served."""
-    participant = load(model, trust_remote_code=trust_remote_code)
-    generator: Generator = participant.rollouts
+def check_context(participant: ChatParticipant, context: int | None) -> None:
+    """Raise UserError if a model has fewer positions than `context`."""
     limit = participant.positions
     if context is not None and limit is not None and context > limit:
         raise UserError(
-            f"--context {context} is longer than the {limit} positions of {model.name}; set {limit} or less"
+            f"--context {context} is longer than the {limit} positions of {participant.name}; set {limit} or less"
         )
-    longest = context or min(limit or LONGEST_CONTEXT, LONGEST_CONTEXT)
+
+
+def serve(participant: ChatParticipant, slots: int, context: int | None, *, sharing: int = 1) -> ServedModel:
+    """Create the batch of a model. `sharing` models divide the free memory. Raises UserError if it cannot be served."""
+    longest = context or min(participant.positions or LONGEST_CONTEXT, LONGEST_CONTEXT)
     try:
-        session = generator.session(slots, longest, longest)
+        session = participant.rollouts.session(slots, longest, longest, sharing=sharing)
     except ValueError as problem:
-        raise UserError(f"{model.name}: {problem}") from problem
-    return ServedModel(model.name, participant.tokenizer, session, longest)
+        raise UserError(f"{participant.name}: {problem}") from problem
+    return ServedModel(participant.name, participant.tokenizer, session, longest)

@@ -13,8 +13,9 @@ from openai import OpenAI
 from starlette.applications import Starlette
 
 from pipeline.chat.folder import ChatModel
+from pipeline.chat.participant import load
 from pipeline.serve.batcher import Token
-from pipeline.serve.models import ServedModel, load_served
+from pipeline.serve.models import ServedModel, serve
 from tests.test_chat import save_model
 
 LIMIT = 120.0  # seconds; a condition that is not met by then fails its test
@@ -32,7 +33,7 @@ def small_models(root: Path, *names: str, slots: int) -> dict[str, ServedModel]:
     """Write tiny models of different weights to folders of `root`, and load them."""
     for seed, name in enumerate(names):
         save_model(root / name, seed)
-    return {name: load_served(ChatModel(name, root / name), slots, None) for name in names}
+    return {name: serve(load(ChatModel(name, root / name)), slots, None) for name in names}
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""The models of a server: how they share the memory, and what is printed where it is too small."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Generator
+from engine.generation import decode_loop
+from pipeline.chat.folder import ChatModel
+from pipeline.chat.participant import load
+from pipeline.errors import UserError
+from pipeline.serve.models import load_all
+from tests.test_chat import save_model
+
+OPTIONS = Namespace(slots=32, context=64, trust_remote_code=False)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[ChatModel]:
+    for seed, name in enumerate(("ppo", "sft")):
+        save_model(tmp_path / name, seed)
+    return [ChatModel(name, tmp_path / name) for name in ("ppo", "sft")]
+
+
+def test_models_divide_the_free_memory(models: list[ChatModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache is allocated when tokens arrive, so that a model cannot see the caches of the others."""
+    token_bytes = load(models[0]).rollouts.backend.token_bytes  # type: ignore[attr-defined]
+    room = 17 * 64 * token_bytes  # 8 prompts, 8 answers and the scratch answer
+    monkeypatch.setattr(decode_loop, "default_cache_bytes", lambda device: room)
+    assert [model.session.slots for model in load_all(models[:1], OPTIONS).values()] == [8]
+    assert [model.session.slots for model in load_all(models, OPTIONS).values()] == [3, 3]
+
+
+def test_models_with_the_same_name_are_distinguished(models: list[ChatModel]) -> None:
+    served = load_all([models[0], ChatModel("ppo", models[1].folder)], OPTIONS)
+    assert [(name, model.name) for name, model in served.items()] == [("ppo", "ppo"), ("ppo+", "ppo+")]
+
+
+def test_a_model_that_does_not_fit_on_the_gpu(
+    models: list[ChatModel], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(generator: Generator) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    monkeypatch.setattr(Generator, "refresh", refuse)
+    with pytest.raises(UserError, match=r"ppo does not fit into .* \(CUDA out of memory\): .*CUDA_VISIBLE_DEVICES="):
+        load_all(models, OPTIONS)
