@@ -125,9 +125,10 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
         reward_tokenizer = load_tokenizer(str(model_folder(folder)), chat_template=None)
         if reward_tokenizer.fingerprint() != tokenizer.fingerprint():
             raise UserError(
-                f"the reward model in {folder} has another tokenizer than the actor in {policy_folder}, so it would "
-                "score other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same "
-                "run)"
+                f"the reward model in {folder} has another tokenizer or chat template than the actor in "
+                f"{policy_folder}, so it would score other text than the actor writes; train it with the actor's "
+                "tokenizer (stage=reward in the same run), or serve it and score with ppo.reward_function "
+                "(examples/rewards/service.py)"
             )
         rewards.append(reward)
     return ModelSources(actor, rewards[0], tokenizer, rewards)

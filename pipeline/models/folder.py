@@ -1,6 +1,7 @@
 """Find the model in a folder that a configuration key names, or say what the folder has instead."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def model_folder(location: str | Path, key: str = "model") -> Path:
     if folder.is_file():
         raise UserError(f"{key}={location} is a file: set the folder of the model, {key}={folder.parent}")
     if not folder.is_dir():
-        raise UserError(f"{key}={location}: there is no such folder (relative paths start at {Path.cwd()})")
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(location)) and not folder.parent.is_dir()
+        hub = f"; download a model of the hub first: hf download {location} --local-dir FOLDER" if is_name else ""
+        raise UserError(f"{key}={location}: there is no such folder (relative paths start at {Path.cwd()}){hub}")
     likely = {"actor": ANSWERING, "reward": ("reward",)}.get(key, reversed(STAGES))
     stages = [stage for stage in likely if (folder / stage / "model" / "config.json").is_file()]
     if stages:

@@ -49,6 +49,15 @@ def test_sources_without_a_model_are_refused(tmp_path: Path) -> None:
     assert "no model.safetensors" in error_of(model_config(path=str(tmp_path)))
 
 
+def test_the_name_of_a_hub_model_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match=r"reward=Me/Model: there is no such folder .*hf download Me/Model --local-dir"):
+        model_folder("Me/Model", "reward")
+    with pytest.raises(UserError, match=r"actor=runs/x: there is no such folder \(relative paths start at [^)]*\)$"):
+        model_folder("runs/x", "actor")
+
+
 def test_pickles_are_refused_with_a_remedy(tmp_path: Path) -> None:
     language_model(config_of("llama")).config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
