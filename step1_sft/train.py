@@ -29,7 +29,7 @@ from pipeline.models.stage_models import (
     require_scorer,
     run_tokenizer,
 )
-from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, stage_records
+from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, log_divided, stage_records
 from pipeline.stages.start import (
     open_stage,
     optimizer_config,
@@ -50,6 +50,7 @@ def run(config: RunConfig, folder: Path) -> None:
     _check_model(config, source, tokenizer)
     encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
     data = examples("sft", config.sft, records, encode)
+    log_divided("sft", tokenizer)
     if distributed.is_rank_zero():
         first = data.train[0]
         shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)

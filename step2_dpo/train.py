@@ -20,7 +20,7 @@ from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
 from pipeline.models.stage_models import actor_folder, policy_to_tune, require_context
-from pipeline.stages.data import evaluation_prompts, examples, log_undecided, stage_records
+from pipeline.stages.data import evaluation_prompts, examples, log_divided, log_undecided, stage_records
 from pipeline.stages.start import (
     open_stage,
     optimizer_config,
@@ -57,6 +57,7 @@ def run(config: RunConfig, folder: Path) -> None:
     form = PAIRS if config.dpo.reads_pairs else LABELS
     records = form.select(stage_records(config, "dpo"))
     data = examples("dpo", config.dpo, records, partial(form.encode, tokenizer, max_length=config.dpo.max_length))
+    log_divided("dpo", tokenizer)
     prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
     del records  # frees the texts
     plan = plan_stage(config, "dpo", folder, data.train, policy=source)

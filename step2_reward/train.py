@@ -27,7 +27,7 @@ from pipeline.models.stage_models import (
     require_context,
     run_tokenizer,
 )
-from pipeline.stages.data import check_data_to_come, examples, log_undecided, stage_records
+from pipeline.stages.data import check_data_to_come, examples, log_divided, log_undecided, stage_records
 from pipeline.stages.start import open_stage, optimizer_config, plan_stage
 from pipeline.stages.supervised import SupervisedTask, train_supervised
 from step2_reward.batches import RewardBatches
@@ -48,6 +48,7 @@ def run(config: RunConfig, folder: Path) -> None:
     log_undecided("reward", records.train)
     encode = partial(encode_preferences, tokenizer, max_length=config.reward.max_length)
     data = examples("reward", config.reward, records, encode)
+    log_divided("reward", tokenizer)
     del records  # frees the texts
     plan = plan_stage(config, "reward", folder, data.train, policy=source)
     config, section = plan.config, plan.config.reward

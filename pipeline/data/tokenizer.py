@@ -10,6 +10,7 @@ contain.)
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -56,6 +57,7 @@ class ChatTokenizer:
     end_id: the token after an answer; end_ids: all tokens that end an answer (end_id, then eos)
     pad_id: the padding token; it may equal an end token, because masks are made from lengths
     vocab_size: one more than the largest id
+    divided: how many answers had the name of each control token, which was encoded as plain text
     """
 
     def __init__(self, hf: "PreTrainedTokenizerBase") -> None:
@@ -80,6 +82,7 @@ class ChatTokenizer:
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
         self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
         self.vocab_size: int = max(len(hf), max(hf.get_vocab().values()) + 1)
+        self.divided: Counter[str] = Counter()
         self._layout = lru_cache(maxsize=4096)(self._make_layout)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -96,10 +99,12 @@ class ChatTokenizer:
 
     def encode_answers(self, answers: Sequence[str]) -> list[list[int]]:
         """Return the ids of many answers, each with its end token."""
-        return [
-            [*(self._plain(answer) if self._controls(ids) else ids), self.end_id]
-            for ids, answer in zip(self._encode(answers), answers, strict=True)
-        ]
+        encoded = []
+        for ids, answer in zip(self._encode(answers), answers, strict=True):
+            names = {self._control[token] for token in self._controls(ids)}
+            self.divided.update(names)
+            encoded.append([*(self._plain(answer) if names else ids), self.end_id])
+        return encoded
 
     def encode_conversations(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
         """Return (ids, counts) of conversations that end with an answer. counts: True for answers and end tokens."""

@@ -1,5 +1,6 @@
 """The data of a stage: records, token ids and evaluation prompts, made by rank 0 for all ranks."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,19 @@ def examples(
             f"a source, or use {stage}.export=last"
         )
     return Examples(train, held_out, {**records.skipped, **notes})
+
+
+def log_divided(stage: str, tokenizer: ChatTokenizer) -> None:
+    """Print a warning if answers had the names of control tokens. Call on every rank, after `examples`."""
+    if distributed.is_rank_zero() and tokenizer.divided:
+        names = ", ".join(f"{name} in {count:,}" for name, count in tokenizer.divided.most_common())
+        print(
+            f"warning: {stage}: answers have names of control tokens, which are read as plain text ({names}). Remove "
+            "them from the data; or, if they mark reasoning, set model.chat_template=FILE to a template that does not "
+            "write them",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.records import Message
@@ -103,6 +103,19 @@ def test_overlapping_special_names_in_texts_are_split() -> None:
 def test_the_longest_matching_name_is_the_end_token() -> None:
     each = ChatTokenizer(tokenizer("{% for m in messages %}{{ m.content + '<e>!' }}{% endfor %}", "<e", "<e>"))
     assert each.hf.convert_ids_to_tokens(each.end_ids[0]) == "<e>"
+
+
+def test_answers_with_names_of_control_tokens_are_counted() -> None:
+    """Reasoning marks that the template writes are plain text in an answer; otherwise they are tokens."""
+    answers = ["<think>\na\n</think>\n\nb", "<think>", "c"]
+    marks = [AddedToken(mark, special=False) for mark in ("<think>", "</think>")]
+    for template, divided in ((THINKING, {"<think>": 2, "</think>": 1}), (CHATML, {})):
+        hf = tokenizer(template, "<|im_start|>", "<|im_end|>")
+        hf.add_tokens(marks)
+        chat_tokenizer = ChatTokenizer(hf)
+        ids = chat_tokenizer.encode_answers(answers)
+        assert chat_tokenizer.divided == divided
+        assert (hf.convert_tokens_to_ids("<think>") in ids[0]) == (not divided)
 
 
 def test_the_unknown_token_is_not_a_control_token() -> None:

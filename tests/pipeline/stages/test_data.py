@@ -11,7 +11,7 @@ from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
-from pipeline.stages.data import log_cut, on_rank_zero
+from pipeline.stages.data import log_cut, log_divided, on_rank_zero
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
@@ -62,6 +62,17 @@ def test_the_first_stage_refuses_invalid_data_of_later_stages(
     assert capsys.readouterr().out == ""
     stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft", NONE)
     assert capsys.readouterr().out.startswith("sft: checking the data of ppo")
+
+
+def test_names_of_control_tokens_in_answers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer(["Some text."], 300)
+    log_divided("sft", tokenizer)
+    assert capsys.readouterr().err == ""
+    tokenizer.encode_answers(["a<|end|>", "<|end|><|user|>b<|end|>", "c"])
+    log_divided("sft", tokenizer)
+    message = capsys.readouterr().err
+    assert message.startswith("warning: sft: answers have names of control tokens")
+    assert "(<|end|> in 2, <|user|> in 1)" in message and "set model.chat_template=FILE" in message
 
 
 def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
