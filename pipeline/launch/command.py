@@ -224,7 +224,8 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
 
 def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
     """Print the predicted memory and time of the stages, without a run folder."""
-    with tempfile.TemporaryDirectory(prefix="zerochat-plan-") as run_dir:
+    shared = None if ranks.local == ranks.world else Path.cwd()  # other machines do not see the temporary folder
+    with tempfile.TemporaryDirectory(prefix=".zerochat-plan-", dir=shared) as run_dir:
         folder = Path(run_dir) / "plan"
         folder.mkdir()
         write_atomically(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -273,6 +273,18 @@ def test_a_stopped_launcher_waits_until_the_first_one_ends(is_lost, monkeypatch)
     assert len(messages) == is_lost
 
 
+@pytest.mark.parametrize("is_external", [False, True])
+def test_every_machine_of_a_plan_sees_its_configuration(is_external, tmp_path, monkeypatch):
+    """The temporary folder belongs to one machine, and the current folder is on a disk that the machines share."""
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    monkeypatch.setattr(command, "_start", lambda stage, run_dir, *_, **__: folders.append(run_dir) or StageEnd(0))
+    started = Ranks(2, 0, 1, 0, 1, "h", 7, "torchrun") if is_external else own_ranks(2, gpus=0)
+    command._plan(validate(compose(["model=gpt2", "stage=plan"])), started, SimpleNamespace())
+    assert (folders[0].parent == tmp_path) == is_external
+    assert not folders[0].exists()
+
+
 # Ranks and their environment
 
 
