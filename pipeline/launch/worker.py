@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Any
 from pipeline import progress
 from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
-from pipeline.errors import STOP_SIGNALS, RestartStage, handle_signals, printable, raise_stopped
+from pipeline.errors import STOP_SIGNALS, RestartStage, UserError, handle_signals, printable, raise_stopped
 from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
@@ -69,6 +70,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set SIGINT to ignored
     try:
         with handle_signals(raise_stopped):
+            _check_folder(run_dir / stage)
             config = read_config(run_dir / stage)
             if not config.debug:  # these warnings of libraries address programmers
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
@@ -105,6 +107,15 @@ def write_stack_on_request() -> None:
     if STACK in os.environ:
         faulthandler.register(signal.SIGUSR2, file=int(os.environ[STACK]), all_threads=False)
     progress.own()  # the first change of the row allows the launcher to send the signal
+
+
+def _check_folder(stage_dir: Path) -> None:
+    """Raise UserError if this machine does not see the configuration that the first machine has written."""
+    if not (stage_dir / "config.yaml").exists():
+        raise UserError(
+            f"{stage_dir} has no config.yaml on the machine {socket.gethostname()}, but the first machine has written "
+            "it: the run folder must be on a file system that all machines share; set run_dir= to such a folder"
+        )
 
 
 def read_config(stage_dir: Path) -> RunConfig:

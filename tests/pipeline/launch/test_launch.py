@@ -285,6 +285,14 @@ def test_every_machine_of_a_plan_sees_its_configuration(is_external, tmp_path, m
     assert not folders[0].exists()
 
 
+def test_a_run_folder_that_a_machine_does_not_share_is_named(tmp_path):
+    rank = [sys.executable, "-m", "step1_sft", "--worker", str(tmp_path)]
+    done = subprocess.run(rank, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"has no config.yaml on the machine {socket.gethostname()}" in done.stderr
+    assert "set run_dir= to such a folder" in done.stderr and "Traceback" not in done.stderr
+
+
 # Ranks and their environment
 
 
