@@ -2,12 +2,14 @@
 
 import argparse
 import io
+import os
 import secrets
 import sys
 from pathlib import Path
 
 from pipeline.errors import UserError, exit_status
 from pipeline.installation import CHAT, require_packages
+from pipeline.launch.ranks import thread_settings
 
 USAGE = """\
 Chat with a model in the terminal.
@@ -50,6 +52,7 @@ def _chat(options: argparse.Namespace) -> int:
     from pipeline.chat.folder import find, find_each
 
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
+    os.environ |= thread_settings(1, os.environ)  # torch reads them when it is imported
     from engine import Sampling
     from pipeline.chat.participant import load
     from pipeline.chat.session import OPTIONS, Session, typed_lines

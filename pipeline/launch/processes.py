@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ from pipeline.launch.failure import (
     StageEnd,
     merge_ends,
 )
-from pipeline.launch.ranks import Ranks, allocator_settings, may_have_gpus
+from pipeline.launch.ranks import Ranks, allocator_settings, may_have_gpus, thread_settings
 from pipeline.launch.watchdog import RankState, RankWatch
 from pipeline.progress import DESCRIPTOR
 
@@ -133,7 +133,8 @@ def launch_stage(
     signals, memory_kills = _Signals(), count_out_of_memory_kills()
     place = "" if ranks.local == ranks.world else f" (host {socket.gethostname()})"
     with handle_signals(signals.note, (signal.SIGINT, *STOP_SIGNALS)):
-        workers = [_start(stage, run_dir, ranks, number, shared_store) for number in range(ranks.local)]
+        threads = thread_settings(ranks.local_world, os.environ)
+        workers = [_start(stage, run_dir, ranks, number, shared_store, threads) for number in range(ranks.local)]
         try:
             outcome = _watch(workers, signals, others)
             if outcome == "stop":
@@ -162,12 +163,14 @@ def _stop_notice(stage: str, received: signal.Signals) -> str:
     return f"\n{stage}: {received.name} received: the ranks finish and save the current step, then stop{hint}"
 
 
-def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: bool) -> _Worker:
+def _start(
+    stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: bool, threads: Mapping[str, str]
+) -> _Worker:
     read_end, write_end = os.pipe()
     fcntl.fcntl(read_end, fcntl.F_SETFL, os.O_NONBLOCK)
     watch = RankWatch(ranks.first + number)
     row, stack = watch.descriptors
-    env = _environment(ranks, number, shared_store) | {FAILURE_PIPE: str(write_end), DESCRIPTOR: str(row)}
+    env = _environment(ranks, number, shared_store, threads) | {FAILURE_PIPE: str(write_end), DESCRIPTOR: str(row)}
     if may_have_gpus():
         # Settings of the user have priority.
         env = watch.flight_recorder(run_dir / stage) | allocator_settings(env) | env
@@ -182,10 +185,9 @@ def _start(stage: str, run_dir: Path, ranks: Ranks, number: int, shared_store: b
     return _Worker(ranks.first + number, process, read_end, watch)
 
 
-def _environment(ranks: Ranks, number: int, shared_store: bool) -> dict[str, str]:
-    threads = max(1, (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1))
+def _environment(ranks: Ranks, number: int, shared_store: bool, threads: Mapping[str, str]) -> dict[str, str]:
     env = {
-        "OMP_NUM_THREADS": str(max(1, threads // ranks.local_world)),
+        **threads,
         LOG_LEVEL: "ERROR",
         **os.environ,
         "RANK": str(ranks.first + number),

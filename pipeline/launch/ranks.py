@@ -18,6 +18,9 @@ SLURM_PORT = 29400
 PORTS = range(20_000, 29_000)
 EXPANDABLE = "expandable_segments:True"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+WAITING_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+SPINS = 10_000  # of a waiting thread before it sleeps; libgomp's default is 300,000
+BUSY_CORES = 0.5
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,24 @@ def allocator_settings(env: Mapping[str, str]) -> dict[str, str]:
     if configured and EXPANDABLE not in ",".join(configured):
         return {}
     return ({} if configured else {ALLOCATOR_VARIABLES[0]: EXPANDABLE}) | {"NCCL_GRAPH_REGISTER": "0"}
+
+
+def thread_settings(local_world: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return OpenMP's settings for the ranks of this machine. Those of the user, in `env`, have priority.
+
+    The ranks divide the cores. By default a waiting thread spins for milliseconds. Where another program uses a core,
+    the threads thus take the time of the thread that they wait for, in each operator. Threads that sleep are slower on
+    an idle machine, so they sleep at once only if other programs are busy now. Otherwise they spin for about 0.1 ms
+    (docs/engineering/measurements.md, Busy machines).
+    """
+    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()) or 1
+    settings = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, cores // local_world)))}
+    if settings["OMP_NUM_THREADS"] == "1" or env.keys() & WAITING_VARIABLES:
+        return settings
+    import psutil  # here, because the launcher reports missing packages
+
+    busy_cores = psutil.cpu_percent(interval=0.3) / 100 * (psutil.cpu_count() or 1)
+    return settings | ({"OMP_WAIT_POLICY": "passive"} if busy_cores > BUSY_CORES else {"GOMP_SPINCOUNT": str(SPINS)})
 
 
 def count_gpus() -> int:

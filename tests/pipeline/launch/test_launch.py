@@ -11,6 +11,7 @@ from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 
@@ -21,7 +22,15 @@ from pipeline.launch import command, processes, ranks, worker
 from pipeline.launch.control import LeaderLost
 from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd, save_traceback
 from pipeline.launch.processes import launch_stage
-from pipeline.launch.ranks import Ranks, allocator_settings, check_rank_count, external_ranks, first_host, own_ranks
+from pipeline.launch.ranks import (
+    Ranks,
+    allocator_settings,
+    check_rank_count,
+    external_ranks,
+    first_host,
+    own_ranks,
+    thread_settings,
+)
 from tests.forked_launch import launch
 from tests.ranks import Worker
 
@@ -58,6 +67,22 @@ def test_ranks_get_their_environment(fake, monkeypatch):
     assert env[0]["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert env[0]["TORCH_CPP_LOG_LEVEL"] == "ERROR"  # a lost store prints no C++ stacks
     assert "PYTORCH_ALLOC_CONF" not in env[0]
+
+
+@pytest.mark.parametrize(
+    ("busy", "own", "expected"),
+    [
+        (20.0, {}, {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "10000"}),  # 0.4 of 2 cores
+        (30.0, {}, {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"}),
+        (90.0, {"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "4"}),
+        (90.0, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}),  # one thread waits for nobody
+    ],
+)
+def test_threads_sleep_while_they_wait_on_a_busy_machine(busy, own, expected, monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: busy)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    assert thread_settings(2, own) == expected
 
 
 def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator(fake, monkeypatch):
