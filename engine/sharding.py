@@ -31,8 +31,8 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     """Cast, split, shard and allocate a module, in place. Return the files of its shards if they are on NVMe.
 
     Trained parameters are fp32 masters, except with an offloaded optimizer (which has the masters) or `states="bf16"`.
-    All others are in compute precision. Meta parameters get memory, but no values. Raises ValueError for a layout that
-    is not possible.
+    All others are in compute precision, also the frozen parameters under adapters. Meta parameters get memory, but no
+    values. Raises ValueError for a layout that is not possible.
     """
     is_trained, has_tier = optimizer is not None, uses_offload(config, optimizer)
     if optimizer is not None:
@@ -153,14 +153,17 @@ def _compile_blocks(module: nn.Module) -> None:
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype, *, has_masters: bool) -> None:
-    """Cast parameters to `dtype`, or with masters the trained 16-bit ones to fp32; buffers need their own precision."""
+    """Cast parameters to `dtype`, except trained ones with masters: these to fp32 if they have 16 bits.
+
+    Buffers need their own precision.
+    """
 
     def cast(t: Tensor) -> Tensor:
         if not isinstance(t, nn.Parameter) or not t.is_floating_point():
             return t
-        if not has_masters:
+        if not has_masters or (dtype.itemsize < 4 and not t.requires_grad):
             return t.to(dtype)
-        return t.float() if t.itemsize < 4 and (t.requires_grad or dtype == torch.float32) else t
+        return t.float() if t.itemsize < 4 else t
 
     module._apply(cast)
     for norm in module.modules():

@@ -68,8 +68,7 @@ def copy_weight(live: LiveParameter, target: Tensor, region: Region | None = Non
     """
     parameter = live.parameter.detach()
     if live.lora is not None:
-        full = dtensors.full_tensor(parameter).to(target.device, torch.float32)
-        full = full + lora_update(live.lora, target.device)
+        full = dtensors.full_tensor(parameter).to(target.device) + lora_update(live.lora, target.device)
     else:
         full = dtensors.full_tensor(parameter if dtensors.is_full(parameter) else parameter.to(target.dtype))
     target.copy_(full if region is None else read_region(full, region))

@@ -134,9 +134,13 @@ def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad) -> in
         frozen = shape.parameters - work.packed if is_split else 0
         return BYTES[config.dtype] * (frozen + work.adapters if is_split or is_cast else 0)
     is_offloaded = not work.is_cpu and config.offload_parameters != "none"
-    if not (is_split or is_offloaded or is_cast or work.adapters):  # weights with merged adapters are copies
-        return 0
-    return BYTES[config.dtype] * (shape.root + 2 * shape.block if load.stream else shape.parameters)
+    full = shape.root + 2 * shape.block if load.stream else shape.parameters
+    if not (is_split or is_offloaded):
+        if work.adapters:  # weights with merged adapters are copies
+            full = min(full, sum(layer.parameters for layer in shape.linears if not layer.is_head))
+        elif not is_cast:
+            return 0
+    return BYTES[config.dtype] * full
 
 
 def _prepacked_bytes(shape: ModelShape, work: Workload) -> int:

@@ -2,12 +2,13 @@
 
 With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 
-- fp32 masters 4P/N and Adam moments 8P/N; N = 1 at stage 0,
+- fp32 masters 4P/N and Adam moments 8P/N; N = 1 at stage 0; frozen parameters under adapters dP/N,
 - gathered copies dP from forward until backward at stages 0 to 2; the root unit and two others at a time at stage 3,
 - fp32 gradients 4P at stage 0, and at stage 1 while micro-batches accumulate; otherwise 4P/N,
-- during backward, one unit's gradient twice: in compute precision, and in fp32 for the reduction.
+- during backward, one unit's gradient twice: in compute precision, and in fp32 for the reduction; of adapters, the
+  buffers of two gathers are larger.
 
-One rank without offload uses no FSDP2: copies dP where d < 4, gradients 4P, at every stage.
+One rank without offload uses no FSDP2: copies dP of the masters where d < 4, gradients 4P, at every stage.
 
 With an offloaded optimizer the device holds shards of dP/N, and during backward one unit's reduced gradient in fp32 and
 in compute precision. The host holds masters, moments and reduced gradients (dP/N where a step reduces once, otherwise
@@ -122,26 +123,27 @@ class ModelStates:
 def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     """Return the states of a model that trains.
 
-    Over packed layers, only the adapters have fp32 masters. The other frozen parameters are in compute precision.
+    Under adapters, the frozen parameters are in compute precision or packed. Only the adapters have masters.
     """
-    config, size = work.config, BYTES[work.config.dtype]
-    masters, unit, frozen = shape.parameters + work.adapters, max(shape.root_unit, shape.largest_released), 0
-    if work.packed:
-        masters, unit, frozen = work.adapters, work.adapters // shape.blocks, size * (shape.parameters - work.packed)
+    config, size, trained = work.config, BYTES[work.config.dtype], work.trained(shape)
+    largest = unit = max(shape.root_unit, shape.largest_released)
+    frozen = 0
+    if work.adapters:
+        frozen, unit = shape.parameters - work.packed, work.adapters // shape.blocks
     is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}
-    states = (_device_states if config.offload_optimizer == "none" else _offloaded_states)(shape, work, masters)
+    states = (_device_states if config.offload_optimizer == "none" else _offloaded_states)(shape, work, size * frozen)
     prefetched = 0
     if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
-        gathered, reduction = size * masters if size < 4 else 0, size * unit  # without FSDP2
+        gathered, reduction = size * trained if size < 4 else 0, size * unit  # without FSDP2
     else:
-        gathered, prefetched = _gathered_bytes(shape, masters, config)
-        gathered, reduction = gathered + frozen, (size + 4) * unit
+        gathered, prefetched = _gathered_bytes(shape, trained + frozen, config)
+        reduction = max((size + 4) * unit, 2 * size * largest)
         if is_offloaded and config.zero_stage < 3:  # the peak of stage 3 is in the gathers
             reduction += (4 + size) * unit // work.shards
         if not (is_offloaded or work.accumulates or config.zero_stage == 3):
             # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
             states = replace(states, overlap=min(gathered, states.gradients))
-    parameters = states.parameters + work.packed_bytes + frozen // work.shards
+    parameters = states.parameters + work.packed_bytes
     states = replace(states, parameters=parameters, gathered=gathered, prefetched=prefetched, reduction=reduction)
     # The memory for gradients of a GPU is pinned, and remains between steps.
     return states if work.is_cpu else replace(states, host_gradients=0)
@@ -159,14 +161,17 @@ def model_bytes(shape: ModelShape, work: Workload) -> int:
     return BYTES[work.config.dtype] * shape.parameters * shape.tensor
 
 
-def _device_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
-    """Return the states between steps, and the gradients, where masters and moments are next to the shards."""
+def _device_states(shape: ModelShape, work: Workload, frozen: int) -> ModelStates:
+    """Return the states between steps, and the gradients, where masters and moments are next to the shards.
+
+    frozen: bytes of the frozen parameters on all shards
+    """
     config, shards, trained = work.config, work.shards, work.trained(shape)
     each = 2 if config.states == "bf16" else 4
     error_feedback = 4 * trained + 4 * trained // work.ranks if averages_itself(work.optimizer) else 0
     is_full = config.zero_stage == 0 or (config.zero_stage == 1 and work.accumulates)
     states = ModelStates(
-        parameters=each * masters // shards,
+        parameters=(each * trained + frozen) // shards,
         optimizer=each * len(moment_names(work.optimizer)) * trained // shards + error_feedback,
         average=each * work.has_average * trained // shards,
         gradients=4 * trained if is_full else each * trained // shards,
@@ -178,7 +183,7 @@ def _device_states(shape: ModelShape, work: Workload, masters: int) -> ModelStat
     return ModelStates(gradients=gradients, host=states.resting + reduced, host_gradients=reduced)
 
 
-def _offloaded_states(shape: ModelShape, work: Workload, masters: int) -> ModelStates:
+def _offloaded_states(shape: ModelShape, work: Workload, frozen: int) -> ModelStates:
     """Return the same where a share `offload_ratio` of the optimizer states is on the host or in files."""
     config, shards, trained = work.config, work.shards, work.trained(shape)
     size, moments = BYTES[config.dtype], len(moment_names(work.optimizer))
@@ -194,7 +199,7 @@ def _offloaded_states(shape: ModelShape, work: Workload, masters: int) -> ModelS
     else:
         nvme += states * offloaded
         host += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
-    shard = {config.offload_parameters: size * masters // shards}
+    shard = {config.offload_parameters: (size * trained + frozen) // shards}
     return ModelStates(
         parameters=shard.get("none", 0) + 4 * remaining,
         optimizer=4 * moments * remaining,

@@ -164,7 +164,7 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
     if source.quantize != "none":
         from pipeline.models.quantized import quantize_linears  # imported here because most runs have no 4-bit model
 
-        quantize_linears(model, DTYPE[choice.precision])
+        quantize_linears(model)
     return model
 
 

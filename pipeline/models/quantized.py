@@ -106,11 +106,10 @@ class _Product(torch.autograd.Function):
         return upstream @ (weight.T if ctx.layer.is_transposed else weight), None
 
 
-def quantize_linears(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def quantize_linears(model: PreTrainedModel) -> None:
     """Replace the linear layers of a model by `QuantizedLinear`, in place, except the head and the value head.
 
-    Parameters may be on the meta device. Other frozen parameters are cast to `dtype`, the compute precision, because
-    they need no fp32 master.
+    Parameters may be on the meta device.
     """
     head = model.get_output_embeddings()
     excluded = {head, getattr(head, "base_layer", None), getattr(model, "score", None)}
@@ -122,9 +121,6 @@ def quantize_linears(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for path, layer in layers.items():
         assert isinstance(layer, nn.Linear | Conv1D)
         model.set_submodule(path, QuantizedLinear(layer))
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:

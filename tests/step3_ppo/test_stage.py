@@ -43,14 +43,14 @@ def tokenizer(*texts: str) -> ChatTokenizer:
     return train_tokenizer(["some words to learn from", "and more words", *texts], 280)
 
 
-def config(folder: Path, quantize: Any = "none", **ppo: Any) -> RunConfig:
+def config(folder: Path, quantize: Any = "none", dtype: Any = "fp32", **ppo: Any) -> RunConfig:
     section = {"batch_size": 6, "epochs": 1.0, "lr": 0.01, "critic_lr": 0.01, "warmup": 0.0, "schedule": "constant"}
     return RunConfig(
         actor=str(folder / "sft"),
         reward_path=str(folder / "reward"),
         model=ModelConfig(name="tiny", path=str(folder / "sft" / "model"), attention="sdpa", quantize=quantize),
         data=DataConfig(name="none"),
-        engine=EngineSettings(dtype="fp32"),
+        engine=EngineSettings(dtype=dtype),
         rollout=RolloutSection(max_new_tokens=6, batch_size=4, temperature=0.9),
         ppo=PpoSection(**{**section, **ppo}),
     )
@@ -173,6 +173,17 @@ def test_a_model_in_4_bits_begins_on_policy_and_only_adapters_and_the_value_head
     assert learned["first_ratio_max_deviation"] < 1e-4
     critic = {n: p for n, p in ppo.models.critic.module.named_parameters() if ".lora_B" in n}
     assert critic and all(p.abs().max() > 0 for p in critic.values())
+
+
+def test_adapters_on_weights_in_bf16_begin_on_policy(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, dtype="bf16", lora={"rank": 2})
+    parameters = list(ppo.models.actor.module.parameters())
+    assert {p.dtype for p in parameters if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+    rollout = ppo.collect(1, stage)
+    assert torch.equal(rollout.logprobs, rollout.reference)
+    learned = learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
+    assert (learned["first_ratio"], learned["first_ratio_max_deviation"]) == (1.0, 0.0)
 
 
 def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(run_folder: Path) -> None:

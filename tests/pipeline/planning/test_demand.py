@@ -136,7 +136,7 @@ def test_shards_average_and_adapters(llama: ModelShape) -> None:
     average = ppo(llama, replace(layout, has_average=True)).phases["train actor"]
     assert average["actor"] - average["critic"] == 4 * full // 2
     adapters = ppo(llama, replace(layout, adapters=100)).phases["train actor"]
-    assert adapters["actor"] == 4 * (full + 100) // 2 + 8 * 100 // 2 and adapters["critic"] == 12 * full // 2
+    assert adapters["actor"] == (2 * full + 12 * 100) // 2 and adapters["critic"] == 12 * full // 2
     assert "reference" not in adapters, "the reference is the actor under its adapters"
     one = sft(llama, work(zero_stage=1, step_tokens=8192))  # copies are freed as gradients come
     train = one.phases["train"]
@@ -151,7 +151,11 @@ def test_weights_for_generation(llama: ModelShape) -> None:
     in_files: dict[str, Any] = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
     assert weights(work(1, **in_files)) == 2 * llama.parameters
     assert weights(work(1, **in_files, is_cpu=True)) == 0, "files are mapped into the host's memory"
-    assert weights(work(1, dtype="fp32", adapters=100)) == 4 * llama.parameters, "merged weights are copies"
+    merged = sum(layer.parameters for layer in llama.linears if not layer.is_head)
+    assert 0 < merged < llama.parameters
+    for dtype, size in (("fp32", 4), ("bf16", 2)):
+        assert weights(work(1, dtype=dtype, adapters=100)) == size * merged, "merged weights are copies"
+    assert weights(work(2, adapters=100)) == 2 * llama.parameters
     assert weights(work(1), stream=True) == 2 * (llama.root + 2 * llama.block)
     assert weights(work(1, dtype="fp32")) == 0
     half = measure_shape("llama", LLAMA, tensor=2)
