@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pipeline.errors import UserError, exit_status
 from pipeline.installation import CHAT, require_packages
-from pipeline.launch.ranks import thread_settings
 
 USAGE = """\
 Chat with a model in the terminal.
@@ -50,6 +49,7 @@ def _chat(options: argparse.Namespace) -> int:
         )
     # The folder is searched before torch is imported, so that a wrong path raises an error at once.
     from pipeline.chat.folder import find, find_each
+    from pipeline.launch.ranks import thread_settings
 
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
     os.environ |= thread_settings(1, os.environ)  # torch reads them when it is imported
