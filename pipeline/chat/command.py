@@ -49,10 +49,10 @@ def _chat(options: argparse.Namespace) -> int:
         )
     # The folder is searched before torch is imported, so that a wrong path raises an error at once.
     from pipeline.chat.folder import find, find_each
-    from pipeline.launch.ranks import thread_settings
+    from pipeline.launch.ranks import waiting_settings
 
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
-    os.environ |= thread_settings(1, os.environ)  # torch reads them when it is imported
+    os.environ |= waiting_settings(os.environ)  # torch reads them when it is imported
     from engine import Sampling
     from pipeline.chat.participant import load
     from pipeline.chat.session import OPTIONS, Session, typed_lines

@@ -172,21 +172,26 @@ def allocator_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def thread_settings(local_world: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return OpenMP's settings for the ranks of this machine. Those of the user, in `env`, have priority.
+    """Return OpenMP's settings for the ranks of this machine, which divide its cores. Those in `env` have priority."""
+    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()) or 1
+    threads = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, cores // local_world)))}
+    return threads | waiting_settings({**env, **threads})
 
-    The ranks divide the cores. By default a waiting thread spins for milliseconds. Where another program uses a core,
-    the threads thus take the time of the thread that they wait for, in each operator. Threads that sleep are slower on
-    an idle machine, so they sleep at once only if other programs are busy now. Otherwise they spin for about 0.1 ms
+
+def waiting_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Return OpenMP's settings for how threads wait for each other; {} if `env` has one thread or such settings.
+
+    By default a waiting thread spins for milliseconds. If another program uses a core, the waiting threads take the
+    time of the thread that they wait for, in each operator. Threads that sleep are slower on an idle machine. So they
+    sleep at once only if other programs are busy now, and otherwise spin for about 0.1 ms
     (docs/engineering/measurements.md, Busy machines).
     """
-    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()) or 1
-    settings = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, cores // local_world)))}
-    if settings["OMP_NUM_THREADS"] == "1" or env.keys() & WAITING_VARIABLES:
-        return settings
-    import psutil  # here, because the launcher reports missing packages
+    if env.get("OMP_NUM_THREADS") == "1" or env.keys() & WAITING_VARIABLES:
+        return {}
+    import psutil  # here, because the commands report missing packages themselves
 
     busy_cores = psutil.cpu_percent(interval=0.3) / 100 * (psutil.cpu_count() or 1)
-    return settings | ({"OMP_WAIT_POLICY": "passive"} if busy_cores > BUSY_CORES else {"GOMP_SPINCOUNT": str(SPINS)})
+    return {"OMP_WAIT_POLICY": "passive"} if busy_cores > BUSY_CORES else {"GOMP_SPINCOUNT": str(SPINS)}
 
 
 def count_gpus() -> int:

@@ -30,6 +30,7 @@ from pipeline.launch.ranks import (
     first_host,
     own_ranks,
     thread_settings,
+    waiting_settings,
 )
 from tests.forked_launch import launch
 from tests.ranks import Worker
@@ -83,6 +84,7 @@ def test_threads_sleep_while_they_wait_on_a_busy_machine(busy, own, expected, mo
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
     assert thread_settings(2, own) == expected
+    assert waiting_settings(own) == {name: value for name, value in expected.items() if name != "OMP_NUM_THREADS"}
 
 
 def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator(fake, monkeypatch):
