@@ -60,6 +60,8 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
             yield f"ppo.{name}.sequence_parallel: all models of PPO process the same rows: set engine.sequence_parallel"
         if "hang_seconds" in getattr(config.ppo, name):
             yield f"ppo.{name}.hang_seconds: a stage has one watchdog for all models: set engine.hang_seconds"
+        if "memory_check" in getattr(config.ppo, name):
+            yield f"ppo.{name}.memory_check: the memory of all models is checked together: set engine.memory_check"
         if "pipeline_parallel" in getattr(config.ppo, name):
             yield f"ppo.{name}.pipeline_parallel: PPO does not support pipeline parallelism: remove the key"
     yield from _offload_mistakes("engine", config.engine, trains=True)

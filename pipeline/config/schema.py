@@ -195,6 +195,10 @@ class EngineSettings(Section):
         ge=1,
         description="seconds without progress of any rank after which a stage that takes steps ends with exit status 5; longer than the longest time between two collectives, for example a rollout; null: 10 times the slowest step or phase so far, at least 300 (docs/guides/resuming.md#when-a-run-hangs)",
     )
+    memory_check: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description="what happens before a stage whose predicted memory exceeds the GPU: refuse ends the run, warn prints the prediction and starts the stage",
+    )
     deepspeed: DeepSpeedFile = Field(
         None,
         description="DeepSpeed configuration (JSON file); its values override the engine keys, see docs/reference/deepspeed.md",
@@ -208,7 +212,8 @@ class EngineSettings(Section):
         """Return the settings as fields of `engine.EngineConfig`. `dtype` may be "auto"; the DeepSpeed file is left out."""
         from engine import LossScale  # a late import: it imports torch
 
-        fields = self.model_dump(exclude={"auto", "deepspeed", "hang_seconds", "loss_scale_power", "loss_scale_window"})
+        own = {"auto", "deepspeed", "hang_seconds", "loss_scale_power", "loss_scale_window", "memory_check"}
+        fields = self.model_dump(exclude=own)
         return {**fields, "loss_scale": LossScale(self.loss_scale_power, self.loss_scale_window)}
 
     def deepspeed_file(self, *, trains: bool) -> Mapping[str, Any]:

@@ -52,7 +52,9 @@ def announce(
     reward: ModelSource | None = None,
     size: DataSize | None = None,
 ) -> tuple[RunConfig, dict[str, dict[str, int]]]:
-    """Print the prediction of a stage; on a GPU, raise UserError if the stage does not fit. Every rank calls.
+    """Print the prediction of a stage. Every rank calls.
+
+    On a GPU, raises UserError if the stage does not fit, unless engine.memory_check is "warn".
 
     Return the configuration to run with, and the predicted bytes by phase and owner (empty for a model that cannot be
     predicted, which trains without a prediction). `engine=auto` chooses the fastest setting that fits; a stage that
@@ -83,7 +85,8 @@ def announce(
     more = partial(
         suggest_changes, config, stage, policy=policy, reward=reward, ranks=world.size, capacity=capacity, size=size
     )
-    _print(check_fit(planned, refuse=world.device.type == "cuda", remedy=more))
+    refuses = world.device.type == "cuda" and config.engine.memory_check == "refuse"
+    _print(check_fit(planned, refuse=refuses, remedy=more))
     if stage == "ppo":
         section = config.ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
         batch_size = config.rollout.batch_size or max(planned.task.load.slots, DECODE_BATCH)
@@ -161,7 +164,8 @@ def check_fit(planned: Prediction, *, refuse: bool, remedy: Callable[[], str]) -
         advice = f"This setting fits: {' '.join(candidate.changes) or 'as configured'}"
     is_close = planned.demand.peak <= planned.capacity.device
     if refuse and not is_close:
-        raise UserError(f"{planned.summary}: the stage does not fit. {advice}")
+        anyway = "To start it nevertheless: engine.memory_check=warn"
+        raise UserError(f"{planned.summary}: the stage does not fit. {advice}. {anyway}")
     return [planned.summary, f"memory: the prediction {'almost fills' if is_close else 'exceeds'} the device. {advice}"]
 
 

@@ -1,8 +1,11 @@
 """A stage before it starts: it fits, almost fills the device, or is refused with a setting that fits."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import OPTConfig
 
@@ -10,9 +13,10 @@ from pipeline.config.messages import format_bytes
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.source import ModelSource
+from pipeline.planning import planner
 from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.demand import Demand
-from pipeline.planning.planner import check_fit, plan, suggest_changes
+from pipeline.planning.planner import announce, check_fit, plan, suggest_changes
 from pipeline.planning.stage_task import adapter_parameters, stage_task
 from tests.tiny import tiny_config
 
@@ -75,8 +79,22 @@ def test_no_setting_fits() -> None:
     assert not found.fits and found.advice is None
     lines = check_fit(found, refuse=False, remedy=lambda: "use the moon")
     assert lines[1].endswith("the prediction exceeds the device. No engine setting fits; use the moon")
-    with pytest.raises(UserError, match=r"does not fit\. No engine setting fits; use the moon"):
+    with pytest.raises(
+        UserError, match=r"does not fit\. No engine setting fits; use the moon\. .*engine\.memory_check=warn"
+    ):
         check_fit(found, refuse=True, remedy=lambda: "use the moon")
+
+
+def test_a_user_can_start_a_stage_that_is_predicted_not_to_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpu = replace(planner.distributed.world(), device=torch.device("cuda"))
+    monkeypatch.setattr(planner.distributed, "world", lambda: on_gpu)
+    monkeypatch.setattr(planner, "measure_capacity", lambda *_: gpu(GIB // 100))
+    with pytest.raises(UserError, match=r"To start it nevertheless: engine\.memory_check=warn"):
+        announce(tiny_config(), "sft", tmp_path, policy=source())
+    announce(tiny_config(engine={"memory_check": "warn"}), "sft", tmp_path, policy=source())
+    assert "the prediction exceeds the device" in capsys.readouterr().out
 
 
 def test_the_remedy_names_the_smallest_number_of_ranks_that_fits() -> None:
