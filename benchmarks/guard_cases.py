@@ -44,7 +44,6 @@ OPTIONS = {
         "ppo.kl_coef=0.04",
         "ppo.lr=2e-4",
         "ppo.steps=32",
-        "evaluation.prompts=256",
     ),
 }
 CASES = tuple(OPTIONS)
@@ -70,7 +69,7 @@ def arguments(case: str) -> list[str]:
     models = [f"actor={DEMO / 'sft'}"]
     if case != "length":
         models.append(f"reward={(FLIPPED if case == 'flipped' else DEMO) / 'reward'}")
-    return ["-m", "step3_ppo", f"run_dir={FOLDER / case}", *models, *COMMON, "evaluation.prompts=128", *OPTIONS[case]]
+    return ["-m", "step3_ppo", f"run_dir={FOLDER / case}", *models, *COMMON, *OPTIONS[case]]
 
 
 def flipped_arguments(folder: Path, examples: int) -> list[str]:

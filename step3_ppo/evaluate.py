@@ -85,7 +85,7 @@ def evaluate_policy(
     """
     with ppo.models.actor.averaged(), stage.clock.phase("evaluate"):
         evaluations = evaluator.evaluate(ppo.models.actor)
-    more = guard.watch_evaluation(evaluations, is_last=step == stage.steps)
+    more = guard.watch_evaluation(step, evaluations, is_last=step == stage.steps)
     for name, value in (metrics_of(evaluations) | guard.selection(evaluations)).items():
         may_be_best = name != guard.best_metric or guard.may_be_best(line, [*findings, *more])
         if may_be_best and stage.note_best(step, name, value, higher=True) and name == guard.best_metric:

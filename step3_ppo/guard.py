@@ -26,7 +26,15 @@ from pipeline.config.stage_sections import GuardAction
 from pipeline.evaluation.evaluator import Evaluations
 from pipeline.stages.restart import Rollback, read_rollbacks
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.guard_rules import WINDOW, Finding, Grades, check_evaluation, check_rollouts, judge_correlation
+from step3_ppo.guard_rules import (
+    WINDOW,
+    Finding,
+    Grades,
+    check_evaluation,
+    check_rollouts,
+    fall_at_the_end,
+    judge_correlation,
+)
 
 MOST_ROLLBACKS = 2
 WATCHED = (
@@ -53,6 +61,7 @@ class Guard:
     rows: the watched metrics of the first rollout (with later ones for those that it lacks) and of the last ones
     evaluations: the grades of the SFT model (step 0) and of the best step, by step and temperature
     previous: the grades of the last evaluation by temperature
+    history: (step, the mean over the temperatures of each prompt's grade) of all evaluations
     found: the findings as {"step", "sign", "sentence"}, the first of each sign
     stopped_step: the step at which the guard stopped the stage
     """
@@ -65,6 +74,7 @@ class Guard:
     rows: list[dict[str, float]] = field(default_factory=list)
     evaluations: dict[int, dict[float, Grades]] = field(default_factory=dict)
     previous: dict[float, Grades] = field(default_factory=dict)
+    history: list[tuple[int, list[float]]] = field(default_factory=list)
     found: list[dict[str, Any]] = field(default_factory=list)
     stopped_step: int | None = None
 
@@ -93,6 +103,7 @@ class Guard:
             "rows": self.rows,
             "evaluations": evaluations,
             "previous": [[temperature, asdict(grades)] for temperature, grades in self.previous.items()],
+            "history": self.history,
             "found": self.found,
             "stopped_step": self.stopped_step,
         }
@@ -105,6 +116,7 @@ class Guard:
         for step, temperature, grades in state.get("evaluations", []):
             self.evaluations.setdefault(step, {})[temperature] = Grades(**grades)
         self.previous = {temperature: Grades(**grades) for temperature, grades in state.get("previous", [])}
+        self.history = [(step, grades) for step, grades in state.get("history", [])]
 
     def watch(self, step: int, metrics: Mapping[str, float], answers: int) -> list[Finding]:
         """Add the metrics of a rollout with this number of answers, and return the findings."""
@@ -114,14 +126,31 @@ class Guard:
         self.rows = [*first, *earlier[1:][-WINDOW:], row]
         return [] if self.action == "off" else check_rollouts(self.rows)
 
-    def watch_evaluation(self, evaluations: Evaluations, *, is_last: bool) -> list[Finding]:
-        """Return the findings about an evaluation. The next evaluation is compared with it too.
+    def watch_evaluation(self, step: int, evaluations: Evaluations, *, is_last: bool) -> list[Finding]:
+        """Return the findings about the evaluation of a step. Later evaluations are compared with it.
 
         `is_last` says whether it is the evaluation of the last step.
         """
         now, previous = _grades(evaluations), self.previous
         self.previous = now
-        return [] if self.action == "off" else check_evaluation(now, self.evaluations, previous, is_last=is_last)
+        kind = "gold" if self.has_judge else "rewards"
+        by_temperature = [values for each in now.values() if (values := getattr(each, kind)) is not None]
+        if by_temperature:
+            self.history.append((step, [statistics.fmean(grades) for grades in zip(*by_temperature, strict=True)]))
+        if self.action == "off":
+            return []
+        findings = check_evaluation(now, self.evaluations, previous)
+        return self._compare_with_the_best(now) if is_last and not findings else findings
+
+    def _compare_with_the_best(self, last: Mapping[float, Grades]) -> list[Finding]:
+        """Return the finding about the last step if it is below the best step, which would be exported instead."""
+        best = max(self.evaluations, default=None)
+        if best is None or max(self.history, key=lambda each: statistics.fmean(each[1]))[0] != best:
+            return []  # without a judge, a step with a higher reward may be outside of the KL budget
+        before, now = _mean_reward(self.evaluations[best]), _mean_reward(last)
+        rise = None if before is None or now is None else now - before
+        finding = fall_at_the_end(self.history, rise, judged=self.has_judge)
+        return [] if finding is None else [finding]
 
     def may_be_best(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> bool:
         """Return whether the current step may be the best.
@@ -220,3 +249,8 @@ def evaluation_metrics(evaluations: Evaluations) -> dict[str, float]:
 
 def _grades(evaluations: Evaluations) -> dict[float, Grades]:
     return {temperature: Grades(each.scores, each.gold) for temperature, each in evaluations.items()}
+
+
+def _mean_reward(by_temperature: Mapping[float, Grades]) -> float | None:
+    means = [statistics.fmean(each.rewards) for each in by_temperature.values() if each.rewards is not None]
+    return statistics.fmean(means) if means else None

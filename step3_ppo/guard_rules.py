@@ -10,9 +10,9 @@ Each rule names its source. docs/engineering/measurements.md compares the thresh
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeline.evaluation.intervals import paired_difference, rank_correlation
+from pipeline.evaluation.intervals import best_against_last, paired_difference, rank_correlation
 
 WINDOW = 3
 FEWEST_ANSWERS = 64  # of a window; with fewer answers, noise is too large
@@ -29,6 +29,7 @@ FEW_FINISHED = 0.5
 EXPLAINED_VARIANCE, CRITIC_ROLLOUTS = -1.0, 10
 LOST_GAIN = 0.5  # of the gain of the best step over step 0
 LOST_TWICE = 1 / 3  # of this gain, in two evaluations in a row
+LOST_AT_THE_END = 0.1  # of this gain, at the last step
 
 Row = Mapping[str, float]
 """The metrics of one rollout by their names in metrics.jsonl, and `answers`, the number of its answers."""
@@ -71,15 +72,12 @@ def check_evaluation(
     now: Mapping[float, Grades],
     earlier: Mapping[int, Mapping[float, Grades]],
     previous: Mapping[float, Grades] | None = None,
-    *,
-    is_last: bool = False,
 ) -> list[Finding]:
     """Return the findings about an evaluation, at most one of each sign.
 
     now: the grades by temperature
     earlier: evaluations of earlier steps to compare with, by step
     previous: the evaluation directly before `now`, by temperature
-    is_last: whether `now` is the evaluation of the last step
     """
     found: dict[str, Finding] = {}
     for temperature, grades in now.items():
@@ -88,8 +86,7 @@ def check_evaluation(
         candidates = [against_judge(grades, temperature, initial)]
         directly_before = (previous or {}).get(temperature)
         candidates += [
-            fall(before, grades, step, temperature, initial, directly_before, is_last=is_last)
-            for step, before in comparable.items()
+            fall(before, grades, step, temperature, initial, directly_before) for step, before in comparable.items()
         ]
         for finding in candidates:
             if finding is not None:
@@ -135,15 +132,12 @@ def fall(
     temperature: float,
     initial: Grades | None = None,
     previous: Grades | None = None,
-    *,
-    is_last: bool = False,
 ) -> Finding | None:
     """Find a fall of the gold score (of the reward if there is no judge) below an earlier step, paired by prompt.
 
     A fall below a later step than the first counts if it loses more than `LOST_GAIN` of that step's gain over the
     evaluation `initial` of step 0. A loss of `LOST_TWICE` of the gain is enough if the evaluation `previous` has such a
-    clear loss too. The best of several noisy evaluations looks better than it is. At the last step, any clear loss
-    counts: to export the better step then costs no training.
+    clear loss too. The best of several noisy evaluations looks better than it is.
 
     A reward that rises while the gold score falls is over-optimized (Gao, Schulman & Hilton, 2022, arXiv:2210.10760).
     """
@@ -156,18 +150,53 @@ def fall(
         kind = "rewards" if gold is None else "gold"
         gain = _change(getattr(initial, kind), getattr(before, kind))
         earlier = None if previous is None else _change(getattr(before, kind), getattr(previous, kind))
-        share = 0.0 if is_last else LOST_TWICE if _loses(earlier, gain, LOST_TWICE) else LOST_GAIN
+        share = LOST_TWICE if _loses(earlier, gain, LOST_TWICE) else LOST_GAIN
         if not _loses(decides, gain, share):
             return None
-    model = f"step {step}" if step else "the SFT model"
     text = (
-        f"the {name} at temperature {temperature:g} is below that of {model} by {-decides[0]:.2f} (at least "
+        f"the {name} at temperature {temperature:g} is below that of {_model(step)} by {-decides[0]:.2f} (at least "
         f"{-decides[2]:.2f} with {CONFIDENCE:.1%} confidence)"
     )
-    if gold is not None and reward is not None and reward[0] > 0:
-        reason = f"while the mean reward rose by {reward[0]:.2f}: PPO exploits errors of the reward"
+    return _fallen(text, None if gold is None or reward is None else reward[0], judged=gold is not None)
+
+
+def fall_at_the_end(
+    history: Sequence[tuple[int, Sequence[float]]], reward_rise: float | None, *, judged: bool
+) -> Finding | None:
+    """Find a last step that has lost more than `LOST_AT_THE_END` of the best step's gain over step 0.
+
+    A run makes this comparison once, with an interval that the choice of the best step does not bias
+    (`pipeline.evaluation.intervals.best_against_last`), so that 95% confidence is enough. To export the best step then
+    costs no training, so that small losses count, and a rollback has nothing to gain.
+
+    history: (step, one grade per prompt: the mean over the temperatures) of all evaluations, in the order of the steps
+    reward_rise: the mean change of the reward from the best to the last step; None if it is unknown
+    judged: whether the grades are gold scores; otherwise they are rewards
+    """
+    found = best_against_last(history, fewest=FEWEST_PROMPTS)
+    if found is None or found.high >= 0:
+        return None
+    first_step, first = history[0]
+    if first_step == 0 and -found.mean <= LOST_AT_THE_END * (found.best_mean - statistics.fmean(first)):
+        return None
+    name = "gold score" if judged else "held-out reward"
+    text = (
+        f"in the mean over the temperatures, the {name} of the last step is below that of {_model(found.best)} by "
+        f"{-found.mean:.2f} (at least {-found.high:.2f} with 95% confidence)"
+    )
+    return replace(_fallen(text, reward_rise, judged=judged), lr_helps=False)
+
+
+def _model(step: int) -> str:
+    return f"step {step}" if step else "the SFT model"
+
+
+def _fallen(text: str, reward_rise: float | None, *, judged: bool) -> Finding:
+    """Return the finding about grades that fell. A reward that rose meanwhile was over-optimized."""
+    if judged and reward_rise is not None and reward_rise > 0:
+        reason = f"while the mean reward rose by {reward_rise:.2f}: PPO exploits errors of the reward"
         return Finding("gaming", f"{text}, {reason}. Raise ppo.kl_coef, or improve the reward")
-    return Finding("gold" if gold is not None else "reward", f"{text}. Lower ppo.lr, or raise ppo.kl_coef")
+    return Finding("gold" if judged else "reward", f"{text}. Lower ppo.lr, or raise ppo.kl_coef")
 
 
 def _loses(change: tuple[float, float, float] | None, gain: tuple[float, float, float] | None, share: float) -> bool:

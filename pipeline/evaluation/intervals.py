@@ -1,5 +1,5 @@
-"""Intervals, of 95% by default: of means, of paired differences, of shares, of a mean over several training seeds, and
-of Spearman's rank correlation of two kinds of grades.
+"""Intervals, of 95% by default: of means, of paired differences, of the last step against the best one, of shares, of a
+mean over several training seeds, and of Spearman's rank correlation of two kinds of grades.
 
 The module depends on the standard library only. Every function takes numbers and returns numbers.
 """
@@ -38,6 +38,42 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple
         return mean, math.nan, math.nan
     half = t_quantile(len(values) - 1, confidence) * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
+
+
+@dataclass(frozen=True)
+class BestAgainstLast:
+    """The paired difference of the last step from the best step, with its 95% interval.
+
+    The best step is selected on one half of the prompts and compared on the other half, in both directions. Otherwise
+    the best of many noisy evaluations would look better than it is. `best` and the means use all prompts.
+    """
+
+    best: int
+    last: int
+    best_mean: float
+    last_mean: float
+    mean: float
+    low: float
+    high: float
+
+
+def best_against_last(evaluations: Sequence[tuple[int, Sequence[float]]], *, fewest: int) -> BestAgainstLast | None:
+    """Compare the best with the last step. `evaluations` are (step, one value per prompt), in the order of the steps.
+
+    Return None for fewer than two evaluations, fewer than `fewest` prompts, or different numbers of prompts.
+    """
+    sizes = {len(values) for _, values in evaluations}
+    if len(evaluations) < 2 or len(sizes) > 1 or min(sizes) < fewest:
+        return None
+    last, last_values = evaluations[-1]
+    differences = []
+    for half in (0, 1):
+        _, chosen = max(evaluations, key=lambda one: statistics.fmean(one[1][1 - half :: 2]))
+        differences += [end - best for end, best in zip(last_values[half::2], chosen[half::2], strict=True)]
+    best, best_values = max(evaluations, key=lambda one: statistics.fmean(one[1]))
+    return BestAgainstLast(
+        best, last, statistics.fmean(best_values), statistics.fmean(last_values), *mean_interval(differences)
+    )
 
 
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:

@@ -7,11 +7,16 @@ gives an answer for each temperature of the evaluation.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation, ranks
+from pipeline.evaluation.intervals import (
+    BestAgainstLast,
+    best_against_last,
+    correlation_interval,
+    rank_correlation,
+    ranks,
+)
 from pipeline.evaluation.samples import Sample
 from pipeline.report.axes import MINUS, format_interval, format_signed
 from pipeline.report.charts import scatter_chart
@@ -32,42 +37,6 @@ class Check:
 
     outcome: Outcome
     text: str
-
-
-@dataclass(frozen=True)
-class BestAgainstLast:
-    """The paired difference of the last step from the best step, with its 95% interval.
-
-    The best step is selected on one half of the prompts and compared on the other half, in both directions. Otherwise
-    the best of many noisy evaluations would look better than it is. `best` and the means use all prompts.
-    """
-
-    best: int
-    last: int
-    best_mean: float
-    last_mean: float
-    mean: float
-    low: float
-    high: float
-
-
-def best_against_last(evaluations: Sequence[tuple[int, Sequence[float]]]) -> BestAgainstLast | None:
-    """Compare the best with the last step. `evaluations` are (step, one value per prompt), in the order of the steps.
-
-    Return None for fewer than two evaluations, fewer than `FEWEST_PROMPTS` prompts, or different numbers of prompts.
-    """
-    sizes = {len(values) for _, values in evaluations}
-    if len(evaluations) < 2 or len(sizes) > 1 or min(sizes) < FEWEST_PROMPTS:
-        return None
-    last, last_values = evaluations[-1]
-    differences = []
-    for half in (0, 1):
-        _, chosen = max(evaluations, key=lambda one: statistics.fmean(one[1][1 - half :: 2]))
-        differences += [end - best for end, best in zip(last_values[half::2], chosen[half::2], strict=True)]
-    best, best_values = max(evaluations, key=lambda one: statistics.fmean(one[1]))
-    return BestAgainstLast(
-        best, last, statistics.fmean(best_values), statistics.fmean(last_values), *mean_interval(differences)
-    )
 
 
 def check_correlation(samples: Sequence[Sample]) -> Check:
@@ -149,7 +118,7 @@ def gaming_at(run: RunReading, temperature: float) -> Verdict:
     samples = run.samples(temperature)
     reward, gold = change(samples, "scores", "sft", "ppo"), change(samples, "gold", "sft", "ppo")
     by_step = [(one.step, one.gold) for one in run.stage("ppo").grades if one.temperature == temperature and one.gold]
-    last = check_last_step(best_against_last(by_step), gold.mean if gold else None)
+    last = check_last_step(best_against_last(by_step, fewest=FEWEST_PROMPTS), gold.mean if gold else None)
     checks = [check_correlation(samples), check_paired(samples), last]
     return gaming(reward.mean if reward else None, checks, run.rewarder)
 

@@ -103,27 +103,50 @@ def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
     guard.compare_with(4, evaluation(1.0, 0.6))
     guard.compare_with(8, evaluation(1.0, 0.9))
     assert [*guard.evaluations] == [0, 8]
-    assert guard.watch_evaluation(evaluation(2.0, 0.95), is_last=False) == []
-    assert guard.watch_evaluation(evaluation(2.0, 0.8), is_last=False) == []  # a quarter of the gain is lost
-    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.8), is_last=True)  # any clear loss counts
-    assert finding.sign == "gaming" and "step 8" in finding.sentence
-    (finding,) = guard.watch_evaluation(evaluation(2.0, 0.65), is_last=False)
+    assert guard.watch_evaluation(12, evaluation(2.0, 0.95), is_last=False) == []
+    assert guard.watch_evaluation(16, evaluation(2.0, 0.8), is_last=False) == []  # a quarter of the gain is lost
+    (finding,) = guard.watch_evaluation(20, evaluation(2.0, 0.65), is_last=False)
     assert finding.sign == "gaming" and "step 8" in finding.sentence
     unwatched = Guard("off", True, 10.0, evaluations=guard.evaluations)
-    assert unwatched.watch_evaluation(evaluation(2.0, 0.1), is_last=True) == []
+    assert unwatched.watch_evaluation(24, evaluation(2.0, 0.1), is_last=True) == []
+
+
+@pytest.mark.parametrize("has_judge", [True, False])
+def test_the_last_step_is_compared_with_the_best_one_also_after_a_resume(has_judge: bool) -> None:
+    """A loss of 0.1 of a gain of 0.4 counts at the last step only. Gold decides, or the reward without a judge."""
+
+    def graded(grade: float) -> dict[float, Evaluation]:
+        return evaluation(2 - grade, grade) if has_judge else evaluation(grade, None)
+
+    def watched(first_best: int) -> Guard:
+        guard = Guard("rollback", has_judge, kl_budget=10.0)
+        for step, grade in ((0, 0.5), (4, 0.9), (8, 0.8)):
+            assert guard.watch_evaluation(step, graded(grade), is_last=False) == []
+            if step in (0, first_best):
+                guard.compare_with(step, graded(grade))
+        resumed = Guard("rollback", has_judge, kl_budget=10.0)
+        resumed.restore(json.loads(json.dumps(guard.state())))
+        return resumed
+
+    (finding,) = watched(4).watch_evaluation(12, graded(0.8), is_last=True)
+    assert finding.sign == ("gaming" if has_judge else "reward") and not finding.lr_helps
+    assert "is below that of step 4 by 0.10" in finding.sentence
+    assert watched(4).watch_evaluation(12, graded(0.8), is_last=False) == []
+    # If step 4 may not be the best one (its KL is outside of the budget), the guard could not export it.
+    assert watched(8).watch_evaluation(12, graded(0.8), is_last=True) == []
 
 
 def test_a_fall_counts_in_the_second_evaluation_also_after_a_resume() -> None:
     """Step 8 gained 0.4. Both later evaluations lose 0.15 of it."""
     guard = Guard("stop", has_judge=True, kl_budget=10.0)
     for step, gold in ((0, 0.5), (8, 0.9)):
-        assert guard.watch_evaluation(evaluation(1.0, gold), is_last=False) == []
+        assert guard.watch_evaluation(step, evaluation(1.0, gold), is_last=False) == []
         guard.compare_with(step, evaluation(1.0, gold))
-    assert guard.watch_evaluation(evaluation(2.0, 0.75), is_last=False) == []
+    assert guard.watch_evaluation(12, evaluation(2.0, 0.75), is_last=False) == []
     resumed = Guard("stop", has_judge=True, kl_budget=10.0)
     resumed.restore(json.loads(json.dumps(guard.state())))
     for each in (guard, resumed):
-        (finding,) = each.watch_evaluation(evaluation(2.0, 0.75), is_last=False)
+        (finding,) = each.watch_evaluation(16, evaluation(2.0, 0.75), is_last=False)
         assert finding.sign == "gaming" and "below that of step 8 by 0.15" in finding.sentence
 
 

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from step3_ppo.guard_rules import Finding, Grades, against_judge, check_evaluation, check_rollouts, fall
+from step3_ppo.guard_rules import (
+    Finding,
+    Grades,
+    against_judge,
+    check_evaluation,
+    check_rollouts,
+    fall,
+    fall_at_the_end,
+)
 
 HEALTHY = {
     "answers": 64.0, "kl": 1.0, "approx_kl": 0.01, "clip_fraction": 0.1, "entropy": 0.8, "response_length": 10.0,
@@ -147,7 +155,7 @@ def test_a_second_fall_in_a_row_counts_if_both_lose_more_than_a_third_of_the_gai
     """Of 64 prompts, 48 gained 1 until step 4. A third of this gain are 16 prompts."""
 
     def graded(right: int) -> dict[float, Grades]:
-        values = [1.0] * right + [0.0] * (64 - right)
+        values = graded_values(right)
         return {0.0: Grades([0.0] * 64, values) if judged else Grades(values, None)}
 
     previous = None if earlier is None else graded(64 - earlier)
@@ -157,16 +165,31 @@ def test_a_second_fall_in_a_row_counts_if_both_lose_more_than_a_third_of_the_gai
         assert check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, {1.0: previous[0.0]}) == []
 
 
-@pytest.mark.parametrize(("lost", "is_found"), [(9, False), (10, True)])
-def test_at_the_last_step_any_clear_fall_below_the_best_step_counts(lost: int, is_found: bool) -> None:
-    """Of 64 prompts, 9 or 10 lose 1: the mean change is -0.141 or -0.156, the half widths are 0.1412 and 0.1475."""
-
-    def graded(right: int) -> dict[float, Grades]:
-        return {0.0: Grades([0.0] * 64, [1.0] * right + [0.0] * (64 - right))}
-
-    actual = check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, is_last=True)
+@pytest.mark.parametrize(("lost", "is_found"), [(3, False), (4, True)])
+def test_a_small_fall_counts_at_the_last_step_if_it_is_clear(lost: int, is_found: bool) -> None:
+    """Of 64 prompts, 3 or 4 lose 1: the mean change is -0.047 or -0.063, the half widths are 0.0532 and 0.0610."""
+    history = [(0, graded_values(40)), (4, graded_values(64)), (8, graded_values(64 - lost))]
+    actual = fall_at_the_end(history, 0.5, judged=True)
     assert bool(actual) is is_found
-    assert check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}) == []
+    if actual is not None:
+        assert actual.sign == "gaming" and not actual.lr_helps
+        assert actual.sentence.startswith(
+            "in the mean over the temperatures, the gold score of the last step is below that of step 4 by 0.06"
+        )
+
+
+def test_a_fall_at_the_end_below_a_tenth_of_the_gain_is_not_a_sign() -> None:
+    """Every prompt loses 0.04, which no noise explains. The gain of step 4 is 0.5 or 0.3."""
+    for first, is_found in ((0.5, False), (0.7, True)):
+        history = [(0, [first] * 64), (4, [1.0] * 64), (8, [0.96] * 64)]
+        assert bool(fall_at_the_end(history, None, judged=True)) is is_found
+    for rise, judged, sign in ((-0.5, True, "gold"), (None, True, "gold"), (0.5, False, "reward")):
+        actual = fall_at_the_end(history, rise, judged=judged)
+        assert actual is not None and actual.sign == sign
+
+
+def graded_values(right: int) -> list[float]:
+    return [1.0] * right + [0.0] * (64 - right)
 
 
 def test_without_a_judge_the_reward_falls() -> None:

@@ -1,10 +1,12 @@
 import math
+import random
 import statistics
 
 import numpy as np
 import pytest
 
 from pipeline.evaluation.intervals import (
+    best_against_last,
     grouped_share_interval,
     mean_interval,
     mean_over_seeds,
@@ -152,3 +154,29 @@ def test_the_interval_over_seeds_covers_the_true_mean(shared: bool, seeds: float
         actual = mean_over_seeds(rows)
         hits += actual.low < 0 < actual.high
     assert hits / 1000 >= 0.93
+
+
+def test_the_best_step_is_selected_on_other_prompts_by_hand() -> None:
+    """Step 1 is best on the odd prompts and step 2 on the even prompts. Each is compared on the other half."""
+    steps = [(1, [0.0, 1.0] * 4), (2, [0.6, 0.0] * 4), (3, [0.3, 0.3] * 4)]
+    actual = best_against_last(steps, fewest=8)
+    assert actual is not None
+    # Odd prompts select step 1, which has 0 on the even prompts: 0.3. Even prompts select step 2: 0.3 on odd prompts.
+    assert (actual.best, actual.last, actual.best_mean, actual.last_mean) == (1, 3, 0.5, 0.3)
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((0.3, 0.3, 0.3))
+    assert best_against_last(steps[:1], fewest=8) is None
+    assert best_against_last([(1, [0.0] * 4), (2, [1.0] * 4)], fewest=8) is None
+    assert best_against_last([(1, [0.0] * 8), (2, [1.0] * 9)], fewest=8) is None
+
+
+def test_noise_alone_does_not_make_the_last_step_worse() -> None:
+    """The best of ten evaluations of one model looks better by chance. The interval excludes 0 in 1 of 40 cases."""
+    noise = random.Random(5)
+    worse = naive = 0
+    for _ in range(400):
+        steps = [(step, [noise.gauss(0, 1) for _ in range(32)]) for step in range(10)]
+        actual = best_against_last(steps, fewest=8)
+        assert actual is not None
+        worse += actual.high < 0
+        naive += actual.best_mean - actual.last_mean > 1.96 * math.sqrt(2 / 32)
+    assert worse / 400 < 0.05 < 0.1 < naive / 400

@@ -2,19 +2,17 @@
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pipeline.data.records import Message
+from pipeline.evaluation.intervals import BestAgainstLast
 from pipeline.evaluation.samples import Sample, read_grades
 from pipeline.report.data import read_run
 from pipeline.report.gaming import (
-    BestAgainstLast,
     Check,
-    best_against_last,
     check_correlation,
     check_last_step,
     check_paired,
@@ -83,32 +81,6 @@ def test_gold_changes_are_counted_for_each_prompt() -> None:
     assert check_paired(changed([1.0] * 20, rises)).outcome == "good"
     assert check_paired(changed([1.0] * 20, [-rise for rise in rises])).outcome == "bad"
     assert check_paired([]).outcome == "open"
-
-
-def test_the_best_step_is_selected_on_other_prompts_by_hand() -> None:
-    """Step 1 is best on the odd prompts and step 2 on the even prompts. Each is compared on the other half."""
-    steps = [(1, [0.0, 1.0] * 4), (2, [0.6, 0.0] * 4), (3, [0.3, 0.3] * 4)]
-    actual = best_against_last(steps)
-    assert actual is not None
-    # Odd prompts select step 1, which has 0 on the even prompts: 0.3. Even prompts select step 2: 0.3 on odd prompts.
-    assert (actual.best, actual.last, actual.best_mean, actual.last_mean) == (1, 3, 0.5, 0.3)
-    assert (actual.mean, actual.low, actual.high) == pytest.approx((0.3, 0.3, 0.3))
-    assert best_against_last(steps[:1]) is None
-    assert best_against_last([(1, [0.0] * 4), (2, [1.0] * 4)]) is None
-    assert best_against_last([(1, [0.0] * 8), (2, [1.0] * 9)]) is None
-
-
-def test_noise_alone_does_not_make_the_last_step_worse() -> None:
-    """The best of ten evaluations of one model looks better by chance. The check reports this in 1 of 40 cases."""
-    noise = random.Random(5)
-    worse = naive = 0
-    for _ in range(400):
-        steps = [(step, [noise.gauss(0, 1) for _ in range(32)]) for step in range(10)]
-        actual = best_against_last(steps)
-        assert actual is not None
-        worse += check_last_step(actual, None).outcome == "bad"
-        naive += actual.best_mean - actual.last_mean > 1.96 * math.sqrt(2 / 32)
-    assert worse / 400 < 0.05 < 0.1 < naive / 400
 
 
 @pytest.mark.parametrize(
