@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from engine.internals import attention_name
 from engine.parallel import tensor as tensor_parallelism
 from engine.parallel import zero
+
+# Settings in which the models of a run differ, and their bodies do not.
+NOT_OF_THE_BODY = ("_name_or_path", "architectures", "dtype", "id2label", "label2id", "reward_mean", "reward_std")
 
 
 class Linear(NamedTuple):
@@ -53,6 +57,11 @@ class ModelShape:
     name: str = ""
     config: PretrainedConfig = field(default_factory=PretrainedConfig)
     attention: str = "sdpa"
+
+    @cached_property
+    def body_settings(self) -> str:
+        """The settings of the configuration that the body may depend on, as a text that can be a key."""
+        return repr(sorted((key, value) for key, value in self.config.to_dict().items() if key not in NOT_OF_THE_BODY))
 
     @property
     def root_unit(self) -> int:
