@@ -43,9 +43,14 @@ from tests.simulated_gpu import cuda
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("single_rank")]
 
 
+def small(family: str) -> nn.Module:
+    """Return a model with two heads, because Triton's interpreter runs programs for each of them."""
+    return build(family, num_attention_heads=2)
+
+
 def engine_of(family: str, **layout: Any) -> Engine:
     config = EngineConfig(dtype="fp32", **layout)
-    return Engine(Policy(build(family)), config, optimizer=OPTIMIZER, rollout_path="lm")
+    return Engine(Policy(small(family)), config, optimizer=OPTIMIZER, rollout_path="lm")
 
 
 def train(engine: Engine, token_ids: Sequence[Tensor], micro: int = 4) -> list[float]:
@@ -102,7 +107,7 @@ def test_a_checkpoint_copy_has_the_values_before_later_changes() -> None:
 
 def test_tied_weights_of_a_meta_model_stay_on_the_host() -> None:
     """A stage builds its model on the meta device and fills it later. The tied head is the embedding."""
-    policy = Policy(build("opt"))
+    policy = Policy(small("opt"))
     values = {name: p.detach().clone() for name, p in policy.named_parameters()}
 
     def fill(module: nn.Module) -> None:
@@ -261,7 +266,7 @@ def test_the_start_of_vllm_does_not_warn_about_other_gpus() -> None:
 
 def test_a_capture_gets_memory_that_training_has_freed() -> None:
     """Training leaves all memory of the device with PyTorch's allocator, which cannot return it during a capture."""
-    generator = Generator(build("opt").cuda(), "cuda", cache_bytes=2**20)
+    generator = Generator(small("opt").cuda(), "cuda", cache_bytes=2**20)
     cuda.limit(cuda.allocated() + 2**24)
     torch.empty(2**24, dtype=torch.uint8, device="cuda")  # freed at once
     (answer,) = generator.generate([[1, 2, 3]], Sampling(4, seed=1), [0])
@@ -271,7 +276,7 @@ def test_a_capture_gets_memory_that_training_has_freed() -> None:
 
 
 def test_graphs_do_not_use_a_workspace_that_another_graph_frees() -> None:
-    model = build("opt").cuda()
+    model = small("opt").cuda()
     first, second = (Generator(model, "cuda", cache_bytes=2**20) for _ in range(2))
     arguments: Any = ([[1, 2, 3]], Sampling(3, seed=1), [0])
     expected = first.generate(*arguments)
@@ -290,7 +295,7 @@ def test_a_failed_capture_raises_with_a_remedy(monkeypatch: pytest.MonkeyPatch) 
             float(logits.sum())
         return logits
 
-    model = build("opt").cuda()
+    model = small("opt").cuda()
     monkeypatch.setattr(SlotModel, "__call__", call_and_read)
     with pytest.raises(RuntimeError, match=r"could not be captured .*not permitted.*generate with stream=true"):
         Generator(model, "cuda").generate([[1, 2, 3]], Sampling(2), [0])
