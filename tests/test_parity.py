@@ -1,4 +1,4 @@
-"""Each stage logs the same metrics on one rank and on two ranks under ZeRO 0 to 3, tensor and sequence parallelism.
+"""Each stage logs the same metrics on one rank and on two ranks under ZeRO, tensor and sequence parallelism.
 
 The memory that the stages measure is also compared with the predicted bytes.
 """
@@ -37,42 +37,45 @@ STATES = (
     "reference",
     "reward",
 )
-SAMPLED = {"temperatures": [1.0], "best_of": 1}
-# The engine settings of each layout, and the stages that run with them. Only the engine distinguishes ZeRO 1 and 2 from
-# ZeRO 0 and 3, and tests/engine/test_zero.py compares all four. SFT, the reward model and DPO share a loop.
+SAMPLED = {"prompts": 4, "temperatures": [1.0], "best_of": 1}
+ONE_RANK = [({"zero_stage": 0}, tuple(STAGES))]
+# The engine settings of each layout, and the stages that run with them. SFT, reward model and DPO share a loop, so some
+# layouts run one or two of them. tests/engine/test_zero.py compares all ZeRO stages.
 LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"zero_stage": 0}, tuple(STAGES)),
-    ({"zero_stage": 1}, ("sft",)),
-    ({"zero_stage": 2}, ("ppo",)),
     ({"zero_stage": 3}, tuple(STAGES)),
-    ({"tensor_parallel": 2}, ("sft", "reward", "ppo")),
-    ({"sequence_parallel": 2, "zero_stage": 3}, tuple(STAGES)),
+    ({"zero_stage": 0}, ("reward",)),
+    ({"zero_stage": 2}, ("ppo",)),
+    ({"tensor_parallel": 2}, ("reward", "ppo")),
+    ({"sequence_parallel": 2, "zero_stage": 3}, ("sft", "dpo", "ppo")),
 ]
+STEPS = {"sft": 3, "reward": 3, "dpo": 2, "ppo": 2}
 
 
 def run_stages(parent: str, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]) -> None:
     """Run the stages of each layout, on whatever ranks there are.
 
-    A layout without SFT starts from the SFT and reward models of one rank. Adam divides by |gradient| + eps. A larger
-    eps than 1e-8 does not turn the rounding of gradients near 0 into steps.
+    A layout without SFT or reward model starts from those of one rank. Adam divides by |gradient| + eps. A larger eps
+    than 1e-8 does not turn the rounding of gradients near 0 into steps.
     """
     for number, (layout, stages) in enumerate(layouts):
         run_dir = Path(parent) / f"ranks-{dist.world().size}-layout-{number}"
-        steps = {"sft": {"steps": 4}, "reward": {"steps": 3, "eps": 1e-5}, "dpo": {"steps": 2}, "ppo": {"eps": 1e-5}}
-        config = tiny_config(engine={"dtype": "fp32", **layout}, evaluation=SAMPLED, **steps)
-        config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"steps": 2, "ptx_coef": 0.1})})
+        sections: dict[str, Any] = {name: {"steps": steps, "eval_examples": 8} for name, steps in STEPS.items()}
+        sections["sft"]["batch_size"] = 8
+        sections["reward"]["eps"] = 1e-5
+        sections["ppo"] = {"steps": STEPS["ppo"], "eps": 1e-5, "ptx_coef": 0.1, "update_epochs": 1}
+        config = tiny_config(engine={"dtype": "fp32", **layout}, evaluation=SAMPLED, **sections)
         if dist.is_rank_zero():
             write_stage_configs(run_dir, config)
-            if "sft" not in stages:
-                copy_models(Path(parent) / "ranks-1-layout-0", run_dir)
+            if dist.world().size > 1:
+                copy_models(Path(parent) / "ranks-1-layout-0", run_dir, {"sft", "reward"} - {*stages})
         dist.barrier()
         for name in stages:
             import_module(f"{STAGES[name].package}.train").run(read_config(run_dir / name), run_dir / name)
 
 
-def copy_models(source: Path, target: Path) -> None:
-    """Copy the tokenizer and the SFT and reward models, from which PPO starts, into another run."""
-    for name in ("tokenizer", "sft", "reward"):
+def copy_models(source: Path, target: Path, stages: Iterable[str] = ("sft", "reward")) -> None:
+    """Copy the tokenizer and finished stages, from which later stages start, into another run."""
+    for name in ("tokenizer", *stages):
         shutil.copytree(source / name, target / name, dirs_exist_ok=True)
 
 
@@ -85,8 +88,8 @@ def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
     for name, shared in names.items():
         run_dir = Path(parent) / name
         made = read_config(trained / "ppo")
-        own = {"steps": 2, "ptx_coef": 0.0, "minibatches": 1, "shared_forward": shared, "micro_batch_tokens": 256}
-        ppo = made.ppo.model_copy(update=own)
+        own = {"ptx_coef": 0.0, "minibatches": 1, "update_epochs": 2, "micro_batch_tokens": 256}
+        ppo = made.ppo.model_copy(update={**own, "shared_forward": shared})
         evaluation = made.evaluation.model_copy(update={"temperatures": None, "best_of": 2})
         made = made.model_copy(update={"ppo": ppo, "evaluation": evaluation})
         if dist.is_rank_zero():
@@ -97,13 +100,13 @@ def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
 
 
 def test_ranks_and_layouts_do_not_change_the_metrics(tmp_path: Path) -> None:
-    run_ranks(run_stages, 1, str(tmp_path), LAYOUTS[:1])
+    run_ranks(run_stages, 1, str(tmp_path), ONE_RANK)
     run_ranks(run_stages, 2, str(tmp_path), LAYOUTS)
     for number, (layout, stages) in enumerate(LAYOUTS):
         check_memory(tmp_path / f"ranks-2-layout-{number}", str(layout), stages)
     for stage, names in CURVES.items():
         one_rank = metrics(tmp_path / "ranks-1-layout-0", stage)
-        assert len(one_rank) == {"sft": 4, "reward": 3, "dpo": 2, "ppo": 3}[stage]
+        assert len(one_rank) == STEPS[stage] + (stage == "ppo")
         for number, (layout, stages) in enumerate(LAYOUTS):
             if stage not in stages:
                 continue
@@ -115,7 +118,7 @@ def test_ranks_and_layouts_do_not_change_the_metrics(tmp_path: Path) -> None:
                 for name in set(names) & set(expected) - ({"accuracy"} if is_tie else set()):
                     assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), (stage, layout, name)
     run_ranks(run_ppo, 1, str(tmp_path), 0, {"separate_forwards": False})
-    run_ranks(run_ppo, 2, str(tmp_path), 3, {"shared_forwards": True})
+    run_ranks(run_ppo, 2, str(tmp_path), 0, {"shared_forwards": True})
     check_memory(tmp_path / "shared_forwards", "shared forwards", ("ppo",))
     lines = (metrics(tmp_path / name, "ppo") for name in ("shared_forwards", "separate_forwards"))
     for actual, expected in zip(*lines, strict=True):
