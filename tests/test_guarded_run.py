@@ -58,7 +58,8 @@ def kill_after(run_dir: Path, lines: int) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an SFT model and a reward model."""
     run_dir = tmp_path_factory.mktemp("trained")
-    write_stage_configs(run_dir, tiny_config(sft={"steps": 2}, reward={"steps": 2}))
+    few = {"steps": 1, "batch_size": 4, "eval_examples": 4}
+    write_stage_configs(run_dir, tiny_config(sft=few, reward=few, evaluation={"prompts": 2, "best_of": 1}))
     for stage in ("sft", "reward"):
         finish(start_worker(run_dir, stage))
     return run_dir

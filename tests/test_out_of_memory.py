@@ -15,7 +15,7 @@ from tests.tiny import metrics
 
 COMMAND = [
     "stage=sft", "model=tiny", "data.demo_examples=400", "ranks=2", "engine=zero2", "tracking=none", "seed=1",
-    "sft.steps=6", "sft.batch_size=16", "sft.micro_batch_tokens=300", "sft.save_every=1", "sft.schedule=constant",
+    "sft.steps=4", "sft.batch_size=16", "sft.micro_batch_tokens=300", "sft.save_every=1", "sft.schedule=constant",
     "evaluation.prompts=2", "rollout.max_new_tokens=4",
 ]  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_restart_after_out_of_memory_equals_undisturbed_run(tmp_path: Path) -> N
     run(tmp_path / "undisturbed", "ranks=1")
     expected, before, weights = results(tmp_path / "undisturbed")
     assert before["out_of_memory"] == {"restarts": 0, "micro_batch_tokens": 300}
-    output, errors = run(tmp_path / "restarted", FAILING_ABOVE="150", FAILING_AFTER="9")
+    output, errors = run(tmp_path / "restarted", FAILING_ABOVE="150", FAILING_AFTER="3")
     assert errors.count("sft: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB); the stage restarts") == 1
     assert "sft.micro_batch_tokens=150 instead of 300" in errors
     assert "sft: resumes after step " in output

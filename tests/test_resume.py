@@ -16,6 +16,7 @@ from tests.ranks import Worker
 from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
 SFT_INPUTS = ["tokenizer", "sft"]
+STEPS = {"sft": 6, "reward": 5, "dpo": 6, "ppo": 4}
 INPUTS = {"sft": ["tokenizer"], "reward": SFT_INPUTS, "dpo": SFT_INPUTS, "ppo": [*SFT_INPUTS, "reward"]}
 
 
@@ -49,19 +50,22 @@ def stop_with_sigterm(run_dir: Path, stage: str) -> None:
         clear(run_dir, stage)
     assert worker.returncode == 130, output
     newest = max(int(place.name.removeprefix("step-")) for place in (run_dir / stage / "checkpoints").iterdir())
-    assert f"{stage}: step {newest} of 8 is saved" in output and len(metrics(run_dir, stage)) == newest < 8
+    assert f"{stage}: step {newest} of {STEPS[stage]} is saved" in output
+    assert len(metrics(run_dir, stage)) == newest < STEPS[stage]
 
 
 def test_resumed_run_equals_undisturbed_run(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    few = {name: {"steps": steps, "eval_examples": 8} for name, steps in STEPS.items() if name != "ppo"}
     best = {"export": "best", "eval_every": 2}
     config = tiny_config(
-        sft={"dropout": 0.1, "schedule": "constant", "lr": 2e-2, **best},
-        reward=best,
+        sft={**few["sft"], "batch_size": 8, "dropout": 0.1, "schedule": "constant", "lr": 2e-2, **best},
+        reward={**few["reward"], **best},
+        dpo=few["dpo"],
         model={"architecture": gpt2_with_dropout()},
-        ppo={"reward_function": write_reward_function(tmp_path)},
+        ppo={"steps": STEPS["ppo"], "reward_function": write_reward_function(tmp_path)},
         evaluation={"prompts": 4, "temperatures": [1.0], "best_of": 1},
     )
     write_stage_configs(undisturbed, config)
@@ -72,9 +76,9 @@ def test_resumed_run_equals_undisturbed_run(tmp_path: Path) -> None:
             shutil.copytree(undisturbed / name, killed / name, dirs_exist_ok=True)
         if stage == "sft":  # as after a kill before the first checkpoint: the machine is not measured again
             shutil.copy(undisturbed / stage / "plan.json", killed / stage)
-        if stage in ("reward", "dpo"):  # DPO must resume with the reference of its start, not with the trained policy
+        if stage == "dpo":  # it must resume with the reference of its start, not with the trained policy
             stop_with_sigterm(killed, stage)
-        moment = kill_at_random(killed, stage, 6, rng)
+        moment = kill_at_random(killed, stage, STEPS[stage], rng)
         finish(start_worker(killed, stage))
         assert_equal_runs(undisturbed, killed, stage, f"seed {seed}: {moment}")
     damage(killed)
@@ -108,7 +112,7 @@ def assert_equal_runs(
 def damage(run_dir: Path) -> None:
     """Remove the model of a finished SFT stage and truncate its newest checkpoint."""
     shutil.rmtree(run_dir / "sft" / "model")
-    (run_dir / "sft" / "checkpoints" / "step-8" / "tensors-0.safetensors").write_bytes(b"truncated")
+    (run_dir / "sft" / "checkpoints" / f"step-{STEPS['sft']}" / "tensors-0.safetensors").write_bytes(b"truncated")
 
 
 FUNCTION = """
