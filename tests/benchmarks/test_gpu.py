@@ -1,4 +1,7 @@
-"""The GPU measurements run on a CPU at tiny sizes, without the packages that a bare GPU machine lacks."""
+"""The GPU measurements run on a CPU at tiny sizes, without the packages that a bare GPU machine lacks.
+
+The other benchmarks and tests of such a machine are imported.
+"""
 
 import json
 import subprocess
@@ -8,12 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LACKING = ("hydra", "omegaconf", "wandb", "datasets", "pydantic")
+LACKING = ("hydra", "omegaconf", "wandb", "datasets", "pydantic")  # those of tests/conftest.py and what they need
+OTHERS = (
+    "benchmarks.__main__",
+    "benchmarks.dschat",
+    "tests.benchmarks.test_dschat",
+    "tests.pipeline.models.test_on_gpu",
+)
 WITHOUT = f"""
-import sys
+import importlib, sys
 sys.modules |= dict.fromkeys({LACKING!r})  # the value None makes an import fail
 from benchmarks.gpu.__main__ import main
 import engine, engine.memory, engine.deepspeed_json
+for name in {OTHERS!r}:
+    importlib.import_module(name)
 sys.exit(main(["--device", "cpu", "--tiny"]))
 """
 

@@ -93,7 +93,8 @@ def test_a_model_that_cannot_be_captured_warns_and_runs_without_graphs(
 ) -> None:
     """A forward that reads a number from the device cannot be captured. It runs without graphs, and leaves no state."""
     monkeypatch.setattr(cuda_graph, "_warned", set())
-    model, arguments = on_device("opt", num_attention_heads=2), (PROMPTS[:2], replace(SAMPLED, max_new_tokens=3), STREAMS[:2])
+    model = on_device("opt", num_attention_heads=2)
+    arguments = PROMPTS[:2], replace(SAMPLED, max_new_tokens=3), STREAMS[:2]
     expected = Generator(model, DEVICE).generate(*arguments)
     handle = model.model.decoder.layers[0].register_forward_pre_hook(
         lambda *_: float(model.lm_head.weight.sum()) and None
