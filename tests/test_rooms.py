@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,9 +39,14 @@ def sources(room: str) -> list[Path]:
     return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
+@cache  # many tests read the same files
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def imports(file: Path) -> Iterator[tuple[str, int]]:
     """Yield (module, line) for every import statement of a file, also inside functions."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from ((name.name, node.lineno) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -75,7 +81,7 @@ def engine_namespaces() -> dict[str, str]:
     """Return {name: module} for the names that the engine exports and that are modules."""
     names = exported("engine")
     results = {}
-    for node in ast.walk(ast.parse((ROOT / "engine" / "__init__.py").read_text(encoding="utf-8"))):
+    for node in nodes(ROOT / "engine" / "__init__.py"):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 path = ROOT / Path(*f"{node.module}.{alias.name}".split("."))
@@ -112,7 +118,7 @@ def test_other_packages_use_only_exported_names_of_namespaces():
                 if top == "engine" and name in namespaces:
                     assert inner[0] in namespaces[name] | {""}, f"{file}:{line} imports {module}: not exported"
                     local |= {name} if not inner[0] else set()
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for node in nodes(file):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in local:
                     allowed = namespaces.get(node.value.id, {node.attr})
                     assert node.attr in allowed, f"{file}:{node.lineno}: {ast.unparse(node)} is not exported"
@@ -122,7 +128,7 @@ def test_stages_do_not_see_ranks():
     """Stages may print on one rank, and get sums and values of all ranks. The layout of the ranks is the pipeline's."""
     allowed = {"broadcast_object", "is_rank_zero", "sum_over_ranks", "to_device"}
     for file in (file for room in ROOMS[2:6] for file in sources(room)):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes(file):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "distributed":
                 assert node.attr in allowed, f"{file}:{node.lineno}: {ast.unparse(node)}"
 
@@ -165,9 +171,8 @@ def test_modules_of_the_engine_form_no_import_circle():
 
 def torch_distributed_calls(file: Path) -> Iterator[tuple[str, int]]:
     """Yield (call, line) for calls of collectives, under any name that this file gives torch.distributed."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
     modules, functions = {"torch.distributed"}, set()
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             modules |= {name.asname or name.name for name in node.names if name.name == "torch.distributed"}
         elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.distributed"):
@@ -176,7 +181,7 @@ def torch_distributed_calls(file: Path) -> Iterator[tuple[str, int]]:
                     modules.add(name.asname or name.name)
                 elif node.module == "torch.distributed" and name.name in COLLECTIVES:
                     functions.add(name.asname or name.name)
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             owner, _, leaf = called.rpartition(".")
@@ -210,7 +215,7 @@ def test_no_code_compares_with_a_model_name():
     families = {"opt", "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "mistral", "gemma2", "bloom", "falcon"}
     for room in ROOMS[:6]:
         for file in sources(room):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for node in nodes(file):
                 if isinstance(node, ast.Compare | ast.MatchValue):
                     words = {str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}
                     assert not words & (names | families), f"{file}:{node.lineno}: {words}"
@@ -224,7 +229,7 @@ def defined_names() -> set[str]:
     """Return the names of functions, classes, attributes and variables that the packages define."""
     results = set()
     for file in (file for room in ROOMS[:6] for file in sources(room)):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 results.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -239,8 +244,7 @@ def test_only_internals_use_private_names_of_libraries():
     own = defined_names() | PUBLIC_PRIVATES
     for file in (file for room in ROOMS[:6] for file in sources(room) if file.name != "internals.py"):
         used = [(name, line) for module, line in imports(file) for name in module.split(".")]
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        used += [(node.attr, node.lineno) for node in nodes if isinstance(node, ast.Attribute)]
+        used += [(node.attr, node.lineno) for node in nodes(file) if isinstance(node, ast.Attribute)]
         for name, line in used:
             is_private = name.startswith("_") and not name.startswith(("__", "_foreach_"))
             assert not is_private or name in own, f"{file}:{line} uses {name}: add a function to internals.py"
