@@ -9,11 +9,9 @@ from tests.campaign.inputs import all_cases, run_cases
 SAMPLE = (
     "config: model.architecture.hiden_size=64",
     "config: engine.deepspeed of []",
-    "data: 5,000 digits",
     "data: escape sequences in a role",
     "model: NaN in one weight",
     "model: num_hidden_layers=1",
-    "model: an index outside its folder",
     "template: divides by zero",  # tests/pipeline/data/test_template.py has the endless loop
     "service: a redirect to another service",
 )
