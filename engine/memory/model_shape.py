@@ -17,7 +17,7 @@ from engine.parallel import tensor as tensor_parallelism
 from engine.parallel import zero
 
 # Settings in which the models of a run differ, and their bodies do not.
-NOT_OF_THE_BODY = ("_name_or_path", "architectures", "dtype", "id2label", "label2id", "reward_mean", "reward_std")
+NOT_OF_THE_BODY = ("_name_or_path", "architectures", "dtype", "id2label", "label2id")
 
 
 class Linear(NamedTuple):
