@@ -9,23 +9,82 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from tests.fork_server import exit_status
+from tests.ranks import Worker
 
 
 def launch(folder: Path, arguments: Sequence[str], modules: dict[str, str]) -> None:
     """Run a command line in a folder and exit with its status. `modules` replaces the module of some stages."""
+    fork_ranks()
+    sys.exit(launch_here(folder, arguments, modules))
+
+
+def fork_ranks() -> None:
+    """Let the launcher of this process fork its ranks."""
+    from pipeline.launch import processes
+
+    processes.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+
+
+class Launcher:
+    """A worker that calls functions one after another, so that only the first command waits for late imports.
+
+    The ranks that these functions start are forked. The functions must be importable.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        address = str(folder / "launcher")
+        with Listener(address, "AF_UNIX") as listener:
+            self.worker = Worker(_call_in_turn, address, environment={})
+            self._connection = listener.accept()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str]) -> tuple[Any, str]:
+        """Return the result of a call, with additional environment variables, and what the call printed."""
+        self._connection.send((function, arguments, environment))
+        result: tuple[Any, str] = self._connection.recv()
+        return result
+
+    def close(self) -> None:
+        """End the worker."""
+        self._connection.close()
+        self.worker.communicate()
+
+
+def _call_in_turn(address: str) -> None:
+    fork_ranks()
+    own = dict(os.environ)
+    with Client(address, "AF_UNIX") as connection, suppress(EOFError):
+        while True:
+            function, arguments, environment = connection.recv()
+            os.environ.clear()
+            os.environ.update(own | environment)
+            with tempfile.TemporaryFile() as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                result = function(*arguments)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                output.seek(0)
+                connection.send((result, output.read().decode()))
+
+
+def launch_here(folder: Path, arguments: Sequence[str], modules: dict[str, str]) -> int:
+    """Run a command line in a folder and return its status. `modules` replaces the module of some stages."""
     from pipeline.launch import processes
     from pipeline.launch.command import main
 
     os.chdir(folder)
     processes.MODULES.update(modules)
-    processes.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
-    sys.exit(main(arguments))
+    return main(arguments)
 
 
 class ForkedRank:

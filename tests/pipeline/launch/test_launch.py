@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -32,18 +33,19 @@ from pipeline.launch.ranks import (
     thread_settings,
     waiting_settings,
 )
-from tests.forked_launch import launch
+from tests.forked_launch import Launcher, fork_ranks, launch
 from tests.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")
 
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """Create a run folder whose three stages are `fake_stage.py`."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    monkeypatch.setattr(processes, "MODULES", dict.fromkeys(("sft", "reward", "ppo"), "fake_stage"))
+    monkeypatch.setattr(processes, "MODULES", FAKE_STAGES)
     stage_dir = tmp_path / "run" / "sft"
     stage_dir.mkdir(parents=True)
     config = validate(compose(["model=gpt2", "tracking=none"]))
@@ -51,14 +53,33 @@ def fake(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def ends(run_dir: Path, world: int = 2):
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("launcher"))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def ends(launcher, fake):
+    """Return a function that runs a stage of two ranks with a behaviour of `fake_stage.py`, and returns its end."""
+
+    def run(behaviour: str) -> StageEnd:
+        environment = {"PYTHONPATH": str(HERE), "FAKE_STAGE": behaviour}
+        return launcher.call(launch_fake, fake, environment=environment)[0]
+
+    return run
+
+
+def launch_fake(run_dir: Path, world: int = 2) -> StageEnd:
+    processes.MODULES.update(FAKE_STAGES)
     return launch_stage("sft", run_dir, own_ranks(world, gpus=0))
 
 
 def test_ranks_get_their_environment(fake, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    assert ends(fake).status == 0
+    assert launch_fake(fake).status == 0
     env = [json.loads((fake / "sft" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in env] == [
         ("0", "0", "2", "127.0.0.1"), ("1", "1", "2", "127.0.0.1"),
@@ -90,7 +111,7 @@ def test_threads_sleep_while_they_wait_on_a_busy_machine(busy, own, expected, mo
 def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator(fake, monkeypatch):
     monkeypatch.setattr(processes, "may_have_gpus", lambda: True)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
-    assert ends(fake, world=1).status == 0
+    assert launch_fake(fake, world=1).status == 0
     env = json.loads((fake / "sft" / "rank-0.json").read_text())
     assert (env["PYTORCH_ALLOC_CONF"], env["NCCL_GRAPH_REGISTER"]) == ("expandable_segments:True", "1")
     assert allocator_settings({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
@@ -99,15 +120,13 @@ def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator
     assert allocator_settings(own) == {"NCCL_GRAPH_REGISTER": "0"}
 
 
-def test_a_user_error_is_printed_once(fake, monkeypatch):
-    monkeypatch.setenv("FAKE_STAGE", "user")
-    end = ends(fake)
+def test_a_user_error_is_printed_once(fake, ends):
+    end = ends("user")
     assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
 
 
-def test_output_without_a_reader_does_not_crash(fake, monkeypatch):
-    monkeypatch.setenv("FAKE_STAGE", "unread:0")
-    end = ends(fake)
+def test_output_without_a_reader_does_not_crash(fake, ends):
+    end = ends("unread:0")
     assert end.status == 2 and end.message.startswith("the program that reads the output has ended")
     command = [sys.executable, "train.py", "--cfg", "job", "--package", "sft"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -117,40 +136,35 @@ def test_output_without_a_reader_does_not_crash(fake, monkeypatch):
     assert command.wait() == 1
 
 
-def test_the_first_cause_is_reported_not_its_consequences(fake, monkeypatch):
-    monkeypatch.setenv("FAKE_STAGE", "echo")
-    end = ends(fake)
+def test_the_first_cause_is_reported_not_its_consequences(fake, ends):
+    end = ends("echo")
     assert (end.status, end.message) == (2, "data.path=x.jsonl: line 3 is not JSON")
 
 
-def test_a_crash_of_one_rank_ends_the_others_soon(fake, monkeypatch):
-    monkeypatch.setenv("FAKE_STAGE", "crash:1")
+def test_a_crash_of_one_rank_ends_the_others_soon(fake, ends):
     began = time.monotonic()
-    end = ends(fake)
+    end = ends("crash:1")
     assert time.monotonic() - began < 8
     assert (end.status, end.message) == (1, "rank 1: RuntimeError: a bug")
     assert 'raise RuntimeError("a bug")' in end.traceback
     assert not _alive(fake, 0)
 
 
-def test_a_killed_rank_is_named(fake, monkeypatch):
-    monkeypatch.setenv("FAKE_STAGE", "kill:0")
-    end = ends(fake)
+def test_a_killed_rank_is_named(fake, ends):
+    end = ends("kill:0")
     assert end.status == 1
     assert end.message.startswith("rank 0 was killed by SIGKILL")
     assert not _alive(fake, 1)
 
 
-def test_a_rank_that_the_loader_ended_has_failed(fake, monkeypatch):
+def test_a_rank_that_the_loader_ended_has_failed(ends):
     """Without memory for the data of a thread, glibc's loader prints a line and ends the process with status 127."""
-    monkeypatch.setenv("FAKE_STAGE", "loader:0")
-    assert "rank 0 ended with status 127: no memory was left" in ends(fake).message
+    assert "rank 0 ended with status 127: no memory was left" in ends("loader:0").message
 
 
 @pytest.mark.parametrize("behaviour", ["exit", "exit:1", "lost"])
-def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, monkeypatch, behaviour):
-    monkeypatch.setenv("FAKE_STAGE", behaviour)
-    end = ends(fake)
+def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, ends, behaviour):
+    end = ends(behaviour)
     assert end.status == 1
     assert "exited before the stage was finished" in end.message and "must not call exit()" in end.message
     assert not _alive(fake, 0)
@@ -175,31 +189,33 @@ def test_a_failure_of_another_launcher_ends_the_local_ranks(fake, monkeypatch):
     assert not _alive(fake, 0)
 
 
-LAUNCHER = """
-import signal
-import sys
-from pathlib import Path
-from pipeline.launch import processes
-from pipeline.launch.ranks import own_ranks
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
-processes.MODULES["sft"] = "fake_stage"
-processes.PATIENCE = processes.GRACE_AFTER_FAILURE = 1.0
-exec(sys.argv[2])
-sys.exit(processes.launch_stage("sft", Path(sys.argv[1]), own_ranks(2, gpus=0)).status)
-"""
+def launch_and_exit(run_dir: Path, patience: float, grace: float, ignored: Sequence[int]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    processes.PATIENCE, processes.GRACE_AFTER_FAILURE = patience, grace
+    fork_ranks()
+    sys.exit(launch_fake(run_dir).status)
 
 
-def _launcher(run_dir: Path, behaviour: str, before: str = "") -> subprocess.Popen[bytes]:
-    """Return a launcher process when both ranks have started. The launcher runs the Python code `before` first."""
+def _launcher(
+    run_dir: Path, behaviour: str, *, patience: float = 1.0, grace: float = 1.0, ignored: Sequence[int] = ()
+) -> Worker:
+    """Return a launcher process when both ranks have started."""
     for number in (0, 1):
         (run_dir / "sft" / f"rank-{number}.json").unlink(missing_ok=True)  # files of an earlier launcher
-    env = {**os.environ, "FAKE_STAGE": behaviour, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir), before], env=env)
+    environment = {"FAKE_STAGE": behaviour, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+    launcher = Worker(launch_and_exit, run_dir, patience, grace, ignored, environment=environment)
     deadline = time.monotonic() + 30
     while not all(_has_started(run_dir, rank) for rank in (0, 1)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return launcher
+
+
+def _status(launcher: Worker) -> int | None:
+    launcher.communicate(timeout=10)
+    return launcher.returncode
 
 
 def _pid(run_dir: Path, rank: int) -> int:
@@ -234,14 +250,14 @@ def _gone_within(run_dir: Path, seconds: float) -> bool:
 def test_signals_reach_the_ranks(fake, number, status):
     launcher = _launcher(fake, "hang")
     launcher.send_signal(number)
-    assert launcher.wait(10) == status
+    assert _status(launcher) == status
     assert _gone_within(fake, 0.5)
 
 
 def test_a_stop_signal_to_one_rank_stops_all(fake):
     launcher = _launcher(fake, "hang")
     os.kill(_pid(fake, 1), signal.SIGTERM)
-    assert launcher.wait(10) == 143
+    assert _status(launcher) == 143
     assert _gone_within(fake, 0.5)
 
 
@@ -256,31 +272,31 @@ def test_a_launcher_stops_when_others_report_its_stop(fake, monkeypatch):
 
 
 def test_nohup_is_respected(fake):
-    launcher = _launcher(fake, "slow", "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    launcher = _launcher(fake, "slow", ignored=[signal.SIGHUP])
     launcher.send_signal(signal.SIGHUP)
-    assert launcher.wait(10) == 0
+    assert _status(launcher) == 0
 
 
 def test_ranks_that_ignore_signals_are_killed(fake):
     launcher = _launcher(fake, "deaf")
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(10) == 130
+    assert _status(launcher) == 130
     assert _gone_within(fake, 0.5)
-    launcher = _launcher(fake, "deaf", "processes.PATIENCE, processes.GRACE_AFTER_FAILURE = 60.0, 0.1")
+    launcher = _launcher(fake, "deaf", patience=60.0, grace=0.1)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     launcher.send_signal(signal.SIGTERM)  # a repeated signal changes nothing
     time.sleep(0.6)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(10) == 143
+    assert _status(launcher) == 143
     assert _gone_within(fake, 0.5)
 
 
 def test_ranks_die_with_a_killed_launcher(fake):
     launcher = _launcher(fake, "deaf")
-    launcher.kill()
-    launcher.wait(10)
+    launcher.send_signal(signal.SIGKILL)
+    assert _status(launcher) == -signal.SIGKILL
     assert _gone_within(fake, 3)
 
 
@@ -388,10 +404,10 @@ def test_gpus_with_a_driver_that_is_too_old_do_not_count(usable, count, tmp_path
 def test_ranks_on_cpus_of_a_machine_with_gpus_print_one_warning(fake, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert ends(fake).status == 0
+    assert launch_fake(fake).status == 0
     assert capfd.readouterr().err == ""
     (tmp_path / "nvidia-smi").touch(mode=0o755)
-    assert ends(fake).status == 0
+    assert launch_fake(fake).status == 0
     assert capfd.readouterr().err.count("warning: sft runs on CPUs, because this PyTorch cannot use a GPU") == 1
 
 

@@ -6,8 +6,7 @@ The tests run complete commands.
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,12 @@ from pipeline.config.compose import compose
 from pipeline.launch import processes
 from pipeline.launch.command import main
 from pipeline.launch.fingerprint import hash_tree, stage_settings
-from pipeline.launch.folder import open_folder
+from pipeline.launch.folder import _lock, open_folder
 from pipeline.launch.manifest import Manifest
 from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.launch.summary import compare_runs, stage_figures
-from tests.forked_launch import launch
+from tests.composed import composed
+from tests.forked_launch import Launcher, launch, launch_here
 from tests.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
@@ -32,16 +32,21 @@ BASE = ["model=gpt2", "data=demo", "tracking=none"]
 FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")
 
 
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("launcher"))
+    yield launcher
+    launcher.close()
+
+
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(launcher, tmp_path, monkeypatch):
     """Return a function that runs a command line in an empty folder and returns (exit status, output)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
         environment = {"PYTHONPATH": str(HERE), "FAKE_STAGE": stage}
-        launcher = Worker(launch, tmp_path, [*BASE, *arguments], FAKE_STAGES, environment=environment)
-        output, _ = launcher.communicate()
-        return launcher.returncode, output
+        return launcher.call(launch_here, tmp_path, [*BASE, *arguments], FAKE_STAGES, environment=environment)
 
     return run
 
@@ -204,15 +209,17 @@ def test_a_damaged_model_is_refused(train):
     assert record("x", "reward")["status"] == "finished" and not Path("runs/x/reward.1").exists()
 
 
-def test_changed_bytes_of_a_finished_model_are_detected(train):
-    """A disk may change bytes without changing size and time."""
+def test_changed_bytes_of_a_finished_model_are_detected(train, tmp_path):
+    """A disk may change bytes without changing size and time. A process reads a file once, so another one notices."""
     train("name=x")
     file = Path("runs/x/sft/model/config.json")
     before = file.stat()
     file.write_text(file.read_text().replace("lr", "rl"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    status, output = train("name=x", "ppo.lr=3e-5")
-    assert status == 2 and "runs/x/sft/model is not as the sft stage made it" in output
+    words = [*BASE, "name=x", "ppo.lr=3e-5"]
+    another = Worker(launch, tmp_path, words, FAKE_STAGES, environment={"PYTHONPATH": str(HERE)})
+    output, _ = another.communicate()
+    assert another.returncode == 2 and "runs/x/sft/model is not as the sft stage made it" in output
     assert record("x", "ppo")["status"] == "finished" and not Path("runs/x/ppo.1").exists()
 
 
@@ -225,24 +232,24 @@ def local_model(folder: str) -> str:
     return f"model.path={folder}"
 
 
-@pytest.mark.parametrize("changed", ["m/tokenizer.json", "m/model.safetensors", "t/tokenizer.json", "t.jinja"])
-def test_changed_files_of_a_model_repeat_the_dependent_stages(train, changed):
+@pytest.mark.parametrize("changed", [("m/tokenizer.json", "m/model.safetensors"), ("t/tokenizer.json", "t.jinja")])
+def test_changed_files_of_a_model_repeat_the_stage(train, changed):
     """New weights are never used with an old tokenizer."""
-    words = ["name=x", local_model("m")]
-    if not changed.startswith("m/"):
+    words = ["name=x", "stage=sft", local_model("m")]
+    if "t.jinja" in changed:
         local_model("t")
         Path("t.jinja").write_text("{{ messages }}")
         words += ["model.tokenizer=t", "model.chat_template=t.jinja"]
     train(*words)
-    Path("runs/x/tokenizer").mkdir()
-    assert train(*words)[1].count("skipped") == 3
-    file = Path(changed)
-    file.write_text(file.read_text() + " 2")
-    _, output = train(*words)
-    reason = "its base model changed" if changed == "m/model.safetensors" else "the tokenizer's files changed"
-    assert f"sft: runs again ({reason}" in output and "runs/x/sft.1" in output
-    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
-    assert train(*words)[1].count("skipped") == 3
+    for number, file in enumerate(map(Path, changed), start=1):
+        Path("runs/x/tokenizer").mkdir()
+        assert train(*words)[1].count("skipped") == 1
+        file.write_text(file.read_text() + " 2")
+        _, output = train(*words)
+        reason = "its base model changed" if file.name == "model.safetensors" else "the tokenizer's files changed"
+        assert f"sft: runs again ({reason}" in output and f"runs/x/sft.{number}" in output
+        assert not Path("runs/x/tokenizer").exists() and Path(f"runs/x/tokenizer.{number}").exists()
+    assert train(*words)[1].count("skipped") == 1
 
 
 def test_a_reward_model_from_the_base_model_needs_the_tokenizer_of_the_same_files(train):
@@ -289,7 +296,7 @@ def test_the_evaluations_that_the_guard_reads_are_inputs_of_an_unfinished_ppo(tr
 )
 def test_evaluations_are_settings_if_guard_or_export_read_them(key):
     def settings(*more: str) -> dict:
-        return stage_settings(validate(compose([*BASE, *more])), "ppo")
+        return stage_settings(validate(composed(*BASE, *more)), "ppo")
 
     for reads in ("ppo.guard=stop", "ppo.guard=rollback"):
         assert settings(reads, key) != settings(reads)
@@ -300,11 +307,11 @@ def test_evaluations_are_settings_if_guard_or_export_read_them(key):
 
 
 def test_unfinished_files_of_a_killed_process_are_removed(train):
-    train("name=x")
+    train("name=x", "stage=sft")
     parts = [Path("runs/x/.manifest.json.1.part"), Path("runs/x/sft/.summary.json.12.part")]
     for part in parts:
         part.write_text("{")
-    train("name=x")
+    train("name=x", "stage=sft")
     assert not any(part.exists() for part in parts) and Path("runs/x/sft/summary.json").exists()
 
 
@@ -351,18 +358,18 @@ def test_an_unfinished_stage_resumes_in_its_folder(train):
 
 
 def test_the_same_command_without_a_name_continues_its_run(train):
-    train(stage="crash")
+    train("stage=sft", stage="crash")
     (run,) = Path("runs").iterdir()
-    status, output = train()
+    status, output = train("stage=sft")
     assert (status, list(Path("runs").iterdir())) == (0, [run])
     assert f"run folder: {run} (resumes" in output
-    train()
+    train("stage=sft")
     assert len(list(Path("runs").iterdir())) == 2
 
 
 def test_another_command_without_a_name_is_another_run(train):
-    train(stage="crash")
-    train("seed=2")
+    train("stage=sft", stage="crash")
+    train("stage=sft", "seed=2")
     assert len(list(Path("runs").iterdir())) == 2
     assert all(run.name.startswith("gpt2-demo-") for run in Path("runs").iterdir())
 
@@ -456,13 +463,15 @@ def test_a_locked_folder_is_refused(train):
     assert train("name=x", "stage=sft")[0] == 0
 
 
+def lock_and_die(folder: Path) -> None:
+    _held = _lock(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_the_lock_ends_with_its_process(tmp_path):
-    code = (
-        "import os; from pipeline.launch.folder import _lock; from pathlib import Path\n"
-        f"lock = _lock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
-    )
-    locked = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[2], check=False)
-    assert locked.returncode == -9  # the process was killed while it held the lock
+    locked = Worker(lock_and_die, tmp_path, environment={})
+    locked.communicate()
+    assert locked.returncode == -signal.SIGKILL
     config = validate(compose([*BASE, f"run_dir={tmp_path}"]))
     open_folder(config, ["sft"]).close()
 
@@ -484,28 +493,25 @@ def test_a_full_disk_is_one_message(train_here, monkeypatch):
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]  # existing files remain
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["{", "[]", "1", '{"identity": [], "asked": "", "stages": {}}',
-     '{"identity": {}, "asked": "", "stages": {"sft": 1}}',
-     '{"identity": {}, "asked": 3, "stages": {}}',
-     '{"identity": {}, "asked": "", "stages": {"sft": {"status": "finished", "consumed": {"settings": []}}}}'],
-)  # fmt: skip
-def test_a_damaged_manifest_is_one_message(train, content):
+def test_a_damaged_manifest_is_one_message(train):
     train("name=x", "stage=sft")
-    Path("runs/x/manifest.json").write_text(content)
-    status, output = train("name=x", "stage=sft")
-    assert status == 2
-    lines = [line for line in output.splitlines() if not line.startswith("recipe=")]
-    assert "manifest.json cannot be read" in lines[-1] and len(lines) <= 2
-    assert Path("runs/x/sft/model").exists()
+    for content in (
+        "{", "[]", "1", '{"identity": [], "asked": "", "stages": {}}', '{"identity": {}, "asked": 3, "stages": {}}',
+        '{"identity": {}, "asked": "", "stages": {"sft": 1}}',
+        '{"identity": {}, "asked": "", "stages": {"sft": {"status": "finished", "consumed": {"settings": []}}}}',
+    ):  # fmt: skip
+        Path("runs/x/manifest.json").write_text(content)
+        status, output = train("name=x", "stage=sft")
+        lines = [line for line in output.splitlines() if not line.startswith("recipe=")]
+        assert status == 2 and "manifest.json cannot be read" in lines[-1] and len(lines) <= 2, content
+        assert Path("runs/x/sft/model").exists()
 
 
 def test_the_reward_model_starts_from_the_configured_model(train):
     train("name=x", "stage=sft")
 
     def start(*more: str) -> dict:
-        return stage_inputs(validate(compose([*BASE, *more])), Path("runs/x"), "reward")
+        return stage_inputs(validate(composed(*BASE, *more)), Path("runs/x"), "reward")
 
     assert start() == {"sft": Path("runs/x/sft/model")}
     assert start("reward.init=base") == {"base": None}
@@ -514,7 +520,7 @@ def test_the_reward_model_starts_from_the_configured_model(train):
 
 def test_only_keys_that_change_results_are_settings():
     def settings(*more: str) -> dict:
-        return stage_settings(validate(compose([*BASE, *more])), "ppo")
+        return stage_settings(validate(composed(*BASE, *more)), "ppo")
 
     how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "rollout.keep=false", "rollout.cache_bytes=9")
     how += ("ppo.actor_engine.offload_optimizer=cpu",)
