@@ -95,14 +95,19 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, 2, folder)
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[list[float], list[float], tuple[int, int]]:
+    """Return the losses of one rank in bf16 and in fp32, and the numbers of its parameters."""
+    engine = built(folder, "bf16")
+    return losses(engine), losses(built(folder, "fp32")), sizes(engine)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_hold_shards_in_bf16_and_learn_what_one_rank_learns(
-    name: str, folder: Path, ranks: list[dict[str, Any]]
+    name: str, ranks: list[dict[str, Any]], alone: tuple[list[float], list[float], tuple[int, int]]
 ) -> None:
     """The loss falls by 15 % in three steps. The tolerances are the rounding of bf16."""
-    alone, exact = (built(folder, dtype) for dtype in ("bf16", "fp32"))
-    expected, in_fp32 = losses(alone), losses(exact)
-    frozen, learning = sizes(alone)
+    expected, in_fp32, (frozen, learning) = alone
     for found in (rank[name] for rank in ranks):
         assert found["losses"] == pytest.approx(expected, rel=0.01)
         assert found["losses"] == pytest.approx(in_fp32, rel=0.02)
