@@ -34,12 +34,12 @@ def built(folder: Path, dtype: str, **layout: Any) -> Engine:
     return build_policy(source_in(folder / "base"), replace(choice, settings=settings), generates=True)
 
 
-def losses(engine: Engine) -> list[float]:
-    """Take three steps of two micro-batches on the same four rows, and return their losses."""
+def losses(engine: Engine, steps: int = 3) -> list[float]:
+    """Take steps of two micro-batches on the same four rows, and return their losses."""
     rows = ids_of(4, 9, seed=4)[dist.world().rank :: dist.world().size]
     return [
         engine.update(rows.chunk(2), lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 32).loss
-        for _ in range(3)
+        for _ in range(steps)
     ]
 
 
@@ -85,7 +85,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         export_policy(engine, source_in(folder / "base"), tokenizer(), folder / f"{name}-out", lora=LORA)
         again = built(folder, "bf16", **layout)
         again.load(folder / name)
-        found |= {"on": losses(engine), "again": losses(again)}
+        found |= {"on": losses(engine, 2), "again": losses(again, 2)}
         results[name] = found
     return results
 
