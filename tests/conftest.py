@@ -24,7 +24,6 @@ LONG_FILES = (
     "engine/kernels_triton/test_compile.py",
     "engine/test_simulated_gpu.py",
     "test_wheel.py",
-    "engine/test_many_machines.py",
     "test_resume.py",
     "test_out_of_memory.py",
 )

@@ -1,21 +1,24 @@
 """HSDP on two simulated hosts with their own addresses gives the losses of one process."""
 
+import ctypes
 import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from engine import EngineConfig
 from engine.engine import Engine
 from engine.parallel import dist, meshes
 from tests import hosts
 from tests.engine.test_zero import OPTIMIZER, ROWS, data, seeded_net, squared_error
+from tests.ranks import Worker
 
 STEPS, RANKS_A_HOST = 2, 2
+PR_SET_PDEATHSIG = 1
 
 
 def train(shard_ranks: int | None) -> list[float]:
@@ -30,8 +33,9 @@ def train(shard_ranks: int | None) -> list[float]:
     ]
 
 
-def main(result: Path) -> None:
-    """Run one rank on one of the hosts."""
+def run_rank(result: Path) -> None:
+    """Run one rank on one of the hosts. It ends with its launcher, also when a timeout kills that."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     dist.start("hosts", device="cpu")
     mesh = meshes.zero_mesh(stage=3, shard_ranks=RANKS_A_HOST)
     losses = train(RANKS_A_HOST)
@@ -42,14 +46,31 @@ def main(result: Path) -> None:
     dist.stop()
 
 
+def torchrun(host: hosts.Host, first: hosts.Host, result: Path) -> None:
+    """Do what torchrun does on one of two machines, but fork the ranks, because new interpreters take seconds."""
+    host.enter()
+    configuration = LaunchConfig(
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=RANKS_A_HOST,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{first.address}:29500",
+        rdzv_configs={"is_host": host == first},  # torchrun compares host names; no name has this address
+        local_addr=host.address,
+        run_id="1",
+        start_method="fork",
+    )
+    elastic_launch(configuration, run_rank)(result)
+
+
 def test_two_hosts_train_like_one_process(tmp_path: Path) -> None:
     reason = hosts.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     result = tmp_path / "result.json"
     with hosts.two_hosts(tmp_path) as both:
-        running = [host.start(_torchrun(host, both[0], result), {"OMP_NUM_THREADS": "1"}) for host in both]
-        outputs = [_output(process) for process in running]
+        running = [Worker(torchrun, host, both[0], result, environment={"OMP_NUM_THREADS": "1"}) for host in both]
+        outputs = [process.communicate(timeout=60)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
     actual = json.loads(result.read_text())
     namespaces, groups = [namespace for namespace, _, _ in actual], [shard for _, shard, _ in actual]
@@ -58,26 +79,3 @@ def test_two_hosts_train_like_one_process(tmp_path: Path) -> None:
     one_process = train(None)
     for _, _, losses in actual:
         assert losses == pytest.approx(one_process, rel=1e-6)
-
-
-def _output(process: subprocess.Popen[str]) -> str:
-    """Return the output of a process. Kill the process if it does not end."""
-    try:
-        return process.communicate(timeout=120)[0]
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        return process.communicate(timeout=30)[0]
-
-
-def _torchrun(host: hosts.Host, first: hosts.Host, result: Path) -> list[str]:
-    """Return the command of one of two machines, with the address of the first."""
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={RANKS_A_HOST}",
-        "--rdzv-backend=c10d", "--rdzv-id=1", f"--rdzv-endpoint={first.address}:29500", f"--local-addr={host.address}",
-        f"--rdzv-conf=is_host={int(host == first)}",  # torchrun compares host names; no name has this address
-        "-m", "tests.engine.test_many_machines", str(result),
-    ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
