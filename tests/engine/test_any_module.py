@@ -23,7 +23,7 @@ from engine import EngineConfig, OptimizerConfig, initialize
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
-STEPS, ROWS = 3, 4
+STEPS, ROWS = 2, 4
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 EXPERTS = {"num_key_value_heads": 1, "vocab_size": 48, "max_position_embeddings": 32, "num_experts_per_tok": 2}
@@ -72,6 +72,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+STAGES = {  # every stage for the weight that blocks share, and a stage without and with gathered weights for the others
+    "regression": (0, 3),
+    "looped": (1, 3),
+    "shared": (0, 1, 2, 3),
+    "nested": (2, 3),
+    "bert": (1, 3),
+    "vit": (2, 3),
+    "mixtral": (0, 3),
+    "qwen3_moe": (2, 3),
+}
 NUMBERS = ("regression", "looped", "shared", "nested")
 
 
@@ -128,10 +138,10 @@ def train_with_engine(kind: str, zero_stage: int) -> Results:
 
 def train_all() -> dict[tuple[str, int], Results]:
     torch.set_num_threads(1)
-    return {(kind, stage): train_with_engine(kind, stage) for kind in MODELS for stage in range(4)}
+    return {(kind, stage): train_with_engine(kind, stage) for kind in MODELS for stage in STAGES[kind]}
 
 
-def test_two_ranks_under_every_stage_equal_plain_pytorch() -> None:
+def test_two_ranks_equal_plain_pytorch() -> None:
     expected = {kind: plain(kind) for kind in MODELS}
     for results in run_ranks(train_all, 2):
         for (kind, stage), (losses, weights) in results.items():

@@ -11,7 +11,7 @@ from tests.engine.generation.families import build
 from tests.engine.generation.test_inference_model import PROMPTS
 from tests.ranks import run_ranks
 
-LAYERS = 4
+LAYERS = 3
 
 
 def generate_both_ways(family: str, stage: int, offload: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def generate_both_ways(family: str, stage: int, offload: str) -> dict[str, Any]:
     full_model = build(family, num_hidden_layers=LAYERS)
     tiers = {"offload_parameters": offload, "offload_optimizer": "nvme" if offload == "nvme" else "none"}
     config = EngineConfig(zero_stage=stage, dtype="bf16", **tiers)  # type: ignore[arg-type]
-    how, world = Sampling(4, temperature=0.8), dist.world()
+    how, world = Sampling(3, temperature=0.8), dist.world()
     mine = PROMPTS[: 3 - 2 * world.rank]
     results: dict[str, Any] = {"held": []}
     for stream in (False, True):

@@ -16,8 +16,8 @@ from engine.parallel import dtensors
 from tests.engine.generation.families import ENDS, FAMILIES, build, ragged_prompts
 from tests.ranks import run_ranks
 
-PROMPTS = ragged_prompts(3, 11, 7, 1, 14)
-GREEDY = Sampling(9, temperature=0, end_ids=ENDS, pad_id=ENDS[0])  # the padding token is also an end token
+PROMPTS = ragged_prompts(3, 1, 14)
+GREEDY = Sampling(6, temperature=0, end_ids=ENDS, pad_id=ENDS[0])  # the padding token is also an end token
 PADDED = {"gptj", "bloom", "falcon"}
 
 
@@ -41,26 +41,23 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 def flip(family: str, adapters: bool) -> dict[str, Any]:
-    """Generate three times with changing weights of a sharded model. Score the last answers by its own forward."""
+    """Generate, change the weights of the sharded model, and generate again. Score the answers by its own forward."""
     torch.set_num_threads(1)
     model = with_adapters(build(family)) if adapters else build(family)
     engine = Engine(Wrapper(model), EngineConfig(zero_stage=3, dtype="fp32"), rollout_path="lm")
-    results: dict[str, Any] = {"checked": []}
-    for _ in range(3):
-        with engine.generating() as rollouts:
-            answers = rollouts.generate(PROMPTS, GREEDY, [0] * 5, batch_size=2)
-            results["fallback"] = rollouts.fallback
-        results["checked"].append(len(engine.flip.checked))
-        if len(results["checked"]) < 3:
-            with torch.no_grad():
-                for parameter in engine.module.parameters():
-                    dtensors.local(parameter).mul_(1.05)
+    with engine.generating() as rollouts:
+        rollouts.generate(PROMPTS[:1], GREEDY, [0])
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            dtensors.local(parameter).mul_(1.05)
+    with engine.generating() as rollouts:
+        answers = rollouts.generate(PROMPTS, GREEDY, [0] * 3, batch_size=2)
     with engine.scoring() as module:
-        results["gaps"] = [
+        gaps = [
             _gap(module(torch.tensor([prompt + answer.token_ids]))[0, len(prompt) - 1 : -1], answer)
             for prompt, answer in zip(PROMPTS, answers, strict=True)
         ]
-    return results
+    return {"fallback": rollouts.fallback, "checked": len(engine.flip.checked), "gaps": gaps}
 
 
 def _gap(logits: Tensor, answer: Any) -> tuple[bool, float]:
@@ -70,7 +67,8 @@ def _gap(logits: Tensor, answer: Any) -> tuple[bool, float]:
     return likeliest, (logprobs - torch.tensor(answer.logprobs)).abs().max().item()
 
 
-CASES = [*((family, True) for family in FAMILIES), ("llama", False), ("opt", False)]
+LIKE_LLAMA = {"qwen2", "mistral", "gemma2"}  # the same kinds of parameters as others; test_generator runs these too
+CASES = [*((family, True) for family in FAMILIES if family not in LIKE_LLAMA), ("llama", False)]
 
 
 def flip_all() -> dict[tuple[str, bool], dict[str, Any]]:
@@ -89,5 +87,5 @@ def test_generation_equals_the_sharded_module(
     for rank in flips:
         actual = rank[family, adapters]
         assert (actual["fallback"] is not None) == (family in PADDED)
-        assert actual["checked"] == [len(LENGTHS), len(LENGTHS), 0], "only the first two flips check all prompts"
+        assert actual["checked"] == len(LENGTHS)
         assert all(likeliest and gap < 2e-4 for likeliest, gap in actual["gaps"])

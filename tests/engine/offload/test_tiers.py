@@ -13,7 +13,7 @@ from engine.offload import OffloadedOptimizer
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
-WIDTH, ROWS, STEPS = 37, 4, 5
+WIDTH, ROWS, STEPS = 37, 4, 3
 OPTIMIZER = OptimizerConfig(lr=0.02, weight_decay=0.1, max_grad_norm=0.5, betas=(0.9, 0.95))
 SUB_GROUP = 1024  # divides the larger matrices
 TIERS: list[dict[str, Any]] = [
@@ -24,6 +24,8 @@ TIERS: list[dict[str, Any]] = [
     {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
     {"offload_optimizer": "nvme", "offload_parameters": "nvme", "activation_checkpointing": True},
 ]
+CHECKPOINT_TIERS: list[dict[str, Any]] = [{}, *TIERS[:3]]
+STAGES = ((0, 0), (0, 1), (1, 2), (2, 2), (3, 3), (4, 2), (4, 3), (5, 3))  # a tier and a ZeRO stage
 
 
 class Net(nn.Module):
@@ -95,8 +97,8 @@ def engine_of(tier: dict[str, Any], optimizer: OptimizerConfig = OPTIMIZER, *, s
 def run_all(micro: int) -> list[tuple[list[tuple[float, float]], dict[str, Tensor]]]:
     torch.set_num_threads(1)
     results = []
-    for tier, stage in [(TIERS[0], 0), (TIERS[0], 1), *((t, 2) for t in TIERS[:5]), *((t, 3) for t in TIERS)]:
-        engine = engine_of(tier, zero_stage=stage)
+    for tier, stage in STAGES:
+        engine = engine_of(TIERS[tier], zero_stage=stage)
         results.append((advance(engine, 1, STEPS, micro), weights(engine)))
     return results
 
@@ -181,44 +183,41 @@ def test_an_overflow_in_fp16_changes_no_state() -> None:
         assert any(not torch.equal(master, before[name]) for name, master in masters(engine).items())
 
 
-def resume_everywhere(folder: Path, tiers: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
-    """In each tier, resume from a checkpoint, train, and save a checkpoint."""
+def resume(checkpoints: list[Path], shift: int) -> list[dict[str, Tensor]]:
+    """Resume from each checkpoint in the tier `shift` after its own, save a checkpoint, and train."""
     torch.set_num_threads(1)
     results = []
-    for number, tier in enumerate(tiers):
-        engine = engine_of(tier, seed=9, zero_stage=3)
+    for number, folder in enumerate(checkpoints):
+        engine = engine_of(CHECKPOINT_TIERS[(number + shift) % len(CHECKPOINT_TIERS)], seed=9, zero_stage=3)
         engine.start_averaging(0.7)
         engine.load(folder)
-        engine.save(folder.with_name(f"left-{dist.world().size}-{number}"))
+        engine.save(folder.with_name(f"again-{number}"))
         advance(engine, 3, STEPS)
-        results.append(weights(engine))
-        with engine.averaged():
-            results[-1] |= {f"average.{name}": mean for name, mean in weights(engine).items()}
+        results.append(weights_and_averages(engine))
         assert all(torch.equal(weights(engine)[name], results[-1][name]) for name in weights(engine))
     return results
 
 
+def weights_and_averages(engine: Engine) -> dict[str, Tensor]:
+    last = weights(engine)
+    with engine.averaged():
+        return last | {f"average.{name}": mean for name, mean in weights(engine).items()}
+
+
 def test_checkpoints_resume_in_any_tier_and_number_of_ranks(tmp_path: Path) -> None:
-    through: dict[str, Tensor] = {}
-    for number, tier in enumerate([{}, *TIERS[:3]]):
+    first, again = ([tmp_path / f"{name}-{number}" for number in range(4)] for name in ("first", "again"))
+    for folder, tier in zip(first, CHECKPOINT_TIERS, strict=True):
         engine = engine_of(tier)
         engine.start_averaging(0.7)
         advance(engine, 1, 2)
-        engine.save(tmp_path / f"from-{number}")
-        advance(engine, 3, STEPS)
-        through = weights(engine)
-        with engine.averaged():
-            through |= {f"average.{name}": mean for name, mean in weights(engine).items()}
-    actual = resume_everywhere(tmp_path / "from-2", [{}, *TIERS[:3]])
-    actual += resume_everywhere(tmp_path / "from-0", TIERS[:3])
-    for results in run_ranks(resume_everywhere, 2, tmp_path / "from-1", [{}, *TIERS[:3]]):
-        actual += results
-    for number in range(4):
-        actual += resume_everywhere(tmp_path / f"left-2-{number}", TIERS[:2])
-    for one in actual:
-        assert one.keys() == through.keys()
-        for name, tensor in through.items():
-            torch.testing.assert_close(one[name], tensor, atol=2e-6, rtol=2e-6)
+        engine.save(folder)
+    advance(engine, 3, STEPS)
+    through = weights_and_averages(engine)
+    for results in [*run_ranks(resume, 2, first, 1), resume(again, 2)]:
+        for actual in results:
+            assert actual.keys() == through.keys()
+            for name, tensor in through.items():
+                torch.testing.assert_close(actual[name], tensor, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

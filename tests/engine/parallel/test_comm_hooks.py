@@ -13,7 +13,7 @@ from engine.parallel import comm_hooks, dist, dtensors, meshes
 from engine.parallel.collectives import SentBytes
 from tests.ranks import run_ranks
 
-WIDTH, BLOCKS, ROWS, STEPS = 48, 3, 16, 30
+WIDTH, BLOCKS, ROWS, STEPS = 48, 3, 16, 10
 ROOT_NUMBERS, BLOCK_NUMBERS = WIDTH * WIDTH, WIDTH * WIDTH + 3 * WIDTH
 NUMBERS = ROOT_NUMBERS + BLOCKS * BLOCK_NUMBERS
 
@@ -43,7 +43,7 @@ def train(stage: int, dtype: str, compress: Compress, steps: int) -> tuple[list[
     torch.set_num_threads(1)
     torch.manual_seed(3)
     config = EngineConfig(zero_stage=stage, dtype=dtype, compress=compress)  # type: ignore[arg-type]
-    engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.0, max_grad_norm=0.0))
+    engine = Engine(Net(), config, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0, max_grad_norm=0.0))
     generator = torch.Generator().manual_seed(5)
     goal = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
     world, losses = dist.world(), []
