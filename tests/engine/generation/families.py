@@ -1,10 +1,11 @@
 """Small random models of many families, and greedy decoding by the definition: transformers' forward of all tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.generation.prepacked_linears import copies_weights
@@ -72,17 +73,23 @@ def ragged_prompts(*lengths: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def greedy_by_definition(model: nn.Module, prompt: list[int], steps: int) -> tuple[list[int], list[float]]:
-    """Decode with one forward of the full sequence for each token, without cache, padding or mask."""
-    token_ids, logprobs = list(prompt), []
-    for _ in range(steps):
-        logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1].double()
-        token = int(logits.argmax())
-        logprobs.append(float(logits.log_softmax(-1)[token]))
-        token_ids.append(token)
-        if token in ENDS:
-            break
-    return token_ids[len(prompt) :], logprobs
+def plain_logits(model: nn.Module, prompt: list[int], answer: Sequence[int]) -> Tensor:
+    """Return logits (n + 1, V) before and after each of n tokens, by one forward without cache, padding or mask."""
+    return model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, len(prompt) - 1 :].double()
+
+
+def greedy_by_definition(
+    model: nn.Module, prompt: list[int], answer: Sequence[int], steps: int
+) -> tuple[list[int], list[float]]:
+    """Return the most probable tokens after the tokens of `answer`, to the end, and their log-probabilities.
+
+    They equal `answer` exactly if it is the greedy answer of at most `steps` tokens. One forward suffices, because the
+    model is causal.
+    """
+    logits = plain_logits(model, prompt, answer)[:steps]
+    tokens = logits.argmax(-1).tolist()
+    count = next((index + 1 for index, token in enumerate(tokens) if token in ENDS), len(tokens))
+    return tokens[:count], logits.log_softmax(-1).amax(-1)[:count].tolist()
 
 
 def can_prepack(dtype: torch.dtype) -> bool:

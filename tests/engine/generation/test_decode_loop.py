@@ -27,6 +27,7 @@ from tests.engine.generation.families import (
     build,
     can_prepack,
     greedy_by_definition,
+    plain_logits,
     ragged_prompts,
     use_decode_attention,
 )
@@ -77,7 +78,7 @@ def windowed_generator(model: nn.Module, cache_bytes: int | None = None) -> Gene
 
 def assert_greedy(model: nn.Module, prompts: Sequence[list[int]], answers: Sequence[Generation]) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
-        tokens, logprobs = greedy_by_definition(model, prompt, GREEDY.max_new_tokens)
+        tokens, logprobs = greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens)
         assert answer.token_ids == tokens
         assert answer.logprobs == pytest.approx(logprobs, abs=2e-4)
 
@@ -144,8 +145,8 @@ def test_one_loop_serves_many_sampling_settings(llama: nn.Module) -> None:
     generator = windowed_generator(llama)
     for sampling in [*SETTINGS, RANDOM, replace(RANDOM, seed=8), *SETTINGS[:2]]:
         assert_equal(
-            generator.generate(PROMPTS, sampling, SEEDS, 3),
-            Generator(llama, "cpu").generate(PROMPTS, sampling, SEEDS, 3),
+            generator.generate(PROMPTS[:5], sampling, SEEDS[:5], 3),
+            Generator(llama, "cpu").generate(PROMPTS[:5], sampling, SEEDS[:5], 3),
         )
     assert len(loop_of(generator)._samplers) == decode_loop.MAX_SAMPLERS
 
@@ -190,7 +191,8 @@ def test_samples_share_their_prompt(
     firsts = [step.rows.firsts.tolist() for step in steps if step.rows is not None]
     assert any(len(set(each)) < len(each) for each in firsts), "no prompt was read once for several rows"
     assert loop.cache is not None and loop.cache.size == CacheSize(3, 192 if longest > 128 else 64, 5 + 1, 64)
-    separate = [Generator(model, "cpu").generate([prompts[i // 7]], sampling, [i])[0] for i in range(21)]
+    single = Generator(model, "cpu")
+    separate = [single.generate([prompts[i // 7]], sampling, [i])[0] for i in range(21)]
     assert_equal(shared, separate)
     assert len({tuple(answer.token_ids) for answer in shared}) > 14
 
@@ -241,16 +243,14 @@ def text(token_ids: list[int]) -> str:
 
 
 def sample_by_definition(
-    model: nn.Module, prompt: list[int], how: Sampling, sample_seed: int
+    model: nn.Module, prompt: list[int], answer: Sequence[int], how: Sampling, sample_seed: int
 ) -> tuple[list[int], list[float]]:
-    """Sample token by token in float64: repetition penalty, minimal length, filtered softmax.
+    """Sample each token after the tokens of `answer`, in float64: repetition penalty, minimal length, filtered softmax.
 
     The cumulative distribution, most probable tokens first, is inverted at the uniform number of the sample seed.
     """
     ids, logprobs = list(prompt), []
-    for position in range(how.max_new_tokens):
-        with torch.no_grad():
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+    for position, logits in enumerate(plain_logits(model, prompt, answer)[: how.max_new_tokens]):
         for token in set(ids):
             logits[token] *= how.repetition_penalty ** (-1 if logits[token] > 0 else 1)
         if position < how.min_new_tokens:
@@ -265,21 +265,25 @@ def sample_by_definition(
             logprob = float(probabilities[token].log())
         ids.append(token)
         logprobs.append(logprob)
-        answer = ids[len(prompt) :]
-        if token in how.end_ids or (len(answer) >= how.min_new_tokens and text(answer).endswith(how.stop or ("none",))):
+        sampled = ids[len(prompt) :]
+        enough = len(sampled) >= how.min_new_tokens
+        if token in how.end_ids or (enough and text(sampled).endswith(how.stop or ("none",))):
             break
+        if sampled != list(answer[: position + 1]):
+            break  # the other logits are those of the wrong answer
     return ids[len(prompt) :], logprobs
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])  # the decode loop, and transformers' generate
 def test_all_settings_combined_equal_the_definition(family: str) -> None:
     model = build(family)
+    rollouts = Generator(model, "cpu")
     for how in (Sampling(10, temperature=0, repetition_penalty=1.7), ALL_SETTINGS, replace(ALL_SETTINGS, end_ids=())):
-        answers = Generator(model, "cpu").generate(PROMPTS, how, STREAMS, batch_size=3, text=text)
+        answers = rollouts.generate(PROMPTS, how, STREAMS, batch_size=3, text=text)
         for prompt, stream, answer in zip(PROMPTS, STREAMS, answers, strict=True):
-            tokens, logprobs = sample_by_definition(model, prompt, how, stream)
+            tokens, logprobs = sample_by_definition(model, prompt, answer.token_ids, how, stream)
             assert answer.token_ids == tokens and answer.logprobs == pytest.approx(logprobs, abs=2e-4)
-        plain = Generator(model, "cpu").generate(PROMPTS, replace(how, repetition_penalty=1.0), STREAMS, text=text)
+        plain = rollouts.generate(PROMPTS, replace(how, repetition_penalty=1.0), STREAMS, text=text)
         assert [a.token_ids for a in plain] != [a.token_ids for a in answers], (
             "the penalty has no effect on these answers"
         )

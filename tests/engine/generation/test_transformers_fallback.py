@@ -91,7 +91,9 @@ def test_every_family_generates_as_its_plain_forward(family: str, caplog: pytest
             expected = logits.log_softmax(-1)[range(len(answer.token_ids)), answer.token_ids]
             assert answer.logprobs == pytest.approx(expected.tolist(), abs=2e-4)
             if sampling is GREEDY:
-                assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
+                assert (
+                    answer.token_ids == greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens)[0]
+                )
     assert len({tuple(answer.token_ids) for answer in answers}) > 4
 
 
@@ -113,7 +115,7 @@ def test_a_model_without_position_ids() -> None:
     rollouts = Generator(model, "cpu")
     assert rollouts.mode != "slots"
     for prompt, answer in zip(PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS), strict=True):
-        assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
+        assert answer.token_ids == greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,7 +145,7 @@ def test_generation_stops_at_a_length_that_changes_all_positions() -> None:
     ).eval()
     rollouts = Generator(model, "cpu")
     for prompt, answer in zip(PROMPTS[:3], rollouts.generate(PROMPTS[:3], GREEDY, [0] * 3), strict=True):
-        assert answer.token_ids == greedy_by_definition(model, prompt, GREEDY.max_new_tokens)[0]
+        assert answer.token_ids == greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens)[0]
     with pytest.raises(ValueError, match=r"13 tokens and max_new_tokens=12 .* 24 positions .* rotary frequencies"):
         rollouts.generate([[13] * 13], GREEDY, [0])
     with torch.no_grad():  # the cause: the same token has other logits in a longer sequence
