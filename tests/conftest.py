@@ -21,7 +21,6 @@ TESTS_WITHOUT_STAGE_PACKAGES = ("engine", "benchmarks", "pipeline/models/test_on
 LONG_FILES = (
     "test_stages_on_simulated_gpu.py",
     "test_parity.py",
-    "engine/kernels_triton/test_compile.py",
     "engine/test_simulated_gpu.py",
     "test_wheel.py",
     "test_resume.py",

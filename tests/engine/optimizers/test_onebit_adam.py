@@ -131,9 +131,9 @@ def regression(config: OptimizerConfig, steps: int, keep: str | None) -> tuple[l
 
 
 def train_both(folder: str) -> list[tuple[list[float], torch.Tensor, SentBytes]]:
-    adam = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0)
-    one_bit = OptimizerConfig(lr=3e-3, betas=BETAS, max_grad_norm=1.0, name="onebitadam", options={"freeze_step": 20})
-    return [regression(adam, 60, None), regression(one_bit, 60, None), regression(one_bit, 60, folder)]
+    adam = OptimizerConfig(lr=0.01, betas=BETAS, max_grad_norm=1.0)
+    one_bit = OptimizerConfig(lr=0.01, betas=BETAS, max_grad_norm=1.0, name="onebitadam", options={"freeze_step": 8})
+    return [regression(adam, 28, None), regression(one_bit, 28, None), regression(one_bit, 28, folder)]
 
 
 def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes(found: Any, kept: Path) -> None:
@@ -141,16 +141,16 @@ def test_it_trains_like_adam_with_a_thirtieth_of_the_bytes(found: Any, kept: Pat
     (adam, _, full), (one_bit, weights, little), (_, resumed, _) = ranks[0]
     assert torch.equal(weights, ranks[1][1][1]), "the ranks' weights differ"
     assert torch.equal(weights, resumed), "the resumed run differs"
-    assert one_bit[:20] == pytest.approx(adam[:20], rel=1e-4)
+    assert one_bit[:8] == pytest.approx(adam[:8], rel=1e-4)
     assert one_bit[-1] == pytest.approx(adam[-1], rel=0.25)
     assert adam[-1] < 0.2 * adam[0]
     assert full.reduce == 4 * NUMBERS
     assert little.reduce < 1.1 * NUMBERS / 8
     assert full.reduce / little.reduce > 28
-    config = OptimizerConfig(lr=LR, name="onebitadam", options={"freeze_step": 20})
+    config = OptimizerConfig(lr=LR, name="onebitadam", options={"freeze_step": 8})
     single = Engine(Net(), EngineConfig(dtype="fp32"), optimizer=config)
     single.load(kept)  # with another number of ranks
-    assert single.step_count == 30
+    assert single.step_count == 14
 
 
 def test_unsupported_layouts_are_refused() -> None:
