@@ -1,6 +1,13 @@
-"""Products with fp32 sums in C against float64, for any strides. A row's result does not depend on other rows."""
+"""Products with fp32 sums in C against float64, for any strides. A row's result does not depend on other rows.
 
+Without AVX-512, products.c is compiled with an emulation of its instructions, for these tests only.
+"""
+
+import os
+import platform
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,13 +15,33 @@ from torch import Tensor
 
 from engine.kernels import products as kernels_products
 from engine.kernels.products import Products
-from engine.kernels_cpu import products
+from engine.kernels_cpu import library, products
 from engine.kernels_cpu.products import product, supports
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.skipif(not supports(torch.float32), reason="no C compiler, or a processor without AVX-512")
-in_bf16 = pytest.mark.skipif(not supports(BF16), reason="a processor that does not multiply bf16")
-SHAPES = [(1, 2, 1), (5, 8, 3), (6, 16, 64), (97, 130, 65), (130, 770, 70), (20, 1600, 129), (205, 30, 200)]
+HAS_AVX512 = supports(torch.float32)
+HAS_COMPILER = platform.machine() == "x86_64" and shutil.which(os.environ.get("CC") or "cc") is not None
+pytestmark = pytest.mark.skipif(not (HAS_AVX512 or HAS_COMPILER), reason="no C compiler, or another processor")
+in_bf16 = pytest.mark.skipif(HAS_AVX512 and not supports(BF16), reason="a processor that does not multiply bf16")
+SHAPES = [(5, 8, 3), (97, 130, 65), (13, 770, 70)]  # more rows, numbers and columns than one block, and fewer
+THREADS = [1, 5]
+if HAS_AVX512:  # the emulation is slow
+    THREADS += [2]
+    SHAPES += [(1, 2, 1), (6, 16, 64), (130, 770, 70), (20, 1600, 129), (205, 30, 200)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _emulation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give this module's tests a library of their own, which neither the process nor the user's cache keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_AVX512:
+            header = Path(__file__).parent / "emulated"
+            instructions = ("-D__AVX512F__", "-D__AVX512BF16__", f"-I{header}", "-Wno-psabi")
+            flags = (*library.FLAGS, *instructions, "-Og")  # with -O3 the compiler takes seconds
+            emulated = library._opened(library.HERE / "products.c", flags, tmp_path_factory.mktemp("emulated"))
+            patch.setattr(products, "library", {"products": emulated}.get)
+            patch.setattr(products, "supports", supports.__wrapped__)  # without its cache
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +76,7 @@ def close(actual: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     assert bool(((actual.double() - exact).abs() <= slack).all())
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=in_bf16)])
 def test_products_equal_float64(shape: tuple[int, int, int], dtype: torch.dtype, threads: int) -> None:
