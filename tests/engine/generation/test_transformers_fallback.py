@@ -19,7 +19,7 @@ from engine.generation.sampling import Sampling
 from engine.generation.transformers_fallback import TransformersFallback, batches
 from tests.engine.generation.families import ENDS, POSITIONS, VOCABULARY, build, greedy_by_definition, ragged_prompts
 
-PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
+PROMPTS = ragged_prompts(3, 11, 1, 11, 14)
 STREAMS = list(range(len(PROMPTS)))
 GREEDY = Sampling(12, temperature=0, end_ids=ENDS, pad_id=ENDS[0])
 _MODERN: dict[str, Any] = {
@@ -94,7 +94,7 @@ def test_every_family_generates_as_its_plain_forward(family: str, caplog: pytest
                 assert (
                     answer.token_ids == greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens)[0]
                 )
-    assert len({tuple(answer.token_ids) for answer in answers}) > 4
+    assert len({tuple(answer.token_ids) for answer in answers}) > 3
 
 
 def test_a_model_without_position_ids() -> None:

@@ -130,7 +130,7 @@ FOUR = [("qwen3", {"zero_stage": 2})]
 
 
 def averaged_engine(**layout: Any) -> Engine:
-    engine = initialize(build_model("opt", num_hidden_layers=4), EngineConfig(dtype="fp32", **layout), optimizer=ADAM)
+    engine = initialize(build_model("opt", num_hidden_layers=2), EngineConfig(dtype="fp32", **layout), optimizer=ADAM)
     engine.start_averaging(0.5)
     return engine
 
