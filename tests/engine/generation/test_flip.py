@@ -147,16 +147,16 @@ def test_replicated_shards(ranks: list[dict[str, Any]]) -> None:
 def test_the_parity_check_runs_at_the_first_flips_and_periodically() -> None:
     """An interrupted flip counts as a flip and leaves the trained weights unchanged."""
     engine = Engine(build("gpt2"), EngineConfig(zero_stage=0, dtype="bf16"), rollout_path="")
-    engine.flip.parity_check_every = 3
+    engine.flip.parity_check_every = 4
     checked = []
-    for turn in range(6):
+    for turn in range(8):
         interrupted = pytest.raises(KeyboardInterrupt) if turn == 3 else nullcontext()
         with interrupted, engine.generating(keep=turn < 4) as rollouts:
             tokens = list(rollouts.stream(PROMPTS[0], Sampling(4, temperature=0)))
             checked.append(len(engine.flip.checked))
             if turn == 3:
                 raise KeyboardInterrupt
-    assert checked == [3, 3, 3, 0, 0, 3]
+    assert checked == [3, 3, 0, 3, 0, 0, 0, 3]
     again = Generator(in_dtype(build("gpt2"), torch.bfloat16), "cpu")
     assert tokens == list(again.stream(PROMPTS[0], Sampling(4, temperature=0)))
 

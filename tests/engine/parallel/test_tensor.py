@@ -80,7 +80,7 @@ def trained(family: str, *, lora: bool = False, steps: int = STEPS, **layout: An
 def advance(engine: Engine, step: int) -> None:
     world = dist.world()
     mine = batch(step)[world.data_rank :: world.data_size]
-    update = engine.update(list(mine.split(2)), loss_of, ROWS)
+    update = engine.update(list(mine.chunk(2)), loss_of, ROWS)
     assert update.sums["rows"] == ROWS
     engine.losses.append(update.loss)  # type: ignore[attr-defined]
     engine.norms.append(update.grad_norm)  # type: ignore[attr-defined]
