@@ -14,38 +14,23 @@ from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
 from pipeline.config.environment import check_paths, check_ranks
 from pipeline.config.messages import in_keys
-from pipeline.config.overrides import groups, read_option
-from pipeline.config.schema import EngineSettings, ModelConfig, RunConfig
+from pipeline.config.overrides import groups
+from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
-from tests.composed import composed
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def config_of(*overrides: str) -> RunConfig:
-    return validate(composed("model=opt-1.3b", *overrides))
+    return validate(compose(["model=opt-1.3b", *overrides]))
 
 
 def refusal(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         config_of(*overrides)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model=opt-1.3b"],
-        ["model=gpt2", "sft=lora", "sft.lr=3", "seed=7", "name=my run", "ppo.eval_every=0"],
-        ["ppo=grpo", "reward_model=opt-350m", "reward=lora", "reward.lora.rank=8", "engine.dtype=bf16", "engine=zero3"],
-        ["method=distill", "teacher=a", "ppo.critic_engine={zero_stage: 3, nvme_path: 'a b'}", "rollout.stop=[a, b]"],
-        ["data.path=/a b.jsonl", "evaluation.judge=a b.py:c", "sft.lrr=1", "ppo.lora.x.y=null"],
-    ],
-)
-def test_shared_compositions_are_those_of_hydra(words):
-    assert composed(*words) == compose(words)
 
 
 def test_groups_and_keys_reach_the_configuration():
@@ -538,13 +523,11 @@ def test_paths_are_checked_before_any_work(tmp_path):
         check_paths(config_of(f"model.path={tmp_path}"))
     check_paths(config_of(f"model.path={tmp_path}/sft"))
     (tmp_path / "broken").mkdir()
-    model, actor = (f"model.path={tmp_path}/broken",), ("stage=dpo", f"actor={tmp_path}/broken", "model=tiny")
-    configs = config_of(*model), config_of(*actor)
     for text in (b'{"model_type": ', b"", b"[1]", b"\xff\xfe", b"[" * 100_000):
         (tmp_path / "broken" / "config.json").write_bytes(text)
-        for config in configs:
+        for words in ((f"model.path={tmp_path}/broken",), ("stage=dpo", f"actor={tmp_path}/broken", "model=tiny")):
             with pytest.raises(UserError, match=r"=.*/broken: .*config\.json is not a JSON object \(.+\); copy"):
-                check_paths(config)
+                check_paths(config_of(*words))
     with pytest.raises(
         UserError, match=f"json is a file: set the folder of the model, model.path={tmp_path}/sft/model$"
     ):
@@ -578,10 +561,11 @@ def test_a_source_is_checked_only_for_stages_that_read_it(tmp_path):
         check_paths(config_of(sources, "stage=sft"))
 
 
-def test_every_model_option_is_complete():
-    for option in groups()["model"]:
-        model = ModelConfig.model_validate({**read_option(CONF / "model" / f"{option}.yaml"), "weights": "random"})
-        assert (model.name, model.architecture is not None) == (option, True)
+@pytest.mark.parametrize("option", groups()["model"])
+def test_every_model_option_is_complete(option):
+    config = validate(compose([f"model={option}", "model.weights=random"]))
+    assert config.model.name == option
+    assert config.model.architecture is not None
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ Each command is composed and checked as `zerochat` does before any work. Words i
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +22,6 @@ from pipeline.export.command import _parser as export_parser
 from pipeline.report.report import _parser as report_parser
 from pipeline.serve.command import _page_parser
 from pipeline.serve.command import _parser as serve_parser
-from tests.composed import composed
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,14 +40,8 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def check_training(words: Sequence[str], stage: str | None = None) -> None:
     words = ["data=demo" if word == "data=mine" else word for word in words]  # the reader writes conf/data/mine.yaml
-    for raw in configurations(tuple(words)):
-        validate({**raw, "stage": stage} if stage is not None else raw)
-
-
-@cache
-def configurations(words: tuple[str, ...]) -> list[dict[str, Any]]:
-    command = parse_command(words)
-    return [job.raw for job in compose_jobs(command)] if command.multirun else [composed(*command.overrides)]
+    for job in compose_jobs(parse_command(words)):
+        validate({**job.raw, "stage": stage} if stage is not None else job.raw)
 
 
 def check_chat(words: Sequence[str]) -> None:

@@ -144,9 +144,9 @@ def test_a_config_without_usable_sizes_is_not_blamed_on_the_network(tmp_path, te
     (tmp_path / "config.json").write_text(text)
     for group in ("model", "reward_model"):
         words = ["model=opt-1.3b"] * (group == "reward_model")
-        recipe, _ = find_recipe([*words, f"{group}.path={tmp_path}"])
-        line = f"{recipe.name}: {recipe.reason}"
-        assert "3b-to-15b" in line and "has no usable sizes" in line and "network" not in line
+        line = compose_jobs(parse_command([*words, f"{group}.path={tmp_path}"]))[0].recipe
+        assert "3b-to-15b" in line and "has no usable sizes" in line
+        assert "network" not in line
 
 
 def test_the_default_model_is_named_if_it_trains_on_other_data(tmp_path):
