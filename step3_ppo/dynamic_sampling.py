@@ -7,30 +7,13 @@ rank choose the same prompts.
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from engine import Generation
 from pipeline.data.batch import epoch_order
 from step3_ppo.advantages import RewardShaping, answer_scores, is_uniform
-from step3_ppo.rollout import Scores
-
-
-@dataclass(frozen=True)
-class Answered:
-    """B prompts with S answers each, next to each other.
-
-    prompts: indices of the B prompts
-    generations: the B * S answers
-    scores: the scores of the answers
-    replaced: number of prompts that were replaced
-    """
-
-    prompts: list[int]
-    generations: list[Generation]
-    scores: Scores
-    replaced: int = 0
+from step3_ppo.rollout import Answered, Scores
 
 
 def replace_uniform(

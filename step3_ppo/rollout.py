@@ -38,6 +38,22 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """B prompts with S answers each, next to each other.
+
+    prompts: indices of the B prompts
+    generations: the B * S answers
+    scores: the scores of the answers
+    replaced: number of prompts that were replaced
+    """
+
+    prompts: list[int]
+    generations: list[Generation]
+    scores: Scores
+    replaced: int = 0
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Prompts with their responses, and the numbers of all models.
 

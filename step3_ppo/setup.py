@@ -28,10 +28,9 @@ from step3_ppo.advantages import (
     compute_advantages,
 )
 from step3_ppo.batches import largest_microbatch
-from step3_ppo.dynamic_sampling import Answered, replace_uniform
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.models import ModelSources, build_models
-from step3_ppo.rollout import Rollout, Scores, collect, ended_answers, generate, score_answers
+from step3_ppo.rollout import Answered, Rollout, Scores, collect, ended_answers, generate, score_answers
 from step3_ppo.update import (
     Minibatch,
     PtxMix,
@@ -170,6 +169,8 @@ class Ppo:
         generations = answer(prompts, 0)
         answered = Answered(prompts, generations, score(prompts, generations))
         if self.resample:
+            from step3_ppo.dynamic_sampling import replace_uniform
+
             bound = {"samples": self.samples, "rounds": self.resample, "count": len(self.prompts)}
             answered = replace_uniform(answered, answer, score, self.shaping, seed=(self.seed, step), **bound)
             self.replaced = answered.replaced

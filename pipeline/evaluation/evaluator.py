@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import Engine, Sampling, distributed
 from pipeline.data.microbatches import gather_by_index
@@ -16,8 +16,10 @@ from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.judge import Verdicts, can_judge, compare_pairs, judged
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, read_samples, write_samples
-from pipeline.evaluation.user_function import UserFunction
 from pipeline.files import explained_disk
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.user_function import UserFunction
 
 EVALUATION_SEED = 20011
 
@@ -78,7 +80,7 @@ class Evaluator:
     tokenizer: ChatTokenizer
     sampling: Sampling
     temperatures: Sequence[float]
-    judge: UserFunction | None = None
+    judge: "UserFunction | None" = None
     score: Scorer | None = None
     keep: bool = False
     candidates: int = 1
@@ -160,7 +162,7 @@ def compare_models(
     folder: Path,
     own: Evaluations,
     grade: Callable[[list[str]], Evaluation],
-    pair_judge: UserFunction | None = None,
+    pair_judge: "UserFunction | None" = None,
 ) -> dict[str, Evaluations]:
     """Grade the earlier answers of the other models again, and return the evaluations of all models by name.
 

@@ -6,14 +6,16 @@ compares two answers to the same prompt.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Prompt, Row
 from pipeline.errors import SharedError, UserError
-from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.user_function import UserFunction
 
 GOLD_SOURCE = "demo"  # the data source whose prompts the gold scorer supports
 Result = TypeVar("Result")
@@ -23,14 +25,25 @@ Verdicts = tuple[float | None, float | None]
 """A pair judge's verdicts on one answer against another, for both orders: 1 better, 0 worse, None without a verdict."""
 
 
-def load_judge(config: RunConfig, key: str = JUDGE) -> UserFunction | None:
-    """Load the function that evaluation.judge or evaluation.pair_judge names; return None if the key is null."""
-    evaluation = config.evaluation
-    where = evaluation.judge if key == JUDGE else evaluation.pair_judge
-    return None if where is None else load_function(where, evaluation.judge_threads, key=key)
+def load_judge(config: RunConfig) -> "UserFunction | None":
+    """Load the function that `evaluation.judge` names; return None if the key is null."""
+    return _load(config.evaluation.judge, "evaluation.judge", config.evaluation.judge_threads)
 
 
-def can_judge(prompts: Sequence[Prompt], judge: UserFunction | None) -> bool:
+def load_pair_judge(config: RunConfig) -> "UserFunction | None":
+    """Load the function that `evaluation.pair_judge` names; return None if the key is null."""
+    return _load(config.evaluation.pair_judge, "evaluation.pair_judge", config.evaluation.judge_threads)
+
+
+def _load(where: str | None, key: str, threads: int) -> "UserFunction | None":
+    if where is None:
+        return None
+    from pipeline.evaluation.user_function import load_function
+
+    return load_function(where, threads, key=key)
+
+
+def can_judge(prompts: Sequence[Prompt], judge: "UserFunction | None") -> bool:
     """Return whether answers to these prompts get a gold score: from the judge, or from the built-in gold scorer."""
     if judge is not None:
         return bool(prompts) and all(prompt.row is not None for prompt in prompts)
@@ -43,7 +56,7 @@ def can_judge(prompts: Sequence[Prompt], judge: UserFunction | None) -> bool:
 
 
 def compare_pairs(
-    prompts: Sequence[Prompt], answers: Sequence[str], others: Sequence[str], judge: UserFunction
+    prompts: Sequence[Prompt], answers: Sequence[str], others: Sequence[str], judge: "UserFunction"
 ) -> list[Verdicts] | None:
     """Return the verdicts on each of `answers` against that of `others`, on every rank; None if a data row is missing.
 
@@ -64,7 +77,7 @@ def compare_pairs(
     return verdicts
 
 
-def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunction | None) -> list[float] | None:
+def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: "UserFunction | None") -> list[float] | None:
     """Return the gold score of each answer, on every rank; None if no judge supports these prompts.
 
     A user function needs the data row of every prompt. Raise SharedError on every rank if a call fails.
@@ -80,7 +93,7 @@ def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: UserFunctio
     return _on_all_ranks(judge, judge.score, calls)
 
 
-def function_rewards(function: UserFunction, calls: Sequence[Call]) -> dict[str, list[float]]:
+def function_rewards(function: "UserFunction", calls: Sequence[Call]) -> dict[str, list[float]]:
     """Return the function's rewards of each call by name, on every rank. The calls are distributed over ranks.
 
     Raise SharedError on every rank if a call fails on any rank, or if the names differ from call to call.
@@ -97,7 +110,7 @@ def function_rewards(function: UserFunction, calls: Sequence[Call]) -> dict[str,
 
 
 def _on_all_ranks(
-    function: UserFunction, method: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
+    function: "UserFunction", method: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
 ) -> list[Result]:
     """Return the result of each call on every rank, see `UserFunction.map`. Each rank makes some of the calls."""
     world = distributed.world()

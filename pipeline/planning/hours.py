@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 from pipeline.models.source import ModelSource, resolve
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, data_sizes
-from pipeline.planning.disk import run_bytes
+from pipeline.planning.demand import run_bytes
 from pipeline.planning.planner import measure, more_memory
 from pipeline.planning.stage_task import StageTask, stage_task
 from pipeline.stages.data import on_rank_zero

@@ -9,7 +9,6 @@ from typing import Any
 
 from engine import distributed
 from engine.memory import Rates, measure_rates
-from pipeline.config.environment import check_ranks
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import stages_to_run
@@ -18,7 +17,7 @@ from pipeline.files import PLAN, read_plan, write_json
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import DataSize, later_size
-from pipeline.planning.disk import warn_of_disk
+from pipeline.planning.demand import warn_of_disk
 from pipeline.planning.stage_task import DECODE_BATCH, StageTask, stage_task
 from pipeline.stages.restart import within_limits
 
@@ -209,6 +208,8 @@ def more_memory(config: RunConfig, stage: str, *, ranks: int, capacity: Capacity
 
 def _are_divisible(config: RunConfig, ranks: int) -> bool:
     """Return whether the batches and the groups of ranks divide over the ranks."""
+    from pipeline.config.environment import check_ranks  # for advice only
+
     try:
         check_ranks(config, ranks)
     except UserError:

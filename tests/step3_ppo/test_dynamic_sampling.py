@@ -6,8 +6,8 @@ import pytest
 
 from engine import Generation
 from step3_ppo.advantages import RewardShaping
-from step3_ppo.dynamic_sampling import Answered, new_prompts, replace_uniform, uniform_prompts
-from step3_ppo.rollout import Scores
+from step3_ppo.dynamic_sampling import new_prompts, replace_uniform, uniform_prompts
+from step3_ppo.rollout import Answered, Scores
 
 PLAIN = RewardShaping(missing_end_penalty=0.5)
 

@@ -21,7 +21,6 @@ from pipeline.launch.folder import _lock, open_folder
 from pipeline.launch.manifest import Manifest
 from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.launch.summary import compare_runs, stage_figures
-from tests.composed import composed
 from tests.forked_launch import Launcher, launch, launch_here
 from tests.ranks import Worker
 
@@ -296,7 +295,7 @@ def test_the_evaluations_that_the_guard_reads_are_inputs_of_an_unfinished_ppo(tr
 )
 def test_evaluations_are_settings_if_guard_or_export_read_them(key):
     def settings(*more: str) -> dict:
-        return stage_settings(validate(composed(*BASE, *more)), "ppo")
+        return stage_settings(validate(compose([*BASE, *more])), "ppo")
 
     for reads in ("ppo.guard=stop", "ppo.guard=rollback"):
         assert settings(reads, key) != settings(reads)
@@ -511,7 +510,7 @@ def test_the_reward_model_starts_from_the_configured_model(train):
     train("name=x", "stage=sft")
 
     def start(*more: str) -> dict:
-        return stage_inputs(validate(composed(*BASE, *more)), Path("runs/x"), "reward")
+        return stage_inputs(validate(compose([*BASE, *more])), Path("runs/x"), "reward")
 
     assert start() == {"sft": Path("runs/x/sft/model")}
     assert start("reward.init=base") == {"base": None}
@@ -520,7 +519,7 @@ def test_the_reward_model_starts_from_the_configured_model(train):
 
 def test_only_keys_that_change_results_are_settings():
     def settings(*more: str) -> dict:
-        return stage_settings(validate(composed(*BASE, *more)), "ppo")
+        return stage_settings(validate(compose([*BASE, *more])), "ppo")
 
     how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "rollout.keep=false", "rollout.cache_bytes=9")
     how += ("ppo.actor_engine.offload_optimizer=cpu",)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.config.schema import RunConfig
-from pipeline.planning import disk
-from pipeline.planning.disk import most_checkpoints, run_bytes, stage_checkpoint, warn_of_disk
+from pipeline.planning import demand
+from pipeline.planning.demand import most_checkpoints, run_bytes, stage_checkpoint, warn_of_disk
 from pipeline.planning.stage_task import StageTask, stage_task
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.tiny import tiny_config
@@ -49,7 +49,7 @@ def test_retained_checkpoints_and_one_that_is_written() -> None:
 
 def test_large_checkpoints_are_written_every_15_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage may take twice the predicted time."""
-    monkeypatch.setattr(disk, "LARGE", 12 * POLICY - 1)
+    monkeypatch.setattr(demand, "LARGE", 12 * POLICY - 1)
     assert [most("sft", seconds=minutes * 60) for minutes in (7, 8, 15, 600)] == [1, 2, 3, 3]
     assert most("sft", seconds=60.0, save_every=5) == 3
     assert most("ppo", seconds=60.0, guard="stop") == 2
@@ -67,7 +67,7 @@ def test_a_stage_warns_of_a_small_disk(tmp_path: Path, monkeypatch: pytest.Monke
     task, needed = task_of(config, "sft"), 3 * 12 * POLICY + 4 * POLICY
 
     def warning(free: int) -> str:
-        monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        monkeypatch.setattr(demand.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
         return "".join(warn_of_disk(config, task, tmp_path, math.inf))
 
     assert warning(needed) == ""
