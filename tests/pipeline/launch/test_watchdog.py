@@ -224,7 +224,7 @@ ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x", "stage=sft", 
 
 def launch_with_little_grace(folder: Path, arguments: list[str], modules: dict[str, str]) -> None:
     """Launch with SIGKILL soon after SIGTERM: a rank stopped by SIGSTOP does not end before, and has no stack."""
-    processes.GRACE_AFTER_FAILURE, watchdog.STACK_TIMEOUT = 0.5, 1.0
+    processes.GRACE_AFTER_FAILURE, watchdog.STACK_TIMEOUT = 0.5, 2.0
     launch(folder, arguments, modules)
 
 
@@ -314,7 +314,7 @@ def test_launchers_of_several_machines_restart_a_lost_rank(tmp_path):
 
 
 MAIN = "import sys\nfrom pipeline.launch import control, processes\nprocesses.MODULES['sft'] = 'fake_stage'\n"
-MAIN += "control.REPORT_TIMEOUT = 1.0  # for a host that cannot report\n"
+MAIN += "control.REPORT_TIMEOUT = 4.0  # for a host that cannot report\n"
 MAIN += "from pipeline.launch.command import main\nsys.exit(main(sys.argv[1:]))"
 
 
