@@ -251,7 +251,8 @@ def _choose_setting(
         advice = suggest_changes(
             config, stage, policy=policy, reward=reward, ranks=ranks, capacity=planned.capacity, size=size
         )
-        raise UserError(f"engine=auto: no setting fits in {device_size} per device; {advice}")
+        anyway = "To start one nevertheless: engine=zero3 engine.memory_check=warn"
+        raise UserError(f"engine=auto: no setting fits in {device_size} per device; {advice}. {anyway}")
     peak, words = format_bytes(best.demand.peak), " ".join(best.changes) or "as configured"
     _print([f"engine=auto: {words} ({peak}, about {best.step_seconds:.1f} s a step)"])
     record = {"words": words, "engine": best.engine, "micro_batch_tokens": best.task.work.micro_batch_tokens}

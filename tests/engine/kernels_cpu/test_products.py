@@ -6,6 +6,7 @@ Without AVX-512, products.c is compiled with an emulation of its instructions, f
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from engine.kernels_cpu.products import product, supports
 
 BF16 = torch.bfloat16
 HAS_AVX512 = supports(torch.float32)
-HAS_COMPILER = platform.machine() == "x86_64" and shutil.which(os.environ.get("CC") or "cc") is not None
+IS_X86_LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
+HAS_COMPILER = IS_X86_LINUX and shutil.which(os.environ.get("CC") or "cc") is not None
 pytestmark = pytest.mark.skipif(not (HAS_AVX512 or HAS_COMPILER), reason="no C compiler, or another processor")
 in_bf16 = pytest.mark.skipif(HAS_AVX512 and not supports(BF16), reason="a processor that does not multiply bf16")
 SHAPES = [(5, 8, 3), (97, 130, 65), (13, 770, 70)]  # more rows, numbers and columns than one block, and fewer

@@ -33,7 +33,7 @@ from pipeline.launch.ranks import (
     thread_settings,
     waiting_settings,
 )
-from tests.forked_launch import Launcher, fork_ranks, launch
+from tests.forked_launch import fork_ranks, launch
 from tests.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
@@ -51,13 +51,6 @@ def fake(tmp_path, monkeypatch):
     config = validate(compose(["model=gpt2", "tracking=none"]))
     (stage_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return tmp_path / "run"
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    launcher = Launcher(tmp_path_factory.mktemp("launcher"))
-    yield launcher
-    launcher.close()
 
 
 @pytest.fixture

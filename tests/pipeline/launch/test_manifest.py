@@ -21,21 +21,12 @@ from pipeline.launch.folder import _lock, open_folder
 from pipeline.launch.manifest import Manifest
 from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.launch.summary import compare_runs, stage_figures
-from tests.forked_launch import Launcher, launch, launch_here
+from tests.forked_launch import launch, launch_here
 from tests.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
 BASE = ["model=gpt2", "data=demo", "tracking=none"]
-
-
 FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    launcher = Launcher(tmp_path_factory.mktemp("launcher"))
-    yield launcher
-    launcher.close()
 
 
 @pytest.fixture
