@@ -30,7 +30,7 @@ from engine.kernels_cpu.library import library
 # rows: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
 LAYOUT_ROWS = {torch.bfloat16: 1, torch.float32: 16}
 # PyTorch computes smaller layers, for which the call of another product costs more time than it saves.
-MIN_NUMEL = {torch.bfloat16: 1 << 14, torch.float32: 1 << 18}
+MIN_NUMEL = {torch.bfloat16: 1 << 14, torch.float32: 1 << 16}
 MAX_FP32_ROWS = 256  # with more rows PyTorch's own product is as fast
 MIN_OUTPUTS = 16  # the fewest outputs of a matrix: TILE in linear.c
 _ARGUMENTS: list[Any] = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
