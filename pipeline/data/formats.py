@@ -153,11 +153,12 @@ def to_records(
     unused: Counter[str] = Counter()
     first: dict[str, str] = {}
     for index, row in enumerate(table.rows):
+        named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a renamed column
         try:
             try:
-                record = parse(row, source)
+                record = parse(named, source)
             except AssistantFirst:
-                record = parse(_from_the_user(row), source)
+                record = parse(_from_the_user(named), source)
                 unused[GREETING] += 1
             record = _for_stage(record, stage, labels=labels)
             records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)

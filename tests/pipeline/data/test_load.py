@@ -251,6 +251,15 @@ def test_renamed_columns(tmp_path: Path) -> None:
         load_stage(of(source | {"columns": {"wrong": "prompt"}}), "sft", seed=1)
 
 
+def test_a_renamed_column_no_longer_counts_under_its_old_name(tmp_path: Path) -> None:
+    rows = [{"prompt": "old", "mine": f"q {i}", "input": "note", "answer": f"a {i}"} for i in range(50)]
+    columns = {"prompt": "first", "mine": "question", "input": "comment"}
+    source = {"path": write(tmp_path / "a.jsonl", rows), "stages": ["ppo"], "columns": columns}
+    for record in load_stage(of(source), "ppo", seed=1, rows=True).train:
+        assert record.messages[0].content == record.row["mine"]  # a reward function receives the row of the file
+        assert record.row["prompt"] == record.row["first"] == "old"
+
+
 def test_the_demo_has_separate_rows_for_each_stage() -> None:
     data = of({"builtin": "demo"}, demo_examples=200)
     for stage in STAGES:
