@@ -224,7 +224,7 @@ def _from_the_user(row: Row) -> Row:
 def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     system = _first(row, SYSTEM_COLUMNS)
     if isinstance(system, str) and system.strip() and messages[0].role != "system":
-        return (Message("system", system.strip()), *messages)
+        return (Message("system", text_of(system, "system message")), *messages)
     return messages
 
 
@@ -234,7 +234,7 @@ def _prompt_of(row: Row) -> tuple[Message, ...]:
     messages = _with_system(row, question_of(row.get(column or "")))
     extra = _first(row, CONTEXT_COLUMNS)
     if column in ("instruction", "question") and isinstance(extra, str) and extra.strip():
-        messages = (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{extra.strip()}"))
+        messages = (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{text_of(extra, 'context')}"))
     return messages
 
 

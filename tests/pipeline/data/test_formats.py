@@ -328,3 +328,10 @@ def test_labelled_answers_for_each_stage() -> None:
 def test_invalid_labels_are_counted(label: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         to_records(table_of("t", [{"prompt": "q", "answer": "a", "label": label}]), "sft", "s", bad_row_limit=0.0)
+
+
+@pytest.mark.parametrize("row", [{"system": "cut \ud83d", "prompt": "q"}, {"instruction": "q", "input": "cut \ud83d"}])
+def test_lone_surrogates_in_system_messages_and_contexts_are_replaced(row: dict[str, Any]) -> None:
+    """Tokenizers refuse them. A text that was cut inside an emoji ends with one."""
+    text = "\n".join(message.content for message in one({**row, "output": "a"}, "sft").messages)
+    assert "cut \ufffd" in text and text.encode()
