@@ -135,6 +135,7 @@ def _model_settings(model: ModelConfig) -> dict[str, Any]:
         "tokenizer": model.tokenizer,
         "chat_template": _absolute(model.chat_template),
         "attention": model.attention,
+        **({} if model.quantize == "none" else {"quantize": model.quantize}),  # earlier records have no such key
     }
 
 

@@ -245,8 +245,9 @@ def _without_selection(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Describe how the inputs of a stage have changed. At most three keys are listed with both values."""
-    keys = [key for key in new["settings"] if old["settings"].get(key) != new["settings"][key]]
-    changes = [f"{key} was {old['settings'].get(key)}, is {new['settings'][key]}" for key in keys[:3]]
+    before, now = old["settings"], new["settings"]
+    keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
+    changes = [f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys[:3]]
     changes += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
     changes += ["the data changed"] if old["data"] != new["data"] else []
     changes += ["the tokenizer's files changed"] if old.get("tokenizer") != new.get("tokenizer") else []

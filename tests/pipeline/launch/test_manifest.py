@@ -18,8 +18,8 @@ from pipeline.launch import processes
 from pipeline.launch.command import main
 from pipeline.launch.fingerprint import hash_tree, stage_settings
 from pipeline.launch.folder import _lock, open_folder
-from pipeline.launch.manifest import Manifest
-from pipeline.launch.stage_inputs import stage_inputs
+from pipeline.launch.manifest import Decision, Manifest
+from pipeline.launch.stage_inputs import stage_consumes, stage_inputs
 from pipeline.launch.summary import compare_runs, stage_figures
 from tests.forked_launch import launch, launch_here
 from tests.ranks import Worker
@@ -131,6 +131,17 @@ def test_a_changed_stage_and_later_stages_run_again(train):
     assert (Path("runs/x/sft.1/model/config.json")).exists()
     train("name=x", "sft.lr=6e-5")
     assert sorted(path.name for path in Path("runs/x").glob("sft*")) == ["sft", "sft.1", "sft.2"]
+
+
+def test_another_quantization_of_the_model_runs_the_stages_again(train, tmp_path):
+    config = validate(compose([*BASE, "sft=lora", "stage=sft"]))
+    quantized = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "nf4"})})
+    manifest, full = Manifest(tmp_path), stage_consumes(config, tmp_path, "sft")
+    manifest.begin("sft", full)
+    four_bits = stage_consumes(quantized, tmp_path, "sft")
+    assert manifest.decide("sft", four_bits) == Decision("run", "model.quantize was none, is nf4")
+    manifest.begin("sft", four_bits)
+    assert manifest.decide("sft", full) == Decision("run", "model.quantize was nf4, is None")
 
 
 def test_a_change_of_one_stage_does_not_repeat_the_others(train):
