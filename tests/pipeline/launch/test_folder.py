@@ -62,6 +62,14 @@ def test_a_later_stage_of_a_run_does_not_read_the_prompts_of_an_earlier_one(conf
     assert with_stage_shares(other_run, tmp_path / "other", ["ppo"]).data.stage_shares == {"ppo": 0.4}
 
 
+def test_ppo_that_runs_alone_has_rows_for_its_pretraining_mix(config: RunConfig, tmp_path: Path) -> None:
+    config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"ptx_coef": 0.1})})
+    alone = with_stage_shares(config, tmp_path / "run", ["ppo"])
+    conversations, prompts = (load_stage(alone.data, stage, seed=1) for stage in ("sft", "ppo"))
+    assert conversations.train and prompts.train
+    assert len(conversations.train) + len(prompts.train) + len(prompts.held_out) == 80
+
+
 def test_generated_data_have_rows_for_each_stage_and_no_shares(tmp_path: Path) -> None:
     config = tiny_config()
     assert with_stage_shares(config, tmp_path, ["sft"]) is config
