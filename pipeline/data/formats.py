@@ -35,6 +35,7 @@ from pipeline.data.records import (
     Row,
     UnusedRow,
     answer_of,
+    in_order,
     label_of,
     messages_of,
     question_of,
@@ -243,7 +244,7 @@ def _prompt_row(row: Row, source: str) -> Record:
 
 
 def _completion_row(row: Row, source: str) -> Record:
-    return Conversation(_prompt_of(row) + answer_of(_first(row, ANSWER_COLUMNS)), source)
+    return Conversation(in_order(_prompt_of(row) + answer_of(_first(row, ANSWER_COLUMNS))), source)
 
 
 def _labelled_row(row: Row, source: str) -> Record:
@@ -307,9 +308,10 @@ def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
         chosen, rejected = answer_of(row.get("chosen")), answer_of(row.get("rejected"))
         # message lists may repeat the prompt (they begin with the user) or continue after it
         start = _prompt_of(row) if chosen[0].role == "assistant" else ()
+    chosen, rejected = in_order(start + chosen), in_order(start + rejected)
     if chosen[:-1] != rejected[:-1]:
         raise BadRow("chosen and rejected answer different prompts")
-    prompt = _with_system(row, start + chosen[:-1])
+    prompt = _with_system(row, chosen[:-1])
     if not prompt or prompt[-1].role != "user":
         raise BadRow("prompt does not end with a user's turn")
     return prompt, chosen[-1].content, rejected[-1].content

@@ -142,7 +142,7 @@ def messages_of(value: Any) -> tuple[Message, ...]:
         raise BadRow("no messages" if value is None else "neither a text nor a list of messages")
     if not value:
         raise BadRow("no messages")
-    return _in_order([_message(item) for item in value])
+    return in_order([_message(item) for item in value])
 
 
 def without_greeting(value: Any) -> Any:
@@ -188,7 +188,7 @@ def turns_of(text: str) -> tuple[Message, ...]:
         turns.pop()
     if any(not content for _, content in turns):
         raise BadRow("empty turn")
-    return _in_order([Message(role, content) for role, content in turns])
+    return in_order([Message(role, content) for role, content in turns])
 
 
 def question_of(value: Any) -> tuple[Message, ...]:
@@ -251,7 +251,7 @@ def _message(item: Any) -> Message:
     return Message(role, text_of(content, "answer" if role == "assistant" else "message"))
 
 
-def _in_order(messages: list[Message]) -> tuple[Message, ...]:
+def in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Join consecutive messages of one role, and check the order: optional system message, then user and assistant."""
     joined: list[Message] = []
     for message in messages:

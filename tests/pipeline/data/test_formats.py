@@ -335,3 +335,16 @@ def test_lone_surrogates_in_system_messages_and_contexts_are_replaced(row: dict[
     """Tokenizers refuse them. A text that was cut inside an emoji ends with one."""
     text = "\n".join(message.content for message in one({**row, "output": "a"}, "sft").messages)
     assert "cut \ufffd" in text and text.encode()
+
+
+def test_consecutive_messages_of_one_role_are_joined_in_every_form() -> None:
+    def said(role: str, *texts: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text} for text in texts]
+
+    two, other = said("assistant", "a", "b"), said("assistant", "c")
+    assert one({"prompt": "q", "completion": two}, "sft").messages == chat("q", "a\n\nb")
+    assert one({"prompt": "q", "completion": said("user", "r") + other}, "sft").messages == chat("q\n\nr", "c")
+    assert one({"prompt": "q", "chosen": two, "rejected": other}, "reward") == Preference(chat("q"), "a\n\nb", "c", "s")
+    asked = said("user", "q", "r")
+    pair = one({"prompt": "q", "chosen": asked + two, "rejected": asked + other}, "reward")
+    assert pair == Preference(chat("q\n\nr"), "a\n\nb", "c", "s")
