@@ -112,9 +112,12 @@ def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolde
             continue
         if manifest.request != hash_request(config, stages):
             continue
+        has_label = bool(suffix) and f"-{suffix}-" in file.parent.name
+        if suffix and not has_label and "=" in file.parent.name:
+            continue  # the run of another label, which differs only in settings that do not change the result
         if not all(manifest.finished(stage) for stage in stages):
             unfinished.append(file.parent)
-        elif suffix and f"-{suffix}-" in file.parent.name:
+        elif has_label:
             finished.append(file.parent)
     for folder in (*unfinished, *finished):
         try:

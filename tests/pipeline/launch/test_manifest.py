@@ -445,6 +445,19 @@ def test_a_multirun_without_a_name_skips_finished_runs(train):
     assert len(list(Path("runs").iterdir())) == 4
 
 
+def test_a_run_of_a_multirun_does_not_take_the_folder_of_another_label(train):
+    """The two runs differ in a setting that does not change the result, so both have the same inputs."""
+    sweep = ["-m", "sft.micro_batch_tokens=512,1024", "stage=sft"]
+    train(*sweep)
+    second = next(Path("runs").glob("*=1024-*"))
+    shutil.rmtree(second / "sft" / "model")  # an interrupted run has no model
+    (second / "sft" / "checkpoints" / "step-1").mkdir(parents=True)
+    status, output = train(*sweep)
+    assert status == 0 and output.count("sft: resumes") == 1
+    assert output.index("skipped") < output.index(f"run folder: {second} (resumes")
+    assert len(list(Path("runs").iterdir())) == 2
+
+
 def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
     status, output = train("-m", "seed=1,2", "stage=sft", stage="user")
     assert status == 2
