@@ -228,6 +228,7 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
     with tempfile.TemporaryDirectory(prefix=".zerochat-plan-", dir=shared) as run_dir:
         folder = Path(run_dir) / "plan"
         folder.mkdir()
+        config = with_stage_shares(config, Path(run_dir), stages_to_run(config))
         write_atomically(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         end = _start("plan", Path(run_dir), config, ranks, control, number=0)
         if end.status:

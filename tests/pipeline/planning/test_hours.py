@@ -15,6 +15,8 @@ from pipeline.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.files import read_plan
 from pipeline.installation import CONF
+from pipeline.launch import command
+from pipeline.launch.failure import StageEnd
 from pipeline.planning import hours, planner
 from pipeline.planning.candidates import Capacity
 from pipeline.planning.data_size import DataSize, data_sizes, later_size, size_of
@@ -184,3 +186,21 @@ def test_a_stage_writes_its_plan_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(planner, "measure", again)
     planner.announce(tiny_config(), "sft", tmp_path, policy=source(), size=size)
     assert read_plan(tmp_path) == record
+
+
+def test_the_plan_divides_the_rows_among_the_stages_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a reward stage, SFT has a third of the rows that SFT and PPO share, as in the run."""
+    planned: list[dict[str, float]] = []
+
+    def start(_: str, run_dir: Path, *__: Any, **___: Any) -> StageEnd:
+        config = yaml.safe_load((run_dir / "plan" / "config.yaml").read_text())
+        planned.append(config["data"]["stage_shares"])
+        return StageEnd(0)
+
+    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
+    Path("mine.py").write_text("def score(answer, row): return 1.0\n")
+    scorer = ["ppo.reward_model=false", "ppo.reward_function=mine.py:score"]
+    assert command.main(["model=gpt2", "data.path=pairs.jsonl", "stage=plan", *scorer]) == 0
+    assert planned == [{"sft": 0.2, "ppo": 0.4}]
