@@ -25,7 +25,7 @@ from pipeline.data.rendering import example_lines
 from pipeline.doctor.facts import Facts, StageFacts, gather
 from pipeline.errors import UserError
 from pipeline.installation import DOCTOR
-from pipeline.launch.folder import with_stage_shares
+from pipeline.launch.folder import named_folder, with_stage_shares
 from pipeline.launch.ranks import count_gpus, own_ranks
 from pipeline.planning.candidates import predict
 from pipeline.planning.planner import measure, plan
@@ -68,7 +68,7 @@ def examine(job: Job, words: Sequence[str], stream: TextIO) -> Iterator[str]:
     yield from hub_data(config, words)
     stages = stages_to_run(config)
     with tempfile.TemporaryDirectory(prefix="zerochat-doctor-") as folder:
-        config = with_stage_shares(config, Path(folder), stages)
+        config = with_stage_shares(config, named_folder(config) or Path(folder), stages)
     facts = gather(config)
     yield f"{config.model.name} on {config.data.name}: {', '.join(stages)}{_seed(job)}"
     yield job.recipe or "recipe: none"

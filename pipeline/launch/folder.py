@@ -63,12 +63,18 @@ def open_folder(config: RunConfig, stages: list[str], label: str = "") -> RunFol
     Raise UserError if another process holds the lock of the folder.
     """
     suffix = re.sub(r"[^\w.=,+-]+", "-", label)
-    if config.run_dir is not None or config.name is not None:
-        path = Path(config.run_dir) if config.run_dir is not None else RUNS / str(config.name)
-        path = path.with_name(f"{path.name}-{suffix}") if suffix else path
+    if (path := named_folder(config, suffix)) is not None:
         is_new = _create(path)
         return RunFolder(path, _lock(path), is_new=is_new)
     return _find_earlier(config, stages, suffix) or _create_numbered(config, suffix)
+
+
+def named_folder(config: RunConfig, suffix: str = "") -> Path | None:
+    """Return the folder that run_dir= or name= selects, which may not exist; None without the two keys."""
+    if config.run_dir is None and config.name is None:
+        return None
+    path = Path(config.run_dir) if config.run_dir is not None else RUNS / str(config.name)
+    return path.with_name(f"{path.name}-{suffix}") if suffix else path
 
 
 def with_stage_shares(config: RunConfig, run_dir: Path, stages: list[str]) -> RunConfig:

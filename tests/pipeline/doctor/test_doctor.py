@@ -118,3 +118,18 @@ def test_learning_rates_are_compared_with_the_recipe() -> None:
     adapters = tiny_config(sft={"lr": 1e-4, "lora": {"rank": 4}}, dpo={"loss": "orpo"})
     adapters = adapters.model_copy(update={"method": "dpo"})
     assert [rate.usual for rate in compare_rates(adapters, recipe)] == [1e-4, None]
+
+
+def test_a_stage_of_an_earlier_run_has_the_rows_of_that_run(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["model=tiny", f"data.path={pairs}", "data.bad_row_limit=0.5", "stage=reward", "name=x"]
+
+    def rows() -> int:
+        assert doctor(command) == 0
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  reward "))
+        return int(row.split()[1])
+
+    alone = rows()
+    (Path("runs") / "x" / "sft").mkdir(parents=True)
+    data = {"name": "pairs", "path": str(pairs), "stage_shares": {"sft": 0.2, "reward": 0.4, "ppo": 0.4}}
+    (Path("runs") / "x" / "sft" / "config.yaml").write_text(json.dumps({"data": data}))
+    assert rows() < 0.7 * alone
