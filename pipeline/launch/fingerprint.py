@@ -180,7 +180,7 @@ def _absolute(location: str | None) -> str | None:
 def model_content(model: ModelConfig) -> str:
     """Return the content hash of a base model's folder; without a folder, a string that names its source."""
     if model.path is not None:
-        return hash_tree(Path(model.path))
+        return hash_tree(model_folder(model.path, "model.path"))
     source = model_source(model)
     return f"random:{source['architecture']}" if "architecture" in source else f"hub:{source['hub']}"
 

@@ -16,7 +16,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.launch import processes
 from pipeline.launch.command import main
-from pipeline.launch.fingerprint import hash_tree, stage_settings
+from pipeline.launch.fingerprint import hash_tree, model_content, stage_settings
 from pipeline.launch.folder import _lock, open_folder
 from pipeline.launch.manifest import Decision, Manifest
 from pipeline.launch.stage_inputs import stage_consumes, stage_inputs
@@ -573,3 +573,15 @@ def test_a_summary_whose_last_step_is_no_table_has_the_figures_of_its_top_level(
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "summary.json").write_text('{"final": [1], "eval_loss": 2.5}')
     assert stage_figures(tmp_path, "sft") == "eval_loss 2.5"
+
+
+def test_only_the_model_of_a_stage_folder_is_an_input(tmp_path):
+    """The checkpoints of the stage may be deleted, and the stage may be evaluated again."""
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    (tmp_path / "sft" / "model" / "config.json").write_text("{}")
+    model = validate(compose([*BASE[1:], f"model.path={tmp_path}/sft"])).model
+    before = model_content(model)
+    (tmp_path / "sft" / "samples.jsonl").write_text("{}\n")
+    assert model_content(model) == before
+    (tmp_path / "sft" / "model" / "config.json").write_text("{ }")
+    assert model_content(model) != before
