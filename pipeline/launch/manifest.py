@@ -157,8 +157,9 @@ class Manifest:
         self.save()
 
     def _describe_conflict(self, identity: dict[str, Any], changed: list[str]) -> str:
-        old = " ".join(f"{kind}={self.identity.get(kind, {}).get('name')}" for kind in changed)
-        new = " ".join(f"{kind}={identity[kind]['name']}" for kind in changed)
+        old, new = (
+            " ".join(_described(kind, each.get(kind, {})) for kind in changed) for each in (self.identity, identity)
+        )
         return (
             f"{self.run_dir} belongs to another configuration: it was made with {old}, not {new}. "
             f"Choose another name=, or use the original configuration ({self.run_dir}/*/config.yaml)"
@@ -265,6 +266,12 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
         "model": {"name": config.model.name, "source": model_source(config.model)},
         "data": {"name": config.data.name, "source": data_source(config.data)},
     }
+
+
+def _described(kind: str, identity: dict[str, Any]) -> str:
+    """Return the name of a model or data set, with its path if it has one: two files may have the same name."""
+    path = identity.get("source", {}).get("path")
+    return f"{kind}={identity.get('name')}" + (f" ({path})" if path else "")
 
 
 def hash_request(config: RunConfig, stages: list[str]) -> str:

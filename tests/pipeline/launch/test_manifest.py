@@ -383,6 +383,16 @@ def test_a_run_folder_of_another_model_is_refused(train):
     assert starts("x", "sft") == 1
 
 
+def test_a_run_folder_of_another_file_of_the_same_name_is_refused(train, tmp_path):
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "mine.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    paths = [f"{tmp_path}/{folder}/mine.jsonl" for folder in ("a", "b")]
+    train("name=x", "stage=sft", f"data.path={paths[0]}")
+    output = train("name=x", "stage=sft", f"data.path={paths[1]}")[1]
+    assert f"it was made with data=demo ({paths[0]}), not data=demo ({paths[1]})" in output
+
+
 def test_ppo_names_missing_models(train):
     status, output = train("name=x", "stage=ppo")
     assert status == 2
