@@ -88,6 +88,8 @@ def advise(problem: BaseException) -> str | None:
             f"the disk failed ({text}): repair it, or move the run folder to another disk and set run_dir= to it; then "
             "run the same command again to resume"
         )
+    if isinstance(problem, OSError) and problem.errno == errno.EACCES:
+        return f"no permission ({text}): change the permissions of the file or folder, then run the same command again"
     if isinstance(problem, OSError) and problem.errno in (errno.EMFILE, errno.ENFILE):
         return (
             f"too many open files ({text}): raise the limit (ulimit -n 4096), then run the same command again to resume"

@@ -517,6 +517,16 @@ def test_a_full_disk_is_one_message(train_here, monkeypatch):
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]  # existing files remain
 
 
+def test_a_data_file_without_permission_is_one_message(train_here, monkeypatch):
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pipeline.launch.fingerprint.hash_file", refuse)  # root may read every file
+    Path("mine.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    status, output = train_here("stage=sft", "data.path=mine.jsonl")
+    assert status == 2 and "error: no permission ([Errno 13] Permission denied: 'mine.jsonl'): change" in output
+
+
 def test_a_damaged_manifest_is_one_message(train):
     train("name=x", "stage=sft")
     for content in (
