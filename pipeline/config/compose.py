@@ -9,6 +9,7 @@ working directory. Flags: -m (one job for each value of a list), --cfg job, --he
 
 import argparse
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -232,7 +233,7 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     actor = (values.get("actor") or "").strip("'\"")
     if not actor or actor == "null":
         return {}, []
-    folder = Path(actor).expanduser()
+    folder = Path(os.path.expanduser(actor))
     source = next((path for path in (folder, folder.parent) if (path / "config.yaml").is_file()), None)
     own_model = values.keys() & {"model", "model.path", "model.hub"}
     if source is None:

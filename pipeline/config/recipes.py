@@ -6,6 +6,7 @@ Its mapping `lora_lr` holds the learning rates of adapters, which the options `s
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -229,7 +230,7 @@ def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any
     try:
         for key in ("path", "hub"):
             settings[key] = (values.get(f"{group}.{key}") or settings.get(key) or "").strip("'\"")
-        file: Any = Path(settings["path"]).expanduser() / "config.json" if settings["path"] else None
+        file: Any = Path(os.path.expanduser(settings["path"])) / "config.json" if settings["path"] else None
         if file is None and settings["hub"] and not settings.get("architecture"):
             file = try_to_load_from_cache(settings["hub"], "config.json")
         fields = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,7 @@ class Table:
 
 def find(path: str) -> Path | None:
     """Return the file or folder at `path`, relative to the current folder or to the checkout, or None."""
-    for candidate in (Path(path).expanduser(), ROOT / path):
+    for candidate in (Path(os.path.expanduser(path)), ROOT / path):
         if candidate.exists():
             return candidate
     return None

@@ -1,6 +1,7 @@
 """Find the model in a folder that a configuration key names, or say what the folder has instead."""
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +15,7 @@ def model_folder(location: str | Path, key: str = "model") -> Path:
 
     Raises UserError with the configuration key `key` if neither has a config.json.
     """
-    folder = Path(location).expanduser()
+    folder = Path(os.path.expanduser(location))
     for candidate in (folder, folder / "model"):
         if (candidate / "config.json").is_file():
             return candidate

@@ -133,3 +133,12 @@ def test_a_stage_of_an_earlier_run_has_the_rows_of_that_run(pairs: Path, capsys:
     data = {"name": "pairs", "path": str(pairs), "stage_shares": {"sft": 0.2, "reward": 0.4, "ppo": 0.4}}
     (Path("runs") / "x" / "sft" / "config.yaml").write_text(json.dumps({"data": data}))
     assert rows() < 0.7 * alone
+
+
+@pytest.mark.parametrize("key", ["data.path", "model.path", "actor"])
+def test_a_path_that_begins_with_the_name_of_no_user_is_a_missing_path(
+    key: str, pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`~name/x` is in the home folder of a user, and `pathlib` raises RuntimeError if there is none of this name."""
+    assert doctor([f"data.path={pairs}", "stage=dpo", f"{key}=~no-such-user/x"]) == 2
+    assert f"error: {key}=~no-such-user/x: there is no such f" in capsys.readouterr().err
