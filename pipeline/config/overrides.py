@@ -139,8 +139,12 @@ def _stem(location: str) -> str:
 
 
 def quoted(value: str) -> str:
-    """Quote a text value for Hydra's grammar. Quoted values, lists and interpolations stay unchanged."""
-    if PLAIN_VALUE.fullmatch(value) or value[:1] in "'\"[{" or "${" in value:
+    """Quote a text value for Hydra's grammar. Quoted values, lists and interpolations stay unchanged.
+
+    Text that begins with a digit may look like a number: `name=1.10` would become 1.1.
+    """
+    is_plain = PLAIN_VALUE.fullmatch(value) is not None and not value[:1].isdigit()
+    if is_plain or value[:1] in "'\"[{" or "${" in value:
         return value
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     return f"'{escaped}'"

@@ -657,3 +657,8 @@ def test_messages_of_the_engine_name_configuration_keys() -> None:
         "...; generate with rollout.stream=true, which uses no graphs"
     )
     assert in_keys("engine.dtype=fp16 and my_dtype=1 stay") == "engine.dtype=fp16 and my_dtype=1 stay"
+
+
+@pytest.mark.parametrize("name", ["1.10", "1e3", "1_0"])
+def test_a_name_that_looks_like_a_number_stays_as_it_is(name: str) -> None:
+    assert validate(compose(["model=gpt2", "data=demo", f"name={name}"])).name == name
