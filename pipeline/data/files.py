@@ -245,6 +245,8 @@ def _csv(path: Path, text: str) -> Table:
     broken: list[tuple[str, str]] = []
     end = 1  # the last line of the last row
     try:
+        while reader.fieldnames == []:  # an empty line before the header
+            reader.fieldnames = None
         for row in reader:
             end = reader.line_num
             beyond = row.pop(None, [])  # type: ignore[call-overload]

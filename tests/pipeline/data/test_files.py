@@ -181,3 +181,8 @@ def test_paths_are_relative_to_the_current_folder_then_the_checkout(
     assert data_files("a.jsonl", "data.path")[0] == [tmp_path / "checkout" / "a.jsonl"]
     write(tmp_path / "a.jsonl", lines(ROWS))
     assert data_files("a.jsonl", "data.path")[0] == [Path("a.jsonl")]
+
+
+def test_empty_lines_before_the_header_of_csv_are_skipped(tmp_path: Path) -> None:
+    table = read_table(write(tmp_path / "a.csv", "\n\r\nprompt,completion\n\na,b\n"))
+    assert [*table.rows] == [{"prompt": "a", "completion": "b"}] and table.position(0) == "line 5"
