@@ -337,7 +337,7 @@ def _margin(row: Row) -> float:
 def _number(row: Row, column: str) -> float | None:
     """Return the number in a column, None for an empty cell. Raises BadRow for any value that fp32 does not have."""
     value = row.get(column)
-    if value is None:
+    if value is None or value == "":  # an empty cell of CSV
         return None
     try:
         number = math.nan if isinstance(value, bool) else float(value)

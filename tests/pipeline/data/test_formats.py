@@ -348,3 +348,9 @@ def test_consecutive_messages_of_one_role_are_joined_in_every_form() -> None:
     asked = said("user", "q", "r")
     pair = one({"prompt": "q", "chosen": asked + two, "rejected": asked + other}, "reward")
     assert pair == Preference(chat("q\n\nr"), "a\n\nb", "c", "s")
+
+
+def test_an_empty_cell_of_csv_is_no_score() -> None:
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert one({**pair, "score_chosen": "", "score_rejected": ""}, "reward").margin == 0.0
+    assert one({**pair, "margin": "", "score_chosen": "2", "score_rejected": "0.5"}, "reward").margin == 1.5
