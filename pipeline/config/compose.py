@@ -227,18 +227,16 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     With the settings of that run, PPO and DPO read the data and the model that their start model was trained with. A
     model folder outside of a run has no settings: it becomes `model.path`, unless the command line selects a model.
     """
-    import yaml
-
     values = {key: value for _, key, value in map(split, overrides)}
     actor = (values.get("actor") or "").strip("'\"")
     if not actor or actor == "null":
         return {}, []
     folder = Path(os.path.expanduser(actor))
-    source = next((path for path in (folder, folder.parent) if (path / "config.yaml").is_file()), None)
+    found = (_settings_of_run(path / "config.yaml") for path in (folder, folder.parent))
+    settings = next((settings for settings in found if settings is not None), None)
     own_model = values.keys() & {"model", "model.path", "model.hub"}
-    if source is None:
+    if settings is None:
         return {}, [] if own_model else [f"model.path={quoted(str(folder))}"]
-    settings = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
     for key in (
         "name",
         "run_dir",
@@ -261,3 +259,19 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         settings.pop(group, None)
     inherited = [group for group in default_options() if group != "tracking" and group not in values]
     return settings, [f"~{group}" for group in inherited if not own.get(group)]
+
+
+def _settings_of_run(file: Path) -> dict[str, Any] | None:
+    """Return the settings in the config.yaml of a stage; None without the file, and for a file of another program."""
+    import yaml
+
+    if not file.is_file():
+        return None
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as problem:
+        raise UserError(
+            f"{file} cannot be read as YAML ({problem}): repair it, or copy the model elsewhere"
+        ) from problem
+    groups_of_run = [settings.get(group) for group in ("model", "data")] if isinstance(settings, dict) else [None]
+    return settings if all(isinstance(group, dict) and "name" in group for group in groups_of_run) else None

@@ -662,3 +662,10 @@ def test_messages_of_the_engine_name_configuration_keys() -> None:
 @pytest.mark.parametrize("name", ["1.10", "1e3", "1_0"])
 def test_a_name_that_looks_like_a_number_stays_as_it_is(name: str) -> None:
     assert validate(compose(["model=gpt2", "data=demo", f"name={name}"])).name == name
+
+
+@pytest.mark.parametrize("content", ["model: {path: other}\n", "- 1\n", ""])
+def test_a_configuration_of_another_program_beside_a_start_model_is_ignored(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    raw = compose(["stage=dpo", "data=demo", f"actor={tmp_path}/model"])
+    assert raw["model"]["path"] == f"{tmp_path}/model"
