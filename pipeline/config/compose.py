@@ -108,12 +108,13 @@ def _sweep_values(token: str) -> list[str]:
         return [token]
     try:
         override = OverridesParser.create().parse_override(token)
-    except HydraException:
+        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else None
+    except HydraException:  # of a sweep, too: glob() needs Hydra's own launcher
         return [token]
-    if not override.is_sweep_override():
+    if values is None:
         return [token]
     prefix, key, _ = split(token)
-    return [f"{prefix}{key}={value}" for value in override.sweep_string_iterator()]
+    return [f"{prefix}{key}={value}" for value in values]
 
 
 def compose(overrides: Sequence[str]) -> dict[str, Any]:

@@ -669,3 +669,8 @@ def test_a_configuration_of_another_program_beside_a_start_model_is_ignored(cont
     (tmp_path / "config.yaml").write_text(content)
     raw = compose(["stage=dpo", "data=demo", f"actor={tmp_path}/model"])
     assert raw["model"]["path"] == f"{tmp_path}/model"
+
+
+def test_a_sweep_by_glob_is_one_message() -> None:
+    with pytest.raises(UserError, match=r"model=glob\(gpt2\*\) is not an option of model"):
+        compose_jobs(parse_command(["-m", "data=demo", "model=glob(gpt2*)"]))
