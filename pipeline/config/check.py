@@ -148,6 +148,11 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
             yield (
                 f"data.sources.{number}.eval_path={source.eval_path} needs the path key: {instead}, or remove eval_path"
             )
+        if source.eval_split and not source.hub:
+            yield (
+                f"data.sources.{number}.eval_split={source.eval_split} is a split of a data set of the hub: set "
+                "eval_path=FILE for local data, or remove eval_split"
+            )
     shares = data.stage_shares
     if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"

@@ -674,3 +674,8 @@ def test_a_configuration_of_another_program_beside_a_start_model_is_ignored(cont
 def test_a_sweep_by_glob_is_one_message() -> None:
     with pytest.raises(UserError, match=r"model=glob\(gpt2\*\) is not an option of model"):
         compose_jobs(parse_command(["-m", "data=demo", "model=glob(gpt2*)"]))
+
+
+def test_a_held_out_split_of_local_data_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.sources\.0\.eval_split=test is a split of a data set of the hub: set"):
+        validate(compose(["model=gpt2", "data.sources=[{path: a.jsonl, eval_split: test}]"]))
