@@ -276,6 +276,6 @@ def _columnar(path: Path, suffix: str) -> Table:
                 is_file = file.read(6) == b"ARROW1"  # the IPC file format; `datasets` writes the streaming format
                 file.seek(0)
                 rows = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file).read_all().to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as {suffix[1:]}: {error}") from error
     return table_of(str(path), rows)
