@@ -88,7 +88,7 @@ class Ppo:
             keep=rollout.keep,
             park_optimizer=rollout.park_optimizer,
             samples=ppo.samples,
-            text=sources.tokenizer.decode,
+            text=sources.tokenizer.decode_unstripped,
         )
         self._ended = partial(ended_answers, tokenizer=sources.tokenizer, stop=rollout.stop)
         self._collect = partial(collect, temperature=rollout.temperature, pad_id=pad_id)

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from engine import Sampling
+from engine.generation.sampling import Ending
 from pipeline.chat import command
 from pipeline.chat.folder import ChatModel, find, find_each
 from pipeline.chat.participant import ChatParticipant, Detokenizer, fit, load
@@ -291,10 +292,13 @@ class ScriptedGenerator:
         self, prompt: Sequence[int], sampling: Sampling, stream: int = 0, text: Callable[[list[int]], str] | None = None
     ) -> Iterator[int]:
         self.calls.append((bytes(prompt).decode(), sampling, stream))
+        ends = Ending(sampling, text)
         for token in self.answer:
             if token == 3:
                 raise KeyboardInterrupt
             yield token
+            if ends(0, token):
+                return
 
 
 class ByteTokenizer:
@@ -306,7 +310,10 @@ class ByteTokenizer:
         return list("|".join(f"{m.role[0]}:{m.content}" for m in messages).encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode("utf-8", errors="replace").strip()
+        return self.decode_unstripped(ids).strip()
+
+    def decode_unstripped(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
 
 
 def scripted_session(*answers: bytes, labels: bool = False) -> tuple[Session, list[ScriptedGenerator]]:
@@ -367,6 +374,12 @@ def test_an_answer_ends_with_its_stop_string(run: Path) -> None:
     stopped = "".join(participant.answer("", "hello", Sampling(40, seed=3, stop=(complete[:3],)), 1))
     assert stopped.startswith(complete[:3])
     assert complete.startswith(stopped) and len(stopped) < len(complete)
+
+
+def test_a_stop_string_may_be_a_line_break() -> None:
+    session, _ = scripted_session(b"\none\ntwo")
+    session.run([r"/set stop e\n", "question"])
+    assert session.out.getvalue() == "one\n"  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_stops_only_the_current_answer() -> None:

@@ -99,7 +99,7 @@ class ChatParticipant:
         )
         detokenizer = Detokenizer(self.tokenizer.decode)
         try:
-            for token in self.rollouts.stream(prompt, sampling, turn, self.tokenizer.decode):
+            for token in self.rollouts.stream(prompt, sampling, turn, self.tokenizer.decode_unstripped):
                 yield detokenizer.feed(token)
             yield detokenizer.finish()
         except FloatingPointError as error:

@@ -147,7 +147,7 @@ def answers_of(
         indices = engine.flip.assign([len(ids) for ids in encoded])
         local_prompts = [encoded[index] for index in indices]
         results = [
-            generator.generate(local_prompts, sampling, indices, text=tokenizer.decode) if indices else []
+            generator.generate(local_prompts, sampling, indices, text=tokenizer.decode_unstripped) if indices else []
             for sampling in settings
         ]
     texts = [

@@ -155,8 +155,10 @@ class Letters:
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         return [3, 4, 5]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode_unstripped(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
+
+    decode = decode_unstripped
 
 
 def test_evaluation_frees_the_generator(folder: Path) -> None:

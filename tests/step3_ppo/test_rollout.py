@@ -158,6 +158,8 @@ def test_an_answer_is_scored_with_the_end_of_the_training_data() -> None:
     stopped = words.encode_answer("one two\n\nHuman:")[:-1]
     assert ended_answers([Generation(stopped, [], True)], words, ["User:", "Human:"]) == [plain]
     assert ended_answers([Generation(words.encode_answer("Human:")[:-1], [], True)], words, ["Human:"]) == [[end]]
+    lines = words.encode_answer("one\ntwo\n")[:-1]  # `min_new_tokens` may allow the first line break
+    assert ended_answers([Generation(lines, [], True)], words, ["\n"]) == [words.encode_answer("one\ntwo")]
 
 
 def test_the_scores_of_an_ensemble_by_hand() -> None:

@@ -36,7 +36,7 @@ class EchoEngine:
         return sorted(range(len(lengths)), key=lambda place: -lengths[place])
 
     def generate(self, prompts: list[list[int]], _: Sampling, streams: list[int], text: Any) -> list[Answer]:
-        assert text([1, 2]) == "1 2"  # the text in which stop strings are searched
+        assert text([1, 2]) == "1 2\n"  # the text in which stop strings are searched has its white space
         return [Answer([ids[-1], stream]) for ids, stream in zip(prompts, streams, strict=True)]
 
 
@@ -45,8 +45,11 @@ class NumberTokenizer:
         number = int(messages[-1].content.split()[2])
         return [number] * (number + 1)
 
+    def decode_unstripped(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids)) + "\n"
+
     def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
+        return self.decode_unstripped(ids).strip()
 
 
 @pytest.mark.parametrize("keep", [False, True])
