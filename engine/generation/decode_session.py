@@ -114,9 +114,16 @@ class DecodeSession:
         return sampled
 
     def advance(self) -> Iterator[list[SampledToken]]:
-        """Launch the next steps, and yield the tokens of each step that has finished."""
-        with torch.inference_mode():
-            launch = self._launch()
+        """Launch the next steps, and yield the tokens of each step that has finished.
+
+        If the launch fails, abort every request before the next call.
+        """
+        try:
+            with torch.inference_mode():
+                launch = self._launch()
+        except BaseException:
+            self._scheduler.forget_prompts()
+            raise
         if launch is not None:
             self._pending.append(launch)
         assert self._pending or not self.busy, "no step runs and no answer ends"

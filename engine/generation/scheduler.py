@@ -133,6 +133,10 @@ class Scheduler:
         self._filling = [prompt for prompt in self._filling if prompt.readers]
         self.finish({request})
 
+    def forget_prompts(self) -> None:
+        """Drop all cached prompts. After a step that failed, the cache may lack tokens of prompts that it planned."""
+        self._cached = [None] * self.prompt_slots
+
     def _free_slots(self, sequences: Sequence[ActiveSequence]) -> None:
         for sequence in sequences:
             heapq.heappush(self._free, sequence.slot)

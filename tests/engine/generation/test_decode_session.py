@@ -156,3 +156,25 @@ def test_logits_that_are_nan_raise(llama: nn.Module) -> None:
     session.add(0, PROMPTS[0], BASE, 0)
     with pytest.raises(FloatingPointError, match="NaN"):
         session.step()
+
+
+def test_a_prompt_whose_forward_failed_runs_again() -> None:
+    """The server continues after an error, for example if memory is full, and the client sends the request again."""
+    model = build("llama")
+    (expected,) = Generator(model, "cpu").generate([PROMPTS[3]], BASE, [0])
+    session, answers = open_session(model), defaultdict(list)
+    session.add(0, PROMPTS[1], BASE, 0)
+    drain(session, answers)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model.get_submodule("model.layers.1").register_forward_pre_hook(fail)
+    session.add(1, PROMPTS[3], BASE, 0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        session.step()
+    session.abort(1)
+    hook.remove()
+    session.add(2, PROMPTS[3], BASE, 0)
+    drain(session, answers)
+    assert [token.token for token in answers[2]] == expected.token_ids
