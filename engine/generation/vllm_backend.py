@@ -25,7 +25,7 @@ from engine.generation.decode_loop import PREFILL_TOKENS
 from engine.generation.kv_cache import VLLM_SEQUENCES, default_cache_bytes, free_bytes
 from engine.generation.sampling import SampledToken, Sampling, combine_seeds
 from engine.internals import omit_shutdown_at_exit
-from engine.parallel import dist
+from engine.parallel import dist, zero
 
 CPU_CACHE_BYTES = 4 * 2**30  # the largest default on a CPU, where vLLM allocates its cache once
 MIN_TEMPERATURE = 0.01  # vLLM replaces lower temperatures by this one
@@ -135,8 +135,9 @@ def sampling_settings(sampling: Sampling, sample_seed: int) -> dict[str, Any]:
 
 
 def checkpoint_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of each parameter as a checkpoint on disk contains it; tied parameters come once."""
-    yield from revert_weight_conversion(module, dict(module.named_parameters())).items()
+    """Yield (name, tensor) of each parameter and persistent buffer as a checkpoint contains it, tied ones once."""
+    tensors = dict(module.named_parameters()) | zero.persistent_buffers(module)
+    yield from revert_weight_conversion(module, tensors).items()
 
 
 def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

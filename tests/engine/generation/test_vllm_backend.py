@@ -4,12 +4,15 @@ import copy
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.generation import model_support, parity_check, vllm_backend
 from engine.generation.generator import Generator
@@ -102,6 +105,16 @@ def test_each_answer_has_a_seed_of_its_own() -> None:
     seeds = {sampling_settings(Sampling(1, seed=seed), each)["seed"] for seed in range(8) for each in range(100)}
     assert len(seeds) == 800 and min(seeds) >= 0, "vLLM reads -1 as no seed"
     assert sampling_settings(Sampling(1, seed=3), 7) == sampling_settings(Sampling(1, seed=3), 7)
+
+
+def test_the_tensors_are_those_of_a_checkpoint(tmp_path: Path) -> None:
+    """The correction of a router (DeepSeek-V3, GLM 4.5) is a buffer, which is part of checkpoints."""
+    size = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 24, "vocab_size": 97}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "first_k_dense_replace": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **size, **layers, n_routed_experts=4))
+    model.save_pretrained(tmp_path)
+    stored, given = load_file(tmp_path / "model.safetensors"), dict(vllm_backend.checkpoint_tensors(model))
+    assert given.keys() == stored.keys() and any(name.endswith("e_score_correction_bias") for name in given)
 
 
 def test_a_temperature_that_vllm_would_replace_is_refused() -> None:
