@@ -23,6 +23,7 @@ from pipeline.models.build import (
     natural_precision,
     without_dropout,
 )
+from pipeline.models.checks import verify
 from pipeline.models.internals import adapters_off
 from pipeline.models.source import ModelSource
 from tests.pipeline.models.tiny import (
@@ -326,6 +327,17 @@ def test_adapters_of_a_scorer_train_its_head_too(tmp_path: Path) -> None:
     learning = {name for name, p in engine.module.named_parameters() if p.requires_grad}
     assert "model.score.weight" in learning and len(learning) == 1 + 2 * 2
     assert all("q_proj.lora_" in name for name in learning if name != "model.score.weight")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_adapters_of_the_head_are_trained(family: str, tmp_path: Path) -> None:
+    language_model(config_of(family)).save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), trained(lr=0.05, lora=lora(targets=["lm_head"])))
+    verify(engine, max_length=16)
+    ids = ids_of(2, 9)
+    before = logprobs_of(engine, ids)
+    engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
+    assert (logprobs_of(engine, ids) - before).abs().max() > 1e-3
 
 
 def test_adapters_without_a_target_are_refused(tmp_path: Path) -> None:
