@@ -46,7 +46,7 @@ def export_policy(
         pad_token_id=tokenizer.pad_id,
         do_sample=True,
     )
-    _export(engine, "lm.", type(policy.lm).__name__, config, tokenizer, folder, generation, extra={})
+    _export(engine, "lm.", type(policy.lm).__name__, source, config, tokenizer, folder, generation, extra={})
 
 
 def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folder: Path) -> None:
@@ -88,13 +88,14 @@ def export_scorer(
     assert isinstance(scorer, Scorer)
     config = type(source.config).from_dict(source.config.to_dict())
     config.num_labels = 1
-    _export(engine, "model.", type(scorer.model).__name__, config, tokenizer, folder, None, extra=extra)
+    _export(engine, "model.", type(scorer.model).__name__, source, config, tokenizer, folder, None, extra=extra)
 
 
 def _export(
     engine: Engine,
     prefix: str,
     architecture: str,
+    source: ModelSource,
     config: PretrainedConfig,
     tokenizer: ChatTokenizer,
     folder: Path,
@@ -115,6 +116,9 @@ def _export(
             if generation is not None:
                 generation.save_pretrained(staging)
             tokenizer.save(staging)
+            if source.trust_remote_code and source.folder is not None:
+                for file in source.folder.glob("*.py"):  # transformers copies the code of the configuration only
+                    shutil.copy(file, staging)
 
 
 @contextmanager

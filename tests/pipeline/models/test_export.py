@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine import Engine
 from engine.parallel import dist, dtensors
+from pipeline.config.schema import ModelConfig
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import export
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
+from pipeline.models.source import resolve
 from tests.pipeline.models.tiny import (
     after_first,
     classifier,
@@ -266,3 +268,26 @@ def test_two_ranks_load_train_and_export_like_one_rank(tmp_path: Path) -> None:
                 assert torch.equal(result[f"drawn-{seed}"][name], dtensors.full_tensor(parameter.detach()).cpu()), name
     embedding = "lm.model.decoder.embed_tokens.weight"
     assert not torch.equal(first["drawn-1"][embedding], first["drawn-2"][embedding])
+
+
+def test_a_model_with_code_of_its_own_is_exported_with_the_code(tmp_path: Path) -> None:
+    """The next stage builds the exported model, and so does transformers."""
+    base, ids = tmp_path / "base", ids_of(2, 9)
+    language_model(config_of("llama")).save_pretrained(base)
+    (base / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    (base / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    fields = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | fields))
+    model = ModelConfig(name="own", trust_remote_code=True)
+    source = resolve(model, 1, folder=base)
+    engine = build_policy(source, frozen())
+    export_policy(engine, source, tokenizer(), tmp_path / "out")
+    again = build_policy(resolve(model, 1, folder=tmp_path / "out"), frozen())
+    torch.testing.assert_close(logprobs_of(again, ids), logprobs_of(engine, ids))
