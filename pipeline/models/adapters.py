@@ -42,10 +42,10 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         head.requires_grad_(True)
 
 
-def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str] | str:
-    """Return the target modules. `all-linear` means all linear layers except the output head and the value head."""
+def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
+    """Return the names of target modules. `all-linear`: all linear layers except the output head and the value head."""
     if targets != "all-linear":
-        return targets
+        return [targets] if isinstance(targets, str) else targets
     head = model.get_output_embeddings()
     return [
         f"model.{name}"

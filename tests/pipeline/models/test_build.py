@@ -346,6 +346,12 @@ def test_adapters_without_a_target_are_refused(tmp_path: Path) -> None:
         build_policy(source_in(tmp_path), trained(lora=lora(targets=["no_proj"])))
 
 
+def test_one_target_is_a_name(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    engine = build_policy(source_in(tmp_path), trained(lora=lora(targets="q_proj")))
+    assert all("q_proj.lora_" in name for name, p in engine.module.named_parameters() if p.requires_grad)
+
+
 def test_the_padding_id_reaches_the_scorers_configuration(tmp_path: Path) -> None:
     classifier(config_of("llama")).save_pretrained(tmp_path)
     source = source_in(tmp_path)
