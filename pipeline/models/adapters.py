@@ -37,6 +37,14 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         inject_adapter_in_model(config, wrapper)
     except ValueError as error:
         raise UserError(f"lora.targets={lora.targets} matches no module; this model has {', '.join(names)}") from error
+    others = [
+        name for name, layer in model.named_modules() if hasattr(layer, "lora_A") and not is_linear(layer.base_layer)
+    ]
+    if others:
+        raise UserError(
+            f"lora.targets={lora.targets} matches {others[0]}, which is not a linear layer: remove it; adapters can be "
+            f"added to {', '.join(names)}"
+        )
     head = getattr(model, "score", None)
     if isinstance(head, nn.Linear):
         head.requires_grad_(True)

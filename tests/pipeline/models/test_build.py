@@ -352,6 +352,12 @@ def test_one_target_is_a_name(tmp_path: Path) -> None:
     assert all("q_proj.lora_" in name for name, p in engine.module.named_parameters() if p.requires_grad)
 
 
+def test_adapters_of_an_embedding_are_refused(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"matches model\.embed_tokens, which is not a linear layer: .*q_proj"):
+        build_scorer(source_in(tmp_path), trained(lora=lora(targets=["embed_tokens", "q_proj"])), pad_id=0)
+
+
 def test_the_padding_id_reaches_the_scorers_configuration(tmp_path: Path) -> None:
     classifier(config_of("llama")).save_pretrained(tmp_path)
     source = source_in(tmp_path)
