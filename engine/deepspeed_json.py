@@ -307,8 +307,8 @@ def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None) -> Opti
 def _name_and_options(kind: str, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of the optimizer here, and its arguments for which `OptimizerConfig` has no field."""
     if kind in optim.ADAMS:
-        # Without torch_adam, DeepSpeed's "Adam" decays as AdamW does unless adam_w_mode is false.
-        is_decoupled = kind == "adamw" or (values["adam_w_mode"] and not values["torch_adam"])
+        # DeepSpeed's "Adam" decays as AdamW does unless adam_w_mode is false, also with torch_adam.
+        is_decoupled = kind == "adamw" or values["adam_w_mode"]
         return "adamw" if is_decoupled else "adam", {"amsgrad": True} if values["amsgrad"] else {}
     if kind == "onebitadam":
         return kind, {"freeze_step": values["freeze_step"]}

@@ -213,7 +213,8 @@ def test_optimizers_and_their_options() -> None:
         return actual
 
     assert chosen("adam", adam_w_mode=False).name == "adam" and chosen("AdamW", adam_w_mode=False).name == "adamw"
-    assert chosen("Adam", torch_adam=True).name == "adam"
+    assert chosen("Adam", torch_adam=True).name == "adamw"
+    assert chosen("Adam", torch_adam=True, adam_w_mode=False).name == "adam"
     assert chosen("LION", lr=2e-4).betas == (0.9, 0.999)
     assert chosen("adagrad").lr == 1e-2 and chosen("adagrad").options == {"eps": 1e-10}
     assert chosen("SGD", momentum=0.9).options == {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
