@@ -115,7 +115,9 @@ def optimizer_config(optimizer: torch.optim.Optimizer | MakeOptimizer, model: nn
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
     kind, groups = type(optimizer), optimizer.param_groups
-    name = "adamw" if groups[0].get("decoupled_weight_decay") else kind.__name__.lower()
+    name = kind.__name__.lower()
+    if name == "adam" and groups[0].get("decoupled_weight_decay"):
+        name = "adamw"
     if kind.__module__.partition(".")[0] not in ("torch", "engine"):
         raise ValueError(
             f"optimizer: {kind.__module__}.{kind.__name__} is not of torch.optim; write OptimizerConfig(name=...)"
@@ -139,13 +141,13 @@ def optimizer_config(optimizer: torch.optim.Optimizer | MakeOptimizer, model: nn
             "for exactly the biases and norms (parameters with fewer than 2 dimensions)"
         )
     signature = inspect.signature(kind).parameters
-    fields = ("lr", "weight_decay", "params", *(("betas", "eps") if name in optim.ADAMS else ()))
+    adam = ("betas", "eps", "decoupled_weight_decay") if name in optim.ADAMS else ()
+    fields = ("lr", "weight_decay", "params", *adam)
     options = {
         key: value
         for key, value in groups[0].items()
         if key in signature and key not in (*fields, *IMPLEMENTATIONS) and value != signature[key].default
     }
-    options.pop("decoupled_weight_decay", None)
     own = {"betas": tuple(groups[0]["betas"]), "eps": groups[0]["eps"]} if name in optim.ADAMS else {}
     return OptimizerConfig(
         lr=float(groups[0].get("initial_lr", groups[0]["lr"])),

@@ -40,8 +40,9 @@ def weights_after(model: nn.Module, data: Tensor, step: Callable[[Tensor], None]
         lambda model: torch.optim.SGD(groups_of(model), lr=0.1, momentum=0.9, nesterov=True),
         lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.01),
         lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.8, centered=True),
+        lambda model: torch.optim.NAdam(model.parameters(), lr=0.05, weight_decay=0.5, decoupled_weight_decay=True),
     ],
-    ids=["AdamW", "Adam", "SGD", "Adagrad", "RMSprop"],
+    ids=["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam"],
 )
 def test_a_torch_optimizer_steps_in_the_engine_as_in_plain_pytorch(
     make: Callable[[nn.Module], torch.optim.Optimizer],
