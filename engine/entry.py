@@ -141,14 +141,15 @@ def optimizer_config(optimizer: torch.optim.Optimizer | MakeOptimizer, model: nn
             "for exactly the biases and norms (parameters with fewer than 2 dimensions)"
         )
     signature = inspect.signature(kind).parameters
-    adam = ("betas", "eps", "decoupled_weight_decay") if name in optim.ADAMS else ()
-    fields = ("lr", "weight_decay", "params", *adam)
+    own = {field: groups[0][field] for field in optim.CONFIG_FIELDS.get(name, ())}
+    if "betas" in own:
+        own["betas"] = tuple(own["betas"])
+    fields = ("lr", "weight_decay", "params", *own, *(("decoupled_weight_decay",) if name in optim.ADAMS else ()))
     options = {
         key: value
         for key, value in groups[0].items()
         if key in signature and key not in (*fields, *IMPLEMENTATIONS) and value != signature[key].default
     }
-    own = {"betas": tuple(groups[0]["betas"]), "eps": groups[0]["eps"]} if name in optim.ADAMS else {}
     return OptimizerConfig(
         lr=float(groups[0].get("initial_lr", groups[0]["lr"])),
         schedule="constant",

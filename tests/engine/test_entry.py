@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.entry import optimizer_config
+from engine.optim import Lion
 from engine.parallel import dtensors
 
 
@@ -41,8 +42,9 @@ def weights_after(model: nn.Module, data: Tensor, step: Callable[[Tensor], None]
         lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.01),
         lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.8, centered=True),
         lambda model: torch.optim.NAdam(model.parameters(), lr=0.05, weight_decay=0.5, decoupled_weight_decay=True),
+        lambda model: Lion(model.parameters(), lr=0.01),
     ],
-    ids=["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam"],
+    ids=["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "Lion"],
 )
 def test_a_torch_optimizer_steps_in_the_engine_as_in_plain_pytorch(
     make: Callable[[nn.Module], torch.optim.Optimizer],
