@@ -80,6 +80,7 @@ class Average:
         self._decay = self._weight = 0.0
         self.runs = False
         self.tensors: dict[str, Tensor] = {}
+        self._hidden: list[Tensor] = []  # parameters in 16 bits, while the module has their average
 
     def start(self, decay: float) -> None:
         """Set the average to the current parameters. Call this before the first optimizer step."""
@@ -88,7 +89,7 @@ class Average:
             self._offloaded.start_averaging()
             return
         trained = ((name, p) for name, p in self._module.named_parameters() if p.requires_grad)
-        self.tensors = {name: p.detach().clone() for name, p in trained}
+        self.tensors = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in trained}
 
     def begin_step(self, step: int) -> None:
         """Set the weight of the parameters after optimizer step `step`, counted from 1. Skipped steps do not count."""
@@ -101,7 +102,7 @@ class Average:
     def update(self) -> None:
         """Add the parameters to the average after a step; an offloaded step has done so itself."""
         for mean, live in self._pairs():
-            mean.lerp_(live, self._weight)
+            mean.lerp_(live.to(mean.dtype), self._weight)
 
     @torch.no_grad()
     def swap(self, *, shown: bool) -> None:
@@ -109,9 +110,15 @@ class Average:
         if self._offloaded is not None and self.runs:
             self._offloaded.write_to_module("average" if shown else "parameter")
         for mean, live in self._pairs():
-            copy = live.clone()
-            live.copy_(mean)
-            mean.copy_(copy)
+            if mean.dtype == live.dtype:
+                copy = live.clone()
+                live.copy_(mean)
+                mean.copy_(copy)
+            elif shown:
+                self._hidden.append(live.clone())
+                live.copy_(mean)
+            else:
+                live.copy_(self._hidden.pop(0))
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return the local parts of each average and its parameter."""

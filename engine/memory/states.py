@@ -152,8 +152,8 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
 def checkpoint_bytes(shape: ModelShape, work: Workload) -> int:
     """Return the bytes of a model that trains in a checkpoint, over all ranks: masters, moments and average."""
     each = 2 if work.config.states == "bf16" else 4
-    copies = 1 + len(moment_names(work.optimizer)) + work.has_average
-    return each * copies * work.trained(shape) * shape.tensor
+    copies = 1 + len(moment_names(work.optimizer))
+    return (each * copies + 4 * work.has_average) * work.trained(shape) * shape.tensor
 
 
 def model_bytes(shape: ModelShape, work: Workload) -> int:
@@ -173,7 +173,7 @@ def _device_states(shape: ModelShape, work: Workload, frozen: int) -> ModelState
     states = ModelStates(
         parameters=(each * trained + frozen) // shards,
         optimizer=each * len(moment_names(work.optimizer)) * trained // shards + error_feedback,
-        average=each * work.has_average * trained // shards,
+        average=4 * work.has_average * trained // shards,
         gradients=4 * trained if is_full else each * trained // shards,
     )
     if config.offload_parameters == "none":

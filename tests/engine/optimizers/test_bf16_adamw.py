@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
+from engine.optimizer_step import average_weight
 from engine.optimizers.bf16_adamw import BFloat16AdamW, round_stochastically
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
@@ -99,3 +100,22 @@ def test_unsupported_settings_are_refused() -> None:
         EngineConfig(states="bf16", dtype="fp32")
     with pytest.raises(ValueError, match="adamw"):
         Engine(Net(), EngineConfig(states="bf16"), optimizer=OptimizerConfig(lr=0.1, name="sgd"))
+
+
+def test_the_average_of_bf16_parameters_is_fp32() -> None:
+    """A bf16 average would lose every change below 1/512 of a weight."""
+    engine = Engine(Net(), EngineConfig(states="bf16"), optimizer=ADAM)
+    engine.start_averaging(0.99)
+    x = torch.ones(2, 16, dtype=torch.bfloat16, device=dist.world().device)
+    mean = torch.zeros(())
+    for step in range(1, 101):
+        engine.update([x], lambda module, rows: (module(rows).float().sum(), {}), 1.0)
+        weight = engine.module.get_parameter("blocks.0.weight")
+        live = dtensors.local(weight.detach()).float()
+        mean = mean + average_weight(0.99, step) * (live - mean)
+    for _ in range(2):
+        torch.testing.assert_close(dtensors.local(engine.average.tensors["blocks.0.weight"]), mean)
+        assert torch.equal(dtensors.local(engine.module.get_parameter("blocks.0.weight").detach()).float(), live)
+        with engine.averaged():
+            shown = dtensors.local(engine.module.get_parameter("blocks.0.weight").detach())
+            torch.testing.assert_close(shown, mean.bfloat16())
