@@ -109,17 +109,21 @@ class Passes:
         self._before = PassState(self.module)
         self.tracker.start_update()
         results = list[Sequence[Any]]()
+        self._scored = list(micro_batches)
         hook = self.module.register_forward_hook(lambda module, inputs, output: self._outputs.append(output))
         try:
             with watch_pass(holds_graphs=True):
                 for micro_batch in micro_batches:
                     with self.tracker.training():
                         results.append(tree_map_only(Tensor, Tensor.detach, score_fn(self.module, micro_batch)))
+        except Exception:
+            if dist.world().size == 1:  # several ranks do not continue after a failure
+                self.discard_scored()
+            raise
         finally:
             hook.remove()
         assert len(self._outputs) == len(micro_batches), "score_fn must call the module once for each micro-batch"
         self.tracker.sample_waiting()
-        self._scored = list(micro_batches)
         return to_host(results)
 
     def discard_scored(self) -> None:

@@ -224,3 +224,11 @@ def test_a_pipeline_sends_each_row_of_its_results_once() -> None:
     found = PipelinePasses.score(pipeline, [None], lambda *_: [])
     assert torch.equal(torch.cat([row for _, row in found[0]]), values)
     assert sent[0] < 3 * values.nbytes
+
+
+def test_an_update_after_a_failed_shared_forward_is_complete() -> None:
+    """The outputs of the forwards before the failure belong to other micro-batches."""
+    expected, engine = engine_of(2).update(batches(0, [16]), loss, 16.0), engine_of(2)
+    with Failing("forward", 5), pytest.raises(PassOutOfMemory):
+        engine.score_to_learn(batches(1, [5, 11]), rows_of)
+    assert engine.update(batches(0, [16]), loss, 16.0).loss == expected.loss
