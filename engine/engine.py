@@ -260,6 +260,7 @@ class Engine:
 
         `extra` is JSON to store with them, the same on every rank. Every rank calls. Raises OSError if a write fails.
         """
+        self._release_parameters()
         checkpointer = Checkpointer({"engine": self})
         checkpointer.save(Path(folder), extra or {})
         checkpointer.wait()
@@ -310,12 +311,12 @@ class Engine:
 
         Collective: every rank iterates to the end. A tensor may share memory with the live parameter.
         """
-        zero.release(self.module)
+        self._release_parameters()
         return self._passes.all_parameters(full_parameters(self.module))
 
     def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of each LoRA factor of the full model. Collective, as `full_parameters`."""
-        zero.release(self.module)
+        self._release_parameters()
         return self._passes.all_parameters(lora_factors(self.module))
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -355,6 +356,7 @@ class Engine:
 
         Call this before the first step. The average has a bias correction (`engine.optimizer_step.average_weight`).
         """
+        self._release_parameters()
         self.average.start(decay)
 
     @contextmanager

@@ -4,6 +4,7 @@ import gc
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,3 +233,25 @@ def test_an_update_after_a_failed_shared_forward_is_complete() -> None:
     with Failing("forward", 5), pytest.raises(PassOutOfMemory):
         engine.score_to_learn(batches(1, [5, 11]), rows_of)
     assert engine.update(batches(0, [16]), loss, 16.0).loss == expected.loss
+
+
+@pytest.mark.parametrize("use", ["save", "full_parameters", "adapter_parameters"])
+def test_other_uses_discard_the_shared_forwards(use: str, tmp_path: Path) -> None:
+    """They release the gathered parameters, which the graphs of the forwards need."""
+    expected, engine = engine_of(0, dtype="bf16"), engine_of(0, dtype="bf16")
+    share = batches(0, [16])
+    assert engine.score_to_learn(share, rows_of) is not None
+    if use == "save":
+        engine.save(tmp_path / "saved")
+    else:
+        list(getattr(engine, use)())
+    assert engine.update(share, loss, 16.0).grad_norm == expected.update(share, loss, 16.0).grad_norm
+
+
+def test_averaging_starts_with_the_masters_after_a_forward() -> None:
+    engine = engine_of(0, dtype="bf16")
+    masters = dict(engine.module.named_parameters())
+    engine(batches(0, [16])[0].x)
+    engine.start_averaging(0.9)
+    for name, master in masters.items():
+        assert torch.equal(engine.average.tensors[name], master)
