@@ -204,7 +204,13 @@ class Engine:
         """
         dist.check_unchanged(self._world)
         sent_before = collectives.bytes_sent()
-        total_loss, totals = add_up(self._passes.train(micro_batches, loss_fn, count), maxima)
+        try:
+            results = self._passes.train(micro_batches, loss_fn, count)
+        except Exception:
+            if self._world.size == 1:  # several ranks do not continue after a failure
+                self.discard()
+            raise
+        total_loss, totals = add_up(results, maxima)
         metrics = totals | {"loss": total_loss}
         summed, highest = sorted(metrics.keys() - set(maxima)), sorted(maxima)
         values = ([metrics[name] for name in names] for names in (summed, highest))
@@ -212,7 +218,11 @@ class Engine:
         sums = dict(zip(summed, numbers, strict=True))
         loss = sums.pop("loss") / count
         if before_step is not None:
-            before_step(sums)
+            try:
+                before_step(sums)
+            except Exception:
+                self.discard()
+                raise
         step = self._step(squared_norm, unused)
         sent = collectives.bytes_sent() - sent_before
         return Update(loss, sums, dict(zip(highest, largest, strict=True)), step.grad_norm, step.lr, step.skipped, sent)
@@ -268,11 +278,15 @@ class Engine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Load what `save` wrote, at any number of ranks and any ZeRO stage. Return its `extra`. Every rank calls.
 
+        Gradients since the last step are dropped.
+
         Raises `engine.checkpoint.Damaged` (an OSError) if a file is damaged, and ValueError for a checkpoint of another
         model or another kind of optimizer. Nothing has changed then.
         """
         self._release_parameters()
-        return Checkpointer({"engine": self}).load(Path(folder))[0]
+        extra = Checkpointer({"engine": self}).load(Path(folder))[0]
+        self.discard()
+        return extra
 
     def _release_parameters(self) -> None:
         """Discard forwards that wait for their update, and release gathered parameters."""

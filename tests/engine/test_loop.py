@@ -270,3 +270,14 @@ def test_generating_without_a_rollout_path_is_refused() -> None:
     engine = initialize(nn.Linear(2, 2), EngineConfig())
     with pytest.raises(ValueError, match=r'rollout_path=NAME.* "" for the module itself'), engine.generating():
         pass
+
+
+def test_a_load_drops_the_gradients_of_an_incomplete_step(tmp_path: Path) -> None:
+    expected, engine = engine_of("linear"), engine_of("linear")
+    engine.save(tmp_path / "saved")
+    engine.backward(100 * regression_loss(engine, rows_of("linear", 1), 1))
+    engine.load(tmp_path / "saved")
+    for each in (expected, engine):
+        each.backward(regression_loss(each, rows_of("linear", 0), 0))
+        each.step()
+    assert_close(weights(engine), weights(expected), 0.0)

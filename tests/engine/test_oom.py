@@ -1,14 +1,18 @@
 """Out-of-memory errors are recognised, and the search for the micro-batch size leaves the engine's state unchanged."""
 
 import gc
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from engine import EngineConfig, OptimizerConfig
+from engine.config import Tier
+from engine.engine import Engine
 from engine.oom import PassOutOfMemory, find_micro_batch_size, is_out_of_memory
 from engine.parallel import dist
-from tests.engine.test_passes import STEPS, WAYS, WIDTH, Failing, Rows, batches, engine_of, loss, trained
+from tests.engine.test_passes import STEPS, WAYS, WIDTH, Failing, Net, Rows, batches, engine_of, loss, trained
 from tests.ranks import run_ranks
 
 ERRORS = [
@@ -109,3 +113,23 @@ def test_two_ranks_dry_run_and_stop_after_a_failure() -> None:
     for expected, losses, reason in run_ranks(on_two_ranks, 2):
         assert losses == expected
         assert reason == "CUDA out of memory. Tried to allocate 20.00 MiB"
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("failure", ["memory", "before_step"])
+def test_an_update_that_fails_leaves_no_gradients(failure: str, offload: Tier) -> None:
+    def made() -> Engine:
+        torch.manual_seed(3)
+        return Engine(Net(), EngineConfig(dtype="fp32", offload_optimizer=offload), optimizer=OptimizerConfig(lr=0.05))
+
+    def refuse(_: Mapping[str, float]) -> None:
+        raise RuntimeError("refused")
+
+    expected, engine = made().update(batches(0, [16]), loss, 16.0), made()
+    if failure == "memory":
+        with Failing("forward", 5), pytest.raises(PassOutOfMemory):
+            engine.update(batches(1, [5, 11]), loss, 16.0)
+    else:
+        with pytest.raises(RuntimeError, match="refused"):
+            engine.update(batches(1, [16]), loss, 16.0, before_step=refuse)
+    assert engine.update(batches(0, [16]), loss, 16.0).grad_norm == expected.grad_norm
