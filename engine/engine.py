@@ -52,6 +52,7 @@ class Engine:
         self.config, self.optimizer_config = config, optimizer
         self.step_count = 0
         self._micro_batches = 0
+        self._step_follows = False
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         initial_values = sharding.parameter_values(module) if sharding.uses_offload(config, optimizer) else {}
         self.module, self._nvme_parameters = module, sharding.apply(module, config, optimizer)
@@ -150,10 +151,11 @@ class Engine:
         # FSDP2 averages gradients over ranks; sequence-parallel ranks each have a summand of their group's gradient.
         self._passes.backward(loss, dist.world().sequence / self.config.gradient_accumulation, last=last)
         self._micro_batches += 1
+        self._step_follows = last
 
     def step(self) -> Step | None:
-        """Clip and update after `gradient_accumulation` micro-batches. Before that, do nothing and return None."""
-        if self._micro_batches < self.config.gradient_accumulation:
+        """Clip and update after the last micro-batch of a step. After any other, do nothing and return None."""
+        if not self._step_follows:
             return None
         *_, squared_norm, unused = self._reduce([], [])
         return self._step(squared_norm, unused)
@@ -183,6 +185,7 @@ class Engine:
             self._flush_pages()
         self.step_count += 1
         self._micro_batches = 0
+        self._step_follows = False
         return step
 
     def update(
@@ -241,6 +244,7 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         self._micro_batches = 0
+        self._step_follows = False
 
     def score(
         self, micro_batches: Sequence[Batch], work: Callable[[nn.Module, Batch], Sequence[Score]]

@@ -281,3 +281,16 @@ def test_a_load_drops_the_gradients_of_an_incomplete_step(tmp_path: Path) -> Non
         each.backward(regression_loss(each, rows_of("linear", 0), 0))
         each.step()
     assert_close(weights(engine), weights(expected), 0.0)
+
+
+def test_the_caller_decides_which_micro_batch_is_the_last() -> None:
+    """An epoch may end before `gradient_accumulation` micro-batches."""
+    engine = engine_of("linear", gradient_accumulation=4, zero_stage=1, offload_optimizer="cpu")
+    for last in (False, True):
+        engine.backward(regression_loss(engine, rows_of("linear", 0), 0), last=last)
+        done = engine.step()
+        assert (done is not None) == last
+    assert done is not None and done.grad_norm > 0 and engine.step() is None
+    for _ in range(4):
+        engine.backward(regression_loss(engine, rows_of("linear", 0), 0))
+    assert engine.step() is not None
