@@ -301,7 +301,7 @@ class Engine:
     def scoring(self) -> Iterator[nn.Module]:
         """Inside this context there are no gradients and no dropout. Gathered parameters are released at the end."""
         self._passes.discard_scored()
-        was_training = self.module.training
+        modes = [(child, child.training) for child in self.module.modules()]
         self.module.eval()
         try:
             with torch.no_grad():
@@ -309,7 +309,8 @@ class Engine:
         finally:
             zero.release(self.module)
             self._release_pages()
-            self.module.train(was_training)
+            for child, was_training in modes:
+                child.training = was_training
 
     @contextmanager
     def generating(self, *, keep: bool = True, park_optimizer: bool = False) -> Iterator[Generator]:

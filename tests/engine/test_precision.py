@@ -124,6 +124,10 @@ def test_scoring_disables_dropout_temporarily() -> None:
         first, second = scored(x), scored(x)
         assert torch.equal(first, second) and not first.requires_grad
     assert engine.module.training and (engine(x) == 0).any()
+    dropout = engine.module.get_submodule("1").eval()  # as in a frozen part of a model
+    with engine.scoring():
+        pass
+    assert engine.module.training and not dropout.training
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
