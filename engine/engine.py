@@ -129,17 +129,21 @@ class Engine:
         """The compute precision of the module."""
         return TORCH_DTYPE[self.config.dtype]
 
+    def _require_optimizer(self) -> None:
+        """Raise ValueError for an engine without an optimizer."""
+        if self.optimizer is None:
+            raise ValueError(
+                "the engine has no optimizer, so its parameters are frozen. Pass "
+                'initialize(..., optimizer=OptimizerConfig(lr=...)), or "optimizer" in a DeepSpeed configuration'
+            )
+
     def backward(self, loss: Tensor, *, last: bool | None = None) -> None:
         """Add the gradient of a micro-batch's loss, the mean over this rank's micro-batch.
 
         The gradients are averaged over ranks and `gradient_accumulation` micro-batches. `last` says that the step
         follows. By default, micro-batches are counted.
         """
-        if self.optimizer is None:
-            raise ValueError(
-                "the engine has no optimizer, so its parameters are frozen. Pass "
-                'initialize(..., optimizer=OptimizerConfig(lr=...)), or "optimizer" in a DeepSpeed configuration'
-            )
+        self._require_optimizer()
         dist.check_unchanged(self._world)
         if self.config.pipeline_parallel > 1:
             raise ValueError(
@@ -205,6 +209,7 @@ class Engine:
         stops the update. The host waits for the device once. Raises `engine.oom.PassOutOfMemory` if a pass runs out of
         memory.
         """
+        self._require_optimizer()
         dist.check_unchanged(self._world)
         sent_before = collectives.bytes_sent()
         try:
@@ -236,6 +241,7 @@ class Engine:
         Every rank calls. After a dry run of the largest micro-batch, a step whose micro-batches are no larger fits.
         Raises `engine.oom.PassOutOfMemory` if it does not fit.
         """
+        self._require_optimizer()
         self._passes.dry_run(micro_batch, loss_fn)
 
     def discard(self) -> None:
@@ -274,6 +280,7 @@ class Engine:
 
         `extra` is JSON to store with them, the same on every rank. Every rank calls. Raises OSError if a write fails.
         """
+        self._require_optimizer()
         self._release_parameters()
         checkpointer = Checkpointer({"engine": self})
         checkpointer.save(Path(folder), extra or {})
@@ -287,6 +294,7 @@ class Engine:
         Raises `engine.checkpoint.Damaged` (an OSError) if a file is damaged, and ValueError for a checkpoint of another
         model or another kind of optimizer. Nothing has changed then.
         """
+        self._require_optimizer()
         self._release_parameters()
         extra = Checkpointer({"engine": self}).load(Path(folder))[0]
         self.discard()

@@ -140,10 +140,15 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return results
 
 
-def test_backward_without_an_optimizer_is_refused() -> None:
+def test_training_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     engine = initialize(torch.nn.Linear(2, 1), EngineConfig(dtype="fp32"))
     with pytest.raises(ValueError, match=r"optimizer=OptimizerConfig"):
         engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
+    for use in (engine.save, engine.load):
+        with pytest.raises(ValueError, match=r"optimizer=OptimizerConfig"):
+            use(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"optimizer=OptimizerConfig"):
+        engine.update([], lambda module, rows: (torch.zeros(()), {}), 1.0)
 
 
 def test_two_ranks_equal_plain_pytorch_and_load_one_ranks_checkpoint(tmp_path: Path) -> None:
