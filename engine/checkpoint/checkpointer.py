@@ -78,7 +78,8 @@ class Checkpointer:
         }
         values = {f"rank-{dist.world().rank}.json": json.dumps(mine or {})}
         if dist.is_rank_zero():
-            values["state.json"] = json.dumps({"shared": shared, "engines": counters, "ranks": dist.world().size})
+            state = {"shared": shared, "engines": counters, "ranks": dist.world().size, "tensor": dist.world().tensor}
+            values["state.json"] = json.dumps(state)
         tensors = {f"{n}.{key}": c for n, engine in self.engines.items() for key, c in _tensors(engine).items()}
         can_copy = self._can_copy(tensors)
         if can_copy:
@@ -111,7 +112,9 @@ class Checkpointer:
             raise OSError(number, f"a checkpoint could not be written: {reason}") from error
 
     def load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load a checkpoint into the engines. Returns (shared, mine); mine is None at another number of ranks.
+        """Load a checkpoint into the engines. Returns (shared, mine).
+
+        mine is None at another number of ranks, or in tensor groups of another size.
 
         Every rank calls. Raises Damaged if a file differs from what was written, and ValueError if the checkpoint is
         of other engines. Both are raised before any engine is changed.
@@ -137,8 +140,10 @@ class Checkpointer:
         dcp.load(tensors, storage_reader=reader, planner=LoadPlanner(), process_group=dist.checkpoint_group())
         for name, engine in self.engines.items():
             _restore_counters(engine, state["engines"][name])
-        is_same_size = state["ranks"] == dist.world().size
-        mine = json.loads((folder / f"rank-{dist.world().rank}.json").read_text()) if is_same_size else None
+        world = dist.world()
+        # The ranks of a tensor group have equal random states. Earlier versions did not write "tensor".
+        is_same_layout = (state["ranks"], state.get("tensor", 1)) == (world.size, world.tensor)
+        mine = json.loads((folder / f"rank-{world.rank}.json").read_text()) if is_same_layout else None
         return state["shared"], mine
 
     def _can_copy(self, tensors: Mapping[str, LocalChunks]) -> bool:

@@ -100,6 +100,9 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
     wishes = [(dist.stop_requested(), dist.sum_over_ranks({"a": 1.0}), dist.stop_requested())]
     again = engine_of(3, seed=9)
     _, own = Checkpointer({"net": again}).load(ours)
+    dist.set_parallelism(tensor=2)
+    _, in_group = Checkpointer({}).load(ours)
+    dist.set_parallelism()
     continued = advance(again, 3, STEPS)
     through = advance(engine, 3, STEPS)
     shutil.copytree(ours, ours.with_name("other"), dirs_exist_ok=True) if dist.is_rank_zero() else None
@@ -111,6 +114,7 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
         "shared": shared,
         "mine": mine,
         "own": own,
+        "in_group": in_group,
         "sums": sums,
         "wishes": wishes,
         "resumed": resumed,
@@ -180,6 +184,7 @@ def test_one_and_two_ranks_exchange_checkpoints(tmp_path: Path) -> None:
     for rank, result in enumerate(results):
         assert result["shared"] == {"step": 2}
         assert result["mine"] is None and result["own"] == {"rank": rank}
+        assert result["in_group"] is None  # the ranks of a tensor group need equal random states
         assert result["sums"] == {1.0}
         assert result["wishes"] == [(False, {"a": 2.0}, True)]
         assert_equal(result["resumed"], through, 1e-6)
