@@ -276,7 +276,9 @@ class Engine:
         return self._passes.score_to_learn(micro_batches, work)
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write parameters, optimizer and counters into a folder, sharded. Return when the files are complete.
+        """Write trained parameters, optimizer and counters into a folder. Return when the files are complete.
+
+        The folder may have an earlier checkpoint, which is replaced, but no other files.
 
         `extra` is JSON to store with them, the same on every rank. Every rank calls. Raises OSError if a write fails.
         """

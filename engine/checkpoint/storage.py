@@ -54,6 +54,7 @@ from engine.parallel import dist, dtensors
 CHECKSUMS = "checksums.json"
 Checksum = dict[str, int | str]  # of a file: {"bytes": size, "xxh3_128": hexadecimal digest}
 FILE_BYTES = 2**30  # of chunks in one file: tensors on a GPU are copied to the host file by file
+OWN_FILES = re.compile(r"(tensors-\d+(-\d+)?\.safetensors|rank-\d+\.json|state\.json|checksums\.json)")
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,16 @@ class Writer(FileSystemWriter):
         self._values, self._then = values, then
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remove an incomplete folder. The base class makes a new one before it plans."""
+        """Remove an incomplete folder. The base class makes a new one before it plans.
+
+        Raises FileExistsError if `folder` has files that no checkpoint has: the new folder would replace them.
+        """
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
+            others = [path.name for path in self._folder.glob("*") if not OWN_FILES.fullmatch(path.name)]
+            if others:
+                problem = f"{self._folder} has other files ({min(others)}), which the checkpoint would replace"
+                raise FileExistsError(errno.EEXIST, f"{problem}. Use a new folder, such as {self._folder}/checkpoint")
             shutil.rmtree(self._staging, ignore_errors=True)
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> "Future[list[WriteResult]]":

@@ -435,3 +435,14 @@ def test_buffers_of_any_type_and_shape_are_restored(tmp_path: Path) -> None:
     for name, value in values.items():
         actual = other.module.get_buffer(name)
         assert actual.dtype == value.dtype and actual.tolist() == value.tolist(), name
+
+
+def test_a_save_replaces_a_checkpoint_but_no_other_files(tmp_path: Path) -> None:
+    engine = engine_of(0)
+    for _ in range(2):
+        engine.save(tmp_path / "saved")
+    (tmp_path / "saved" / "train.log").write_text("step 1")
+    with pytest.raises(OSError, match=r"saved has other files \(train.log\), which the checkpoint would replace"):
+        engine.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "train.log").read_text() == "step 1"
+    engine.load(tmp_path / "saved")
