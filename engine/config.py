@@ -5,8 +5,8 @@ states, stage 2 also gradients, stage 3 also parameters.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -17,6 +17,14 @@ Schedule = Literal["constant", "linear", "cosine"]
 Tier = Literal["none", "cpu", "nvme"]
 SMALLEST_SUB_GROUP = 1024  # parameters, a page of fp32
 MAX_INITIAL_POWER = 32  # the largest fp16 number is below 2**16
+
+
+def check_choices(settings: Any) -> None:
+    """Raise ValueError if a field of a dataclass whose type is a Literal has another value."""
+    for each in fields(settings):
+        choices, value = get_args(each.type), getattr(settings, each.name)
+        if get_origin(each.type) is Literal and value not in choices:
+            raise ValueError(f"{each.name} must be {', '.join(choices[:-1])} or {choices[-1]}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class OptimizerConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.lr < 0:
             raise ValueError(f"lr must be at least 0, not {self.lr}")
         if self.total_steps is not None and self.total_steps < 1:
@@ -130,8 +139,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
-        if self.compress not in ("none", "gather8", "reduce8", "both"):
-            raise ValueError(f"compress must be none, gather8, reduce8 or both, not {self.compress}")
+        check_choices(self)
         for key in (
             "shard_ranks",
             "tensor_parallel",

@@ -1,12 +1,13 @@
 """Learning rates against closed forms, and the parameters that are decayed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from engine import OptimizerConfig, optim
+from engine import EngineConfig, OptimizerConfig, optim
 from engine.optimizer_step import learning_rate
 
 
@@ -96,3 +97,22 @@ def test_moments_exist_before_the_first_step() -> None:
     for parameter, state in built.state.items():
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameter.shape
         assert state["exp_avg"].dtype == torch.float32 and state["step"].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (EngineConfig, {"dtype": "bfloat16"}, "dtype must be bf16, fp16 or fp32, not bfloat16"),
+        (EngineConfig, {"offload_optimizer": "NVME"}, "offload_optimizer must be none, cpu or nvme, not NVME"),
+        (EngineConfig, {"states": "fp16"}, "states must be fp32 or bf16, not fp16"),
+        (
+            OptimizerConfig,
+            {"lr": 1.0, "schedule": "cosinus"},
+            "schedule must be constant, linear or cosine, not cosinus",
+        ),
+        (OptimizerConfig, {"lr": 1.0, "decay": "none"}, "decay must be matrices or all, not none"),
+    ],
+)
+def test_values_that_no_choice_has_are_refused(kind: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**values)
