@@ -322,7 +322,7 @@ def _scheduler(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Callab
     if kind not in SCHEDULERS:
         raise ValueError(
             f"scheduler.type={kind} is not supported; write one of {', '.join(SCHEDULERS)}, or pass a scheduler of "
-            "torch to `initialize`: lr_scheduler=torch.optim.lr_scheduler.OneCycleLR(...)"
+            "torch to `initialize`: lr_scheduler=torch.optim.lr_scheduler.OneCycleLR(..., cycle_momentum=False)"
         )
     params.pop("last_batch_iteration", None)
     defaults = SCHEDULERS[kind]

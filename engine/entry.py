@@ -186,6 +186,11 @@ def _rates(
     stepped = scheduler
     if not isinstance(stepped, LRScheduler):
         stepped = stepped(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=optimizer.lr))
+    if getattr(stepped, "cycle_momentum", False):
+        raise ValueError(
+            f"lr_scheduler: {type(stepped).__name__} also cycles the momentum, which the engine keeps constant; pass "
+            "cycle_momentum=False"
+        )
     rates = [float(stepped.get_last_lr()[0])]
 
     def rate(step: int) -> float:
