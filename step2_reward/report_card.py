@@ -45,7 +45,7 @@ def write_card(
     items = [each.pair for each in held_out]
     chosen = [each.chosen for each in held_out]
     unfinished = score_each(score, [cut_in_half(item, tokenizer.end_id) for item in items], items)
-    others = score_each(score, [answer_of_next(items, index) for index in range(len(items))], items)
+    others = score_each(score, [answer_of_next(items, index, max_length) for index in range(len(items))], items)
     samples = on_rank_zero(lambda: read_samples(folder.parent / "sft" / SAMPLES))
     card: Card = {
         "accuracy": accuracy(held_out),
@@ -85,10 +85,10 @@ def cut_in_half(item: PairItem, end_id: int) -> np.ndarray:
     return cut
 
 
-def answer_of_next(items: Sequence[PairItem], index: int) -> np.ndarray:
-    """Return the prompt of a pair with the chosen answer of the next pair."""
+def answer_of_next(items: Sequence[PairItem], index: int, max_length: int) -> np.ndarray:
+    """Return the prompt of a pair with the chosen answer of the next pair, cut to `max_length` tokens."""
     item, other = items[index], items[(index + 1) % len(items)]
-    return np.concatenate([item.chosen[: item.prompt], other.chosen[other.prompt :]])
+    return np.concatenate([item.chosen[: item.prompt], other.chosen[other.prompt :]])[:max_length]
 
 
 def _scored_samples(

@@ -13,7 +13,7 @@ from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.evaluation.pair_accuracy import Scored
 from pipeline.evaluation.samples import SAMPLES, Sample, write_samples
-from step2_reward.report_card import CARD, answer_of_next, cut_in_half, write_card
+from step2_reward.report_card import CARD, ScorePairs, answer_of_next, cut_in_half, write_card
 
 
 def pair(prompt: list[int], chosen: list[int], rejected: list[int]) -> PairItem:
@@ -35,16 +35,29 @@ def test_a_truncated_answer_ends_like_in_ppo() -> None:
 
 
 def test_the_answer_to_another_prompt_is_from_the_next_pair() -> None:
-    assert [answer_of_next(PAIRS, at).tolist() for at in range(3)] == [
+    assert [answer_of_next(PAIRS, at, 20).tolist() for at in range(3)] == [
         [5, 6, 50, 2], [7, 3, 4, 2], [8, 8, 8, 10, 20, 30, 40, 2],
     ]  # fmt: skip
 
 
-def card_of(folder: Path, held_out: list[PairItem]) -> dict[str, Any]:
+def test_a_long_answer_to_another_prompt_fits_into_the_model(tmp_path: Path) -> None:
+    """A model with learned positions would raise IndexError for a longer sequence, at the end of the stage."""
+    seen: list[int] = []
+
+    def scores(pairs: Sequence[PairItem]) -> list[Scored]:
+        seen.extend(len(each.chosen) for each in pairs)
+        return by_sum(pairs)
+
+    held_out = [pair([5] * 15, [10, 2], [1, 2]), pair([7], [50] * 18, [8, 9, 2])]
+    card_of(tmp_path, held_out, scores)
+    assert max(seen) == 20
+
+
+def card_of(folder: Path, held_out: list[PairItem], scores: ScorePairs = by_sum) -> dict[str, Any]:
     (folder / "reward").mkdir()
     words = train_tokenizer(["some words"], 280)
     level = {"reward_mean": 3.0, "reward_std": 4.0}
-    write_card(folder / "reward", by_sum(held_out), by_sum, words, reference=level, penalty=0.5, max_length=20)
+    write_card(folder / "reward", by_sum(held_out), scores, words, reference=level, penalty=0.5, max_length=20)
     actual: dict[str, Any] = json.loads((folder / "reward" / CARD).read_text())
     assert (actual["reward_mean"], actual["reward_std"]) == (3.0, 4.0)
     return actual
