@@ -39,7 +39,9 @@ def build_evaluator(
     token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
 
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
-        responses = [tokenizer.encode_answer(answer) for answer in answers]
+        longest = sampling.max_new_tokens  # as in a rollout, the end token replaces the last token of a cut answer
+        encoded = [tokenizer.encode_answer(answer)[:longest] for answer in answers]
+        responses = [[*ids[:-1], tokenizer.end_id] for ids in encoded]
         pairs = zip(prompts, answers, strict=True)
         calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
         scores = score_answers(models, token_ids, responses, calls, pad_id=tokenizer.pad_id, budget=budget)

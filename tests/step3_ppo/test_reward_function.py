@@ -17,7 +17,7 @@ from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import build_evaluator
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
-from step3_ppo.rollout import weighted_sum
+from step3_ppo.rollout import score_answers, weighted_sum
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import learn
@@ -168,6 +168,21 @@ def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_pat
     assert judged.function == by_function and plain.function is None
     assert judged.scores == pytest.approx([a + b for a, b in zip(plain.scores, by_function, strict=True)])
     assert judged.metrics["eval_function_score"] == pytest.approx(313 / 3)
+
+
+def test_a_held_out_answer_that_was_cut_is_scored_within_its_length(tmp_path: Path) -> None:
+    """One more token would exceed the positions of a model whose context is the longest prompt and answer."""
+    write_run(tmp_path)
+    made = config(tmp_path)
+    sources = load_models(made, tmp_path)
+    models, words = build_models(made, sources, actor_steps=1, critic_steps=1), sources.tokenizer
+    sampling = Sampling(max_new_tokens=3, end_ids=words.end_ids, pad_id=words.pad_id)
+    evaluator = build_evaluator(models, prompts(), words, sampling, (1.0,), budget=64, keep=True)
+    texts = ["some words to learn from", "words", ""]
+    answers = [[*words.encode_answer(text)[:3][:-1], words.end_id] for text in texts]
+    asked = [words.encode_prompt(prompt.messages) for prompt in prompts()]
+    expected = score_answers(models, asked, answers, pad_id=words.pad_id, budget=64)
+    assert evaluator.grade(texts).scores == pytest.approx(expected.total)
 
 
 def one_rollout(folder: Path) -> dict[str, Any]:
