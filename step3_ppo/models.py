@@ -49,8 +49,8 @@ class Models:
 
     @property
     def score_unit(self) -> float:
-        """The standard deviation of the reward model's part of the score; 1 without a reward model."""
-        return self.reward_std * self.reward_weights.get(REWARD_MODEL, 1.0) if self.rewards else 1.0
+        """The standard deviation of the reward model's part of the score; 1 if the score has no such part."""
+        return abs(self.reward_std * self.reward_weights.get(REWARD_MODEL, 1.0)) or 1.0 if self.rewards else 1.0
 
     @property
     def has_rewards(self) -> bool:

@@ -121,6 +121,8 @@ def test_actor_and_reference_start_as_the_same_policy(family: str, tmp_path: Pat
     assert (models.critic.module.shift, models.critic.module.scale) == (0.0, 1.0)
     assert models.score_unit == models.reward_std == 1.5
     assert replace(models, reward_weights={"model": 2.0}).score_unit == 3.0
+    assert replace(models, reward_weights={"model": -2.0}).score_unit == 3.0  # a penalty stays a penalty
+    assert replace(models, reward_weights={"model": 0.0}).score_unit == 1.0
     assert replace(models, rewards=()).score_unit == 1.0
     assert models.critic.optimizer_config is not None and models.critic.optimizer_config.lr == 0.01
     assert reward.optimizer is None and models.reference.optimizer is None
