@@ -93,6 +93,11 @@ def _advantage_mistakes(ppo: PpoSection) -> Iterable[str]:
                 f"ppo.critic_warmup={ppo.critic_warmup}, but ppo.advantage={ppo.advantage} has no critic: remove "
                 "ppo.critic_warmup, or set ppo.advantage=gae"
             )
+    if ppo.steps is not None and ppo.critic_warmup >= ppo.steps:
+        yield (
+            f"ppo.critic_warmup={ppo.critic_warmup} leaves no rollout of ppo.steps={ppo.steps} that trains the actor: "
+            "lower ppo.critic_warmup, or raise ppo.steps"
+        )
     if ppo.advantage == "online_dpo" and ppo.reference is False:
         yield (
             "ppo.advantage=online_dpo compares the policy with the reference, but ppo.reference=false: remove "
@@ -131,6 +136,12 @@ def _kl_mistakes(ppo: PpoSection) -> Iterable[str]:
         )
     if ppo.kl_target is not None and ppo.kl_coef == 0:
         yield f"ppo.kl_target={ppo.kl_target:g} adapts ppo.kl_coef by a factor, and 0 stays 0: set ppo.kl_coef=0.05"
+    answers = ppo.batch_size * ppo.samples
+    if ppo.kl_target is not None and 0.2 * answers >= ppo.kl_horizon:
+        yield (
+            f"ppo.kl_horizon={ppo.kl_horizon} is too short for rollouts of {answers} answers: one rollout may lower "
+            f"ppo.kl_coef by its full value, to 0 or below: set ppo.kl_horizon={20 * answers} or more"
+        )
     if ppo.reference is False and ppo.kl_coef > 0 and ppo.advantage != "distill":
         yield (
             f"ppo.reference=false, but ppo.kl_coef={ppo.kl_coef:g} weighs the KL to the reference: set ppo.kl_coef=0, "

@@ -241,6 +241,8 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         (["method=dpo", "reward=x/reward"], "model that PPO starts from, but method=dpo: remove reward="),
         (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 needs dpo.loss=sigmoid"),
         ("ppo.reward_weights={brief: 1}", "ppo.reward_weights.brief weighs a reward of ppo.reward_function, which is"),
+        (["ppo.kl_target=6", "ppo.kl_horizon=10"], "ppo.kl_horizon=10 is too short for rollouts of 64 answers: one"),
+        (["ppo.steps=5", "ppo.critic_warmup=5"], "ppo.critic_warmup=5 leaves no rollout of ppo.steps=5 that trains"),
         ("ppo.ratio=sequence", "ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage=gae"),
         ("ppo.importance_weights=token_mask", "has no effect without a cap: set ppo.importance_cap=2"),
         ("ppo.kl_estimator=k3_weighted", "the KL counts in the reward, where the policy ratio is 1"),
