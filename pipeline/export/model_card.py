@@ -57,7 +57,7 @@ def _header(stage: TrainedStage, licence: str, adapter_base: str | None) -> dict
         "license": licence,
         **({"base_model": base} if base is not None and not Path(base).exists() else {}),
         **({"datasets": datasets} if datasets else {}),
-        "tags": ["zerochat", *(each.name for each in stage.history)],
+        "tags": list(dict.fromkeys(("zerochat", *(each.name for each in stage.history)))),
     }
 
 

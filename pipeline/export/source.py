@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.chat.folder import find
 from pipeline.config.schema import ModelConfig, RunConfig
-from pipeline.config.stages import ANSWERING
+from pipeline.config.stages import ANSWERING, POLICIES
 from pipeline.errors import UserError
 from pipeline.files import read_object
 from pipeline.launch.worker import read_config
@@ -49,15 +49,16 @@ class TrainedStage:
     @property
     def base(self) -> str | None:
         """The hub name or the folder of the base model; None if training started from random weights."""
-        return _location(self.history[0].config.model)
+        first = next(stage for stage in self.history if stage.name != "reward")  # its model may have another base
+        return _location(first.config.model)
 
     @property
     def adapter_base(self) -> str | None:
         """The model that the adapters of this stage belong to: the base model for SFT, the actor for DPO and PPO."""
         if self.name == "sft":
             return self.base
-        actor = self.config.actor
-        return str(self.run / "sft" / "model" if actor is None else Path(actor).expanduser().resolve())
+        actor = self.run / "sft" if self.config.actor is None else Path(self.config.actor).resolve()
+        return str(actor / "model" if (actor / "model").is_dir() else actor)
 
 
 def find_stage(path: Path) -> TrainedStage:
@@ -75,16 +76,18 @@ def find_stage(path: Path) -> TrainedStage:
 
 
 def _earlier(stage: TrainedStage) -> Iterator[TrainedStage]:
-    """Yield the stages that a stage started from, if their settings are still there."""
+    """Yield the stages that a stage depends on, oldest first, if their settings are still there."""
     config = stage.config
-    roles = {"sft": (), "dpo": (("sft", config.actor),)}.get(
-        stage.name, (("sft", config.actor), ("reward", config.reward_path))
-    )
-    for name, location in roles:
-        folder = stage.folder.parent / name if location is None else Path(location).expanduser()
+    locations = {"sft": config.actor} if stage.name in POLICIES else {}
+    if stage.name == "ppo" and config.ppo.reward_model:
+        locations["reward"] = config.reward_path
+    for name, location in locations.items():
+        folder = stage.run / name if location is None else Path(location).resolve()
         folder = folder.parent if folder.name == "model" else folder
         if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
-            yield _read(folder)
+            earlier = _read(folder)
+            yield from _earlier(earlier)
+            yield earlier
 
 
 def _read(folder: Path) -> TrainedStage:

@@ -1,13 +1,15 @@
-"""The model card: the batch size counts what one step of the stage reads."""
+"""The model card: batch sizes, and the stages that a model depends on."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.data.records import Message, Preference, labelled_answers
 from pipeline.export.model_card import model_card
-from pipeline.export.source import TrainedStage
+from pipeline.export.source import TrainedStage, find_stage
 from pipeline.planning.stage_task import stage_steps
 from tests.tiny import tiny_config
 
@@ -26,3 +28,34 @@ def test_the_batches_of_an_epoch_have_all_examples_of_the_card(
     assert row[2] == unit
     examples = {"answers": len(labelled_answers(PAIRS)), "pairs": len(PAIRS)}[unit]
     assert stage_steps(config.dpo, examples) == steps and int(row[1]) * steps == examples
+
+
+def finished(folder: Path, base: str = "base", ppo: dict[str, Any] | None = None, **keys: str) -> Path:
+    """Create the folder of a finished stage. `keys` are keys outside of sections, such as `actor`."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+    config = tiny_config(
+        model={"name": base, "weights": "pretrained", "path": f"/models/{base}"}, ppo=ppo or {}
+    ).model_copy(update=keys)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return folder
+
+
+def test_the_stages_of_a_model_are_those_that_it_depends_on(tmp_path: Path) -> None:
+    """The reward model of the first run did not train its policy. DPO continues a policy of another run."""
+    sft = finished(tmp_path / "x" / "sft")
+    finished(tmp_path / "x" / "reward")
+    ppo = finished(tmp_path / "x" / "ppo", ppo={"reward_model": False, "reward_function": "f.py:f"})
+    assert [stage.folder for stage in find_stage(ppo).history] == [sft, ppo]
+    dpo = finished(tmp_path / "y" / "dpo", actor=str(ppo))
+    found = find_stage(dpo)
+    assert [stage.folder for stage in found.history] == [sft, ppo, dpo]
+    assert found.adapter_base == str(ppo / "model")  # a folder that peft can load
+
+
+def test_the_base_model_is_not_that_of_the_reward_model(tmp_path: Path) -> None:
+    reward = finished(tmp_path / "r" / "reward", "another")
+    actor = tmp_path / "mine"
+    actor.mkdir()
+    ppo = find_stage(finished(tmp_path / "x" / "ppo", "mine", actor=str(actor), reward_path=str(reward)))
+    assert [stage.name for stage in ppo.history] == ["reward", "ppo"] and ppo.base == "/models/mine"
