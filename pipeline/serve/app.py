@@ -67,7 +67,10 @@ def create_app(
 
 
 class _Api:
-    """The handlers of the routes."""
+    """The handlers of the routes.
+
+    Prompts are tokenized in threads, because the chat template of a long conversation may take many seconds.
+    """
 
     def __init__(self, models: Mapping[str, ServedModel], batcher: Batcher) -> None:
         self.models, self.batcher = models, batcher
@@ -85,12 +88,14 @@ class _Api:
     async def chat(self, request: Request) -> Response:
         body = parse(ChatRequest, await read_json(request))
         model = self._model(body.model)
-        return await self._respond(request, CHAT, model, body, model.chat_jobs(body))
+        return await self._respond(request, CHAT, model, body, await asyncio.to_thread(model.chat_jobs, body))
 
     async def complete(self, request: Request) -> Response:
         body = parse(CompletionRequest, await read_json(request))
         model = self._model(body.model)
-        return await self._respond(request, COMPLETION, model, body, model.completion_jobs(body))
+        return await self._respond(
+            request, COMPLETION, model, body, await asyncio.to_thread(model.completion_jobs, body)
+        )
 
     async def _respond(
         self, request: Request, endpoint: Endpoint, model: ServedModel, body: SharedFields, jobs: Sequence[Job]

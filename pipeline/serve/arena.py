@@ -126,7 +126,8 @@ class Arena:
         order = [0, 1] if secrets.randbelow(2) else [1, 0]
         for index in order:
             self._batcher.check_waiting(self._models[index].name)
-        sides = [Side(i, self._models[i].chat_jobs(body)[0], self._models[i].choice(body)) for i in order]
+        jobs = {i: (await asyncio.to_thread(self._models[i].chat_jobs, body))[0] for i in order}
+        sides = [Side(i, jobs[i], self._models[i].choice(body)) for i in order]
         sampling = {name: fields[name] for name in ("temperature", "top_p", "max_tokens") if name in fields}
         played = Round(body.turns(), sampling, sides)
         name = secrets.token_urlsafe(16)

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import pytest
 
 import zerochat
 from engine import Sampling
+from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.serve.answers import AnswerText
@@ -136,6 +138,24 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(url: str, session: E
 def test_a_request_that_the_batch_refuses_gets_an_error(url: str) -> None:
     with client_of(url) as client, pytest.raises(openai.InternalServerError, match="no room for this one"):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], seed=13)
+
+
+def test_a_slow_chat_template_delays_no_other_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renders, go_on = threading.Event(), threading.Event()
+
+    def slow(self: ServedModel, messages: Sequence[Message]) -> list[int]:
+        renders.set()
+        assert go_on.wait(60)
+        return [1]
+
+    monkeypatch.setattr(ServedModel, "encode", slow)
+    with send(url, stream=False):
+        assert renders.wait(60)
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=30) as response:
+                assert response.status == 200
+        finally:
+            go_on.set()
 
 
 def test_a_full_queue_refuses_further_requests(url: str, session: Endless) -> None:
