@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from engine import Sampling
 from pipeline.data.records import BadRow, Message, messages_of, replace_surrogates
@@ -169,10 +169,13 @@ async def read_json(request: Request) -> Any:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise ServeError(415, "send JSON with the header Content-Type: application/json")
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > LARGEST_BODY:
-            raise ServeError(413, f"the body is larger than {LARGEST_BODY} bytes")
+    try:
+        async for part in request.stream():
+            content += part
+            if len(content) > LARGEST_BODY:
+                raise ServeError(413, f"the body is larger than {LARGEST_BODY} bytes")
+    except ClientDisconnect as problem:  # nobody reads the answer
+        raise ServeError(499, "the client disconnected") from problem
     try:
         return json.loads(bytes(content))
     except (ValueError, RecursionError) as problem:
