@@ -14,12 +14,14 @@ from pipeline.serve.batcher import Token
 class AnswerText:
     """Text of an answer while it is sampled. Text from the first stop string on is left out.
 
-    The end of the text is held back while it may be the beginning of a stop string.
+    The end of the text is held back while it may be the beginning of a stop string. With `strips`, the text has no
+    white space at its ends. Stop strings may have white space, so `decode` must not strip.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._detokenizer, self._stops = Detokenizer(decode), stops
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], *, strips: bool = False) -> None:
+        self._detokenizer, self._stops, self._strips = Detokenizer(decode), stops, strips
         self._held = ""
+        self._space: str | None = None  # white space that more text must follow; None before the first text
         self._stopped = False
 
     def feed(self, token: int) -> str:
@@ -38,7 +40,15 @@ class AnswerText:
         end = min(begins) if begins else len(self._held) - hold
         text, self._held = "" if self._stopped else self._held[:end], self._held[end:]
         self._stopped = self._stopped or bool(begins)
-        return text
+        return self._stripped(text) if self._strips else text
+
+    def _stripped(self, text: str) -> str:
+        """Return the text with the white space before it, and hold the white space at its end."""
+        text = text.lstrip() if self._space is None else self._space + text
+        shown = text.rstrip()
+        if shown or self._space is not None:
+            self._space = text[len(shown) :]
+        return shown
 
     def _length_of_possible_stop(self) -> int:
         """Return the length of the longest end of the held text that begins a stop string."""

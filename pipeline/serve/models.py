@@ -51,8 +51,8 @@ class ServedModel:
 
     def choice(self, body: SharedFields) -> Choice:
         """Return an empty choice for a job of this request."""
-        decode = self.tokenizer.decode if isinstance(body, ChatRequest) else self.tokenizer.decode_unstripped
-        return Choice(AnswerText(decode, body.stops), None if body.likeliest is None else self._describe)
+        text = AnswerText(self.tokenizer.decode_unstripped, body.stops, strips=isinstance(body, ChatRequest))
+        return Choice(text, None if body.likeliest is None else self._describe)
 
     def _jobs(self, body: SharedFields, ids: Sequence[int]) -> list[Job]:
         room = self.context - len(ids)

@@ -1,5 +1,6 @@
 """The decoding thread with a batch that the test controls: disconnects, failures, a full queue, stop strings."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import openai
 import pytest
+from starlette.requests import Request
 
 import zerochat
 from engine import Sampling
@@ -23,7 +25,9 @@ from pipeline.serve.answers import AnswerText
 from pipeline.serve.app import create_app
 from pipeline.serve.batcher import WAITING_PER_SLOT
 from pipeline.serve.command import Listener, main
+from pipeline.serve.errors import ServeError
 from pipeline.serve.models import ServedModel
+from pipeline.serve.requests import read_json
 from tests.pipeline.serve.running import client_of, served, wait_until
 from tests.ranks import Worker
 from tests.test_chat import save_model
@@ -111,6 +115,17 @@ def test_a_client_that_disconnects_frees_its_slot(url: str, session: Endless, st
     assert len(session.aborted) == 1
 
 
+def test_a_client_that_disconnects_in_the_body_is_no_error_of_the_server() -> None:
+    """The log of the server gets no traceback."""
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+    with pytest.raises(ServeError, match="the client disconnected"):
+        asyncio.run(read_json(request))
+
+
 def test_a_failing_step_fails_its_requests_and_nothing_else(url: str, session: Endless) -> None:
     for stream in (False, True):
         session.stepping.clear()
@@ -174,9 +189,9 @@ def test_a_full_queue_refuses_further_requests(url: str, session: Endless) -> No
 # Stop strings
 
 
-def texts(stops: list[str], characters: str) -> list[str]:
+def texts(stops: list[str], characters: str, *, strips: bool = False) -> list[str]:
     """The text after each character, and after the end."""
-    answer = AnswerText(lambda ids: bytes(ids).decode(), stops)
+    answer = AnswerText(lambda ids: bytes(ids).decode(), stops, strips=strips)
     return [*(answer.feed(ord(character)) for character in characters), answer.finish()]
 
 
@@ -186,6 +201,12 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     assert texts(["END"], "xEN") == ["x", "", "", "EN"]
     assert texts(["bc", "abcd"], "abcd") == ["", "", "a", "", ""]
     assert texts([], "ab") == ["a", "b", ""]
+
+
+def test_a_stop_string_may_end_with_the_white_space_that_is_stripped() -> None:
+    assert "".join(texts(["Q:\n"], " yes \nQ:\n", strips=True)) == "yes"
+    assert texts([], " a  b ", strips=True) == ["", "a", "", "", "  b", "", ""]
+    assert texts([], "  ", strips=True) == ["", "", ""]
 
 
 # The command
