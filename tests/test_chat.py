@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -250,6 +251,21 @@ def test_characters_of_several_tokens_are_printed_complete() -> None:
     assert all("\ufffd" not in piece for piece in shown)
     broken = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace"))
     assert [broken.feed(0xF0), broken.feed(0x9F), broken.finish()] == ["", "", "\ufffd"]
+
+
+def test_text_after_an_invalid_run_of_bytes_is_not_lost() -> None:
+    """As tokenizers of Llama 2 do: each byte of a run becomes a replacement character if the run is no UTF-8."""
+
+    def is_text(run: bytes) -> bool:
+        return run.decode(errors="ignore").encode() == run
+
+    def decode(ids: Sequence[int]) -> str:
+        runs = re.split(rb"([\x80-\xff]+)", bytes(ids))
+        return "".join(run.decode() if is_text(run) else "\ufffd" * len(run) for run in runs)
+
+    pieces = Detokenizer(decode)
+    shown = [pieces.feed(token) for token in "x你".encode() + b"\xe5" + " and é.".encode()] + [pieces.finish()]
+    assert "".join(shown) == "x你\ufffd and é." and pieces.text == "x\ufffd\ufffd\ufffd\ufffd and é."
 
 
 def test_a_long_answer_is_decoded_in_short_pieces() -> None:

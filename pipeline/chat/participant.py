@@ -56,11 +56,20 @@ class Detokenizer:
             del self._ids[:-_CONTEXT]
 
     def _advance(self, text: str) -> str:
-        """Return the text after the text that was returned before."""
-        if not text.startswith(self.text):
-            return ""  # the decoder changed earlier text; do not print it twice
-        new, self.text = text[len(self.text) :], text
-        return new
+        """Return the text after the text that was returned before.
+
+        A decoder with byte fallback replaces a complete run of bytes if its end is invalid, characters that were
+        returned before included. The text then continues with the last replacement character.
+        """
+        start = len(self.text)
+        if not text.startswith(self.text):  # the decoder changed earlier text; do not print it twice
+            pairs = enumerate(zip(text, self.text, strict=False))
+            common = next((index for index, (new, old) in pairs if new != old), len(text))
+            start = text.rfind(_UNFINISHED, common)
+            if start < 0:
+                return ""
+        self.text = text
+        return text[start:]
 
 
 @dataclass
