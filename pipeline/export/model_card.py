@@ -1,5 +1,6 @@
 """The model card: a README.md whose header the hub reads, with the results, data, settings and licences of a model."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _header(stage: TrainedStage, licence: str, adapter_base: str | None) -> dict
         "library_name": "peft" if adapter_base else "transformers",
         "pipeline_tag": "text-generation",
         "license": licence,
-        **({"base_model": base} if base is not None and not Path(base).exists() else {}),
+        **({"base_model": base} if base is not None and _is_on_hub(base) else {}),
         **({"datasets": datasets} if datasets else {}),
         "tags": list(dict.fromkeys(("zerochat", *(each.name for each in stage.history)))),
     }
@@ -137,7 +138,12 @@ def _model_licence(base: str | None) -> str:
     card = Path(base).expanduser() / "README.md"
     if card.is_file():
         return licence_in(card)
-    return UNKNOWN if Path(base).expanduser().exists() else cached_licence(base, "model")
+    return cached_licence(base, "model") if _is_on_hub(base) else UNKNOWN
+
+
+def _is_on_hub(base: str) -> bool:
+    """Return whether a base model is a name on the hub, not a folder, which may be gone."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) is not None and not Path(base).exists()
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

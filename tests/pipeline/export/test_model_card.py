@@ -59,3 +59,8 @@ def test_the_base_model_is_not_that_of_the_reward_model(tmp_path: Path) -> None:
     actor.mkdir()
     ppo = find_stage(finished(tmp_path / "x" / "ppo", "mine", actor=str(actor), reward_path=str(reward)))
     assert [stage.name for stage in ppo.history] == ["reward", "ppo"] and ppo.base == "/models/mine"
+
+
+def test_a_base_folder_that_is_gone_is_no_name_on_the_hub(tmp_path: Path) -> None:
+    card = model_card(find_stage(finished(tmp_path / "x" / "sft")), title="t")
+    assert "- Base model: unknown" in card and "base_model:" not in card
