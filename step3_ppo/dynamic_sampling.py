@@ -55,8 +55,12 @@ def replace_uniform(
 
 
 def _columns(scores: Scores) -> list[list[float]]:
-    """Return the lists of a `Scores` with one number for each answer."""
-    return [scores.total, *([] if scores.function is None else [scores.function]), *scores.rewards.values()]
+    """Return the lists of a `Scores` with one number for each answer, the rewards in the order of their names."""
+    return [
+        scores.total,
+        *([] if scores.function is None else [scores.function]),
+        *(scores.rewards[name] for name in sorted(scores.rewards)),
+    ]
 
 
 def uniform_prompts(

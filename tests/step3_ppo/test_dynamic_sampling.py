@@ -45,7 +45,9 @@ def test_uniform_prompts_are_replaced_in_place(rounds: int, count: int) -> None:
         assert [each.token_ids[0] for each in generations] == [prompt for prompt in prompts for _ in range(2)]
         scores = [1.0 if p % 2 or p < 5 else float(g.token_ids[1]) for g in generations for p in g.token_ids[:1]]
         halves = [each / 2 for each in scores]
-        return Scores(scores, halves, {"brief": halves, "model": halves[:]})
+        rewards = {"brief": halves, "model": scores[:]}
+        # A reward function may return its parts in another order at each call.
+        return Scores(scores, halves, dict(sorted(rewards.items(), reverse=bool(calls))))
 
     first = [generation(p, s) for p in (1, 6, 3) for s in range(2)]
     start = Answered([1, 6, 3], first, score([1, 6, 3], first))
