@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from engine import optim
@@ -186,6 +186,11 @@ def _rates(
     stepped = scheduler
     if not isinstance(stepped, LRScheduler):
         stepped = stepped(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=optimizer.lr))
+    if isinstance(stepped, ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler: ReduceLROnPlateau needs a metric at each step, which the engine does not have; use a "
+            "scheduler that only counts steps"
+        )
     if getattr(stepped, "cycle_momentum", False):
         raise ValueError(
             f"lr_scheduler: {type(stepped).__name__} also cycles the momentum, which the engine keeps constant; pass "

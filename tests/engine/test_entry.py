@@ -187,10 +187,12 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
         initialize(net(), {}, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 
-def test_a_scheduler_that_cycles_the_momentum_is_refused() -> None:
+def test_schedulers_that_do_more_than_count_steps_are_refused() -> None:
     """The engine takes only learning rates from a scheduler."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     with pytest.raises(ValueError, match=r"lr_scheduler: OneCycleLR also cycles the momentum.*cycle_momentum=False"):
         initialize(model, {}, optimizer=optimizer, lr_scheduler=scheduler)
+    with pytest.raises(ValueError, match=r"lr_scheduler: ReduceLROnPlateau needs a metric at each step"):
+        initialize(model, {}, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
