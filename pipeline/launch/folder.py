@@ -74,7 +74,10 @@ def named_folder(config: RunConfig, suffix: str = "") -> Path | None:
     if config.run_dir is None and config.name is None:
         return None
     path = Path(config.run_dir) if config.run_dir is not None else RUNS / str(config.name)
-    return path.with_name(f"{path.name}-{suffix}") if suffix else path
+    if not suffix:
+        return path
+    path = path if path.name else path.resolve()  # "." has no name
+    return path.with_name(f"{path.name}-{suffix}")
 
 
 def with_stage_shares(config: RunConfig, run_dir: Path, stages: list[str]) -> RunConfig:
