@@ -227,10 +227,15 @@ class RolloutSection(Section):
         "engine",
         description="what generates the answers, in the process of each rank. engine: the built-in generator; vllm: vLLM, with a paged cache for long answers (docs/reference/generation.md#vllm); needs `pip install '.[vllm]'`",
     )
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; training divides logits by the same value")
+    temperature: float = Field(
+        1.0, ge=1e-5, description="sampling temperature; training divides logits by the same value"
+    )
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0: all tokens, as PPO assumes")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this total probability; PPO assumes 1"
+        1.0,
+        ge=1e-5,
+        le=1,
+        description="sample from the smallest set of tokens with this total probability; PPO assumes 1",
     )
     min_p: float = Field(
         0.0,
