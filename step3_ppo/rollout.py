@@ -232,9 +232,7 @@ def ended_answers(
     for generation in generations:
         ids = generation.token_ids
         if generation.finished and ids[-1] not in tokenizer.end_ids:  # a stop string ended the answer
-            text = tokenizer.decode_unstripped(ids)
-            start = max((text.rfind(each) for each in stop), default=-1)
-            ids = tokenizer.encode_answer((text[:start] if start >= 0 else text).strip())[: len(ids)]
+            ids = tokenizer.encode_answer(tokenizer.decode(ids, stop))[: len(ids)]
         ended.append([*ids[:-1], tokenizer.end_id])
     return ended
 

@@ -59,7 +59,7 @@ class Ppo:
         """Build the models. `rows` are the data rows of the prompts, for a reward function."""
         ppo, rollout, pad_id = config.ppo, config.rollout, sources.tokenizer.pad_id
         self.prompts, self.rows, self.tokenizer = prompts, rows, sources.tokenizer
-        self.section, self.temperature = ppo, rollout.temperature
+        self.section, self.temperature, self.stop = ppo, rollout.temperature, rollout.stop
         self.seed, self.batch_size, self.samples = config.seed, ppo.batch_size, ppo.samples
         self.epochs, self.minibatch_count = ppo.update_epochs, ppo.minibatches
         self.critic_warmup, self.value_clip, self.max_new_tokens = (
@@ -90,7 +90,7 @@ class Ppo:
             samples=ppo.samples,
             text=sources.tokenizer.decode_unstripped,
         )
-        self._ended = partial(ended_answers, tokenizer=sources.tokenizer, stop=rollout.stop)
+        self._ended = partial(ended_answers, tokenizer=sources.tokenizer, stop=self.stop)
         self._collect = partial(collect, temperature=rollout.temperature, pad_id=pad_id)
         self._check_ratio = partial(
             check_first_ratio, temperature=rollout.temperature, pad_id=pad_id, tolerance=ppo.ratio_tolerance
@@ -185,7 +185,7 @@ class Ppo:
         if not self.rows:
             return []
         pairs = zip(prompts, generations, strict=True)
-        return [(self.tokenizer.decode(answer.token_ids), self.rows[i]) for i, answer in pairs]
+        return [(self.tokenizer.decode(answer.token_ids, self.stop), self.rows[i]) for i, answer in pairs]
 
     def compute_advantages(self, rollout: Rollout) -> Advantages:
         """Shape the rewards of a rollout and estimate its advantages."""

@@ -1,5 +1,6 @@
 """A model in the chat: its conversation, the turns that fit its context, and its answers as a stream."""
 
+from bisect import bisect_left
 from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import Generator, Sampling, attention
+from pipeline.chat.answer_text import AnswerText
 from pipeline.chat.folder import ChatModel
 from pipeline.data.records import Message, replace_surrogates
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
@@ -14,62 +16,6 @@ from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.models.source import ModelSource
-
-_UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
-_CONTEXT = 8  # tokens that are decoded again, because their text may depend on their neighbours
-
-
-class Detokenizer:
-    """Converts a stream of tokens to text.
-
-    A character may consist of several tokens. Text that ends with the replacement character is held until more tokens
-    arrive. Only the last tokens are decoded again for each token, so the time per token does not grow with the answer.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._ids: list[int] = []  # the tokens after `_settled`
-        self._settled = ""
-        self.text = ""
-
-    def feed(self, token: int) -> str:
-        """Add a token, and return the text that is complete now."""
-        self._ids.append(token)
-        text = self._decode(self._ids)
-        new = self._advance(self._settled + text.rstrip(_UNFINISHED))
-        if len(self._ids) > 2 * _CONTEXT:
-            self._settle(text)
-        return new
-
-    def finish(self) -> str:
-        """Return the rest of the text after the last token."""
-        return self._advance(self._settled + self._decode(self._ids))
-
-    def _settle(self, text: str) -> None:
-        """Decode the older tokens for the last time, if both parts decode to `text` without each other.
-
-        Parts of a character and white space that `decode` strips do not. A later token is then tried.
-        """
-        older, newer = self._decode(self._ids[:-_CONTEXT]), self._decode(self._ids[-_CONTEXT:])
-        if newer and _UNFINISHED not in text and older + newer == text:
-            self._settled += older
-            del self._ids[:-_CONTEXT]
-
-    def _advance(self, text: str) -> str:
-        """Return the text after the text that was returned before.
-
-        A decoder with byte fallback replaces a complete run of bytes if its end is invalid, characters that were
-        returned before included. The text then continues with the last replacement character.
-        """
-        start = len(self.text)
-        if not text.startswith(self.text):  # the decoder changed earlier text; do not print it twice
-            pairs = enumerate(zip(text, self.text, strict=False))
-            common = next((index for index, (new, old) in pairs if new != old), len(text))
-            start = text.rfind(_UNFINISHED, common)
-            if start < 0:
-                return ""
-        self.text = text
-        return text[start:]
 
 
 @dataclass
@@ -106,15 +52,15 @@ class ChatParticipant:
             end_ids=self.tokenizer.end_ids,
             pad_id=self.tokenizer.pad_id,
         )
-        detokenizer = Detokenizer(self.tokenizer.decode)
+        answered = AnswerText(self.tokenizer.decode_unstripped, sampling.stop, strips=True)
         try:
             for token in self.rollouts.stream(prompt, sampling, turn, self.tokenizer.decode_unstripped):
-                yield detokenizer.feed(token)
-            yield detokenizer.finish()
+                yield answered.feed(token)
+            yield answered.finish()
         except FloatingPointError as error:
             raise UserError(f"{self.name}: {error}") from error
         finally:
-            self.turns = [*turns, Message("assistant", detokenizer.text)]
+            self.turns = [*turns, Message("assistant", answered.text)]
 
     def reset(self) -> None:
         """Clear the conversation."""
@@ -130,11 +76,16 @@ def fit(
     UserError if they exceed `bound`.
     """
     head = [Message("system", system)] if system else []
-    for first in range(0, len(turns), 2):
-        messages = [*head, *turns[first:]]
-        prompt = encode(messages)
-        if bound is None or len(prompt) <= bound:
-            return messages, prompt
+    messages = [*head, *turns]
+    prompt = encode(messages)
+    if bound is None or len(prompt) <= bound:
+        return messages, prompt
+    firsts = range(0, len(turns), 2)
+    index = bisect_left(firsts, True, key=lambda first: len(encode([*head, *turns[first:]])) <= bound)
+    messages = [*head, *turns[firsts[min(index, len(firsts) - 1)] :]]
+    prompt = encode(messages)
+    if index < len(firsts):
+        return messages, prompt
     raise UserError(
         f"the message is too long: with the system message it has {len(prompt)} tokens, and at most {bound} fit "
         "together with the answer; write a shorter message, or set a smaller max-new-tokens"

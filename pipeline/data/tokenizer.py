@@ -125,9 +125,13 @@ class ChatTokenizer:
             for ids, text in zip(self._encode(texts), texts, strict=True)
         ]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer without control tokens and surrounding white space."""
-        return self.decode_unstripped(ids).strip()
+    def decode(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+        """Return the text of an answer without control tokens, surrounding white space, and the string of `stop` that
+        ended it.
+        """
+        text = self.decode_unstripped(ids)
+        end = max((text.rfind(each) for each in stop), default=-1)
+        return (text[:end] if end >= 0 else text).strip()
 
     def decode_unstripped(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without control tokens."""

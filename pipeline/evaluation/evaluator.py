@@ -151,8 +151,8 @@ def answers_of(
             for sampling in settings
         ]
     texts = [
-        {index: tokenizer.decode(result.token_ids) for index, result in zip(indices, local, strict=True)}
-        for local in results
+        {index: tokenizer.decode(result.token_ids, sampling.stop) for index, result in zip(indices, local, strict=True)}
+        for sampling, local in zip(settings, results, strict=True)
     ]
     return [gather_by_index(by_index) for by_index in texts]
 

@@ -7,58 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.chat.participant import Detokenizer
+from pipeline.chat.answer_text import AnswerText
 from pipeline.serve.batcher import Token
-
-
-class AnswerText:
-    """Text of an answer while it is sampled. Text from the first stop string on is left out.
-
-    The end of the text is held back while it may be the beginning of a stop string. With `strips`, the text has no
-    white space at its ends. Stop strings may have white space, so `decode` must not strip.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], *, strips: bool = False) -> None:
-        self._detokenizer, self._stops, self._strips = Detokenizer(decode), stops, strips
-        self._held = ""
-        self._space: str | None = None  # white space that more text must follow; None before the first text
-        self._stopped = False
-
-    def feed(self, token: int) -> str:
-        """Add a token, and return the text that is certain now."""
-        self._held += self._detokenizer.feed(token)
-        return self._release(self._length_of_possible_stop())
-
-    def finish(self) -> str:
-        """Return the rest of the text after the last token."""
-        self._held += self._detokenizer.finish()
-        return self._release(0)
-
-    def _release(self, hold: int) -> str:
-        """Return the held text without its last `hold` characters, or up to the first stop string."""
-        begins = [self._held.find(stop) for stop in self._stops if stop in self._held]
-        end = min(begins) if begins else len(self._held) - hold
-        text, self._held = "" if self._stopped else self._held[:end], self._held[end:]
-        self._stopped = self._stopped or bool(begins)
-        return self._stripped(text) if self._strips else text
-
-    def _stripped(self, text: str) -> str:
-        """Return the text with the white space before it, and hold the white space at its end."""
-        text = text.lstrip() if self._space is None else self._space + text
-        shown = text.rstrip()
-        if shown or self._space is not None:
-            self._space = text[len(shown) :]
-        return shown
-
-    def _length_of_possible_stop(self) -> int:
-        """Return the length of the longest end of the held text that begins a stop string."""
-        lengths = (
-            length
-            for stop in self._stops
-            for length in range(1, min(len(stop), len(self._held)) + 1)
-            if self._held.endswith(stop[:length])
-        )
-        return max(lengths, default=0)
 
 
 @dataclass
@@ -67,10 +17,14 @@ class Choice:
 
     text: AnswerText
     describe: Callable[[Token], Any] | None  # returns the entry of a token in the log-probabilities
-    content: str = ""
     tokens: int = 0
     finish: str | None = None
     entries: list[Any] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        """The text so far."""
+        return self.text.text
 
     def take(self, token: Token) -> str:
         """Add a token, and return the new text."""
@@ -81,7 +35,6 @@ class Choice:
             new += self.text.finish()
         if self.describe is not None:
             self.entries.append(self.describe(token))
-        self.content += new
         return new
 
     def drain_entries(self) -> list[Any]:

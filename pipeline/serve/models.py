@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.chat.answer_text import AnswerText
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.participant import ChatParticipant, load
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
-from pipeline.serve.answers import AnswerText, Choice
+from pipeline.serve.answers import Choice
 from pipeline.serve.batcher import Job, Session, Token
 from pipeline.serve.errors import ServeError
 from pipeline.serve.requests import ChatRequest, CompletionRequest, SharedFields

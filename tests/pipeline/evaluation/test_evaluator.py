@@ -1,6 +1,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 
 from engine import Sampling
 from pipeline.data.records import Message, Prompt
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluation, answers_of, write_grades
 from pipeline.evaluation.samples import GRADES, read_grades
 
@@ -48,8 +49,7 @@ class NumberTokenizer:
     def decode_unstripped(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) + "\n"
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_unstripped(ids).strip()
+    decode = ChatTokenizer.decode
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -57,8 +57,10 @@ def test_answers_are_in_the_order_of_the_prompts_with_the_index_as_stream(keep: 
     engine: Any = EchoEngine()
     tokenizer: Any = NumberTokenizer()
     assert answers_of(engine, tokenizer, PROMPTS, [SAMPLING] * 2, keep=keep) == [["0 0", "1 1", "2 2"]] * 2
+    stopping = replace(SAMPLING, stop=(" 1",))
+    assert answers_of(engine, tokenizer, PROMPTS, [stopping], keep=keep) == [["0 0", "1", "2 2"]]
     assert answers_of(engine, tokenizer, [], [SAMPLING], keep=keep) == [[]]
-    assert engine.kept == [keep] * 2
+    assert engine.kept == [keep] * 3
 
 
 def test_every_evaluation_writes_the_grades_of_each_answer(tmp_path: Path) -> None:

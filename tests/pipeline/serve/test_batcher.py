@@ -18,10 +18,10 @@ from starlette.requests import Request
 
 import zerochat
 from engine import Sampling
+from pipeline.chat.answer_text import AnswerText
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
-from pipeline.serve.answers import AnswerText
 from pipeline.serve.app import create_app
 from pipeline.serve.batcher import WAITING_PER_SLOT
 from pipeline.serve.command import Listener, main
