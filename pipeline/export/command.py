@@ -164,11 +164,17 @@ def _find_converter() -> Path | None:
 
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
-    """Provide a folder that gets the name `output` when it is complete. Raises UserError if `output` has files."""
+    """Provide a folder that gets the name `output` when it is complete.
+
+    Raises UserError if `output` has files, or cannot be created.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists and is not empty: set another --output")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as problem:
+        raise UserError(f"{output} cannot be created ({problem}): set another --output") from problem
     try:
         staging.chmod(0o755)
         yield staging

@@ -92,6 +92,14 @@ def test_a_folder_has_a_card_and_the_same_greedy_tokens(run: Path, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_an_output_below_a_file_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "new"
+    assert main([str(run), "--to", "folder", "--output", str(output)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {output} cannot be created (") and f"'{output.parent}'" in error
+
+
 def test_adapters_load_on_top_of_their_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "adapter"
     assert main([str(run / "sft"), "--to", "adapter", "--output", str(out), "--license", "mit"]) == 0
