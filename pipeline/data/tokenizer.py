@@ -126,8 +126,9 @@ class ChatTokenizer:
         ]
 
     def decode(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Return the text of an answer without control tokens, surrounding white space, and the string of `stop` that
-        ended it.
+        """Return the text of an answer up to the string of `stop` that ended it.
+
+        Control tokens and surrounding white space are left out.
         """
         text = self.decode_unstripped(ids)
         end = max((text.rfind(each) for each in stop), default=-1)

@@ -90,10 +90,8 @@ def with_stage_shares(config: RunConfig, run_dir: Path, stages: list[str]) -> Ru
     default = DataConfig.model_fields["stage_shares"].default
     if config.data.stage_shares != default or any(source.builtin for source in configured_sources(config.data)):
         return config
-    mixed = (
-        ["sft"] if "ppo" in stages and config.ppo.ptx_coef > 0 else []
-    )  # PPO then trains on conversations of SFT too
-    needed = {name for stage in (*mixed, *stages) for name in STAGES[stage].shares}
+    mixes_sft = "ppo" in stages and config.ppo.ptx_coef > 0  # PPO trains on conversations too
+    needed = {name for stage in (["sft", *stages] if mixes_sft else stages) for name in STAGES[stage].shares}
     actor = [] if config.actor is None else [Path(config.actor), Path(config.actor).parent]
     earlier = (_recorded_shares(folder, config) for folder in (*(run_dir / stage for stage in STAGES), *actor))
     own = {name: share for name, share in default.items() if name in needed}
