@@ -212,7 +212,8 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path, *, weights: bool
     except Exception as error:  # wrong types in config.json raise errors of many types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         is_field = lines[0].startswith("Validation error")  # the next line names the expected type
-        reason = " ".join(lines[: 2 if is_field else 1])  # other lines are advice on installing transformers
+        # Other lines are advice on installing transformers. A line may quote a long value.
+        reason = " ".join(line[:300] for line in lines[: 2 if is_field else 1])
         raise UserError(f"{folder}/config.json is not supported by transformers: {reason}") from error
     if weights:
         _check_weights(folder)

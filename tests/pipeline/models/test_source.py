@@ -132,6 +132,7 @@ def test_fields_that_transformers_converts_are_accepted() -> None:
         {"architectures": 3},
         {"num_hidden_layers": True},
         {"vocab_size": -1},
+        {"initializer_range": "0" * 3000},
     ],
 )
 def test_wrong_types_in_config_json(tmp_path: Path, fields: dict[str, object]) -> None:
