@@ -281,7 +281,7 @@ class RolloutSection(Section):
     parity_check_every: int = Field(
         50,
         ge=0,
-        description="compare generator and trainer (parity check) in the first two rollouts and in every N-th one; 0: never",
+        description="compare the generator with the model (parity check) in the first two generations and in every N-th one; rollouts and evaluations count; 0: never",
     )
 
 
@@ -289,7 +289,7 @@ class EvaluationSection(Section):
     prompts: int = Field(
         128,
         ge=1,
-        description="number of held-out prompts that the base, SFT and PPO (or DPO) models answer; at most one of each conversation",
+        description="largest number of held-out prompts that the base, SFT and PPO (or DPO) models answer; one of each conversation",
     )
     temperatures: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(
         None,
@@ -299,7 +299,7 @@ class EvaluationSection(Section):
     best_of: int = Field(
         4,
         ge=1,
-        description="number of SFT answers per prompt; the report compares PPO with the answer of these that has the highest score; sampled at the first of temperatures that is not 0; 1: no such comparison",
+        description="number of SFT answers per prompt, sampled at the first of temperatures that is not 0; the report compares PPO with the one that has the highest score; 1: no such comparison",
     )
     table_rows: int = Field(16, ge=1, description="number of held-out prompts that the report shows")
     judge: FilePath | None = Field(

@@ -49,7 +49,7 @@ class StageSection(Section):
         description="largest number of optimizer steps (ppo: rollouts); null: epochs set the number",
     )
     batch_size: int = Field(
-        64, ge=1, le=1_000_000, description="conversations, pairs or prompts per step, over all ranks"
+        64, ge=1, le=1_000_000, description="conversations, pairs (kto: answers) or prompts per step, over all ranks"
     )
     max_length: int = Field(
         1024,
@@ -172,7 +172,7 @@ class PpoSection(StageSection):
     )
     kl_in: Literal["reward", "loss"] | None = Field(
         None,
-        description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo, reinforce_baseline and online_dpo, otherwise reward",
+        description="where the KL penalty applies: reward, subtracted from the score (Ziegler et al., 2019), or loss, a term with its own gradient (Shao et al., 2024); null: loss for grpo, reinforce_baseline, online_dpo and distill, otherwise reward",
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = Field(
         None,
@@ -180,7 +180,7 @@ class PpoSection(StageSection):
     )
     reference: bool | None = Field(
         None,
-        description="compute log-probabilities under the reference (the model that PPO starts from); null: if kl_coef is above 0, the guard is on or advantage is online_dpo; with kl_coef=0 (but not for online_dpo), only for the metric kl",
+        description="compute log-probabilities under the reference: the model that PPO starts from, or the teacher; null: if kl_coef is above 0, the guard is on, or advantage is online_dpo or distill. With kl_coef=0, only online_dpo and distill train with it; otherwise it serves the metric kl",
     )
     kl_target: float | None = Field(
         None,
@@ -192,7 +192,7 @@ class PpoSection(StageSection):
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass over a rollout")
     shared_forward: bool | None = Field(
         None,
-        description="with minibatches=1, the first update reuses the forward passes that scored the rollout, which holds their activations in memory until then; null: if the plan has the memory",
+        description="with minibatches=1, the first update reuses the forward passes that scored the rollout, which holds their activations in memory until then; null: if the predicted memory permits it",
     )
     reward_model: bool = Field(
         True,
@@ -254,7 +254,7 @@ class PpoSection(StageSection):
     resample: int = Field(
         0,
         ge=0,
-        description="largest number of rounds per rollout that replace the prompts whose answers all have the same score by new prompts (dynamic sampling of DAPO; Yu et al., 2025); 0: none; not for gae and reinforce",
+        description="largest number of rounds per rollout that replace the prompts whose answers all have the same score by new prompts (dynamic sampling of DAPO; Yu et al., 2025); 0: none; not for gae, reinforce and distill",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE")
@@ -293,7 +293,7 @@ class PpoSection(StageSection):
     importance_cap: float | None = Field(
         None,
         gt=0,
-        description="weight of each token's policy loss: the ratio of the trainer's to the generator's probability, at most this value (usually 2); null: no weight",
+        description="largest importance weight (usually 2). The weight of a token's policy loss is the ratio of the trainer's to the generator's probability; null: no weight",
     )
     importance_weights: Literal["token", "sequence", "token_mask", "sequence_mask"] = Field(
         "token",
