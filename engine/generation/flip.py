@@ -20,7 +20,7 @@ from engine.generation.parity_check import CheckedAnswer, check_generator
 from engine.host_memory import pinned
 from engine.parallel import dist, dtensors
 
-FIRST_CHECKS = 2  # flips that are always checked
+FIRST_CHECKS = 4  # flips that are always checked: of PPO, two evaluations and the rollouts before and after an update
 
 
 class Flip:

@@ -9,7 +9,7 @@ keys and values (`check.py`).
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,18 @@ def split(token: str) -> tuple[str, str, str | None]:
 def rewrite(tokens: Sequence[str]) -> list[str]:
     """Return the tokens of one job as Hydra overrides.
 
-    Raises UserError for a token that is not KEY=VALUE and for an option that a group does not have.
+    Raises UserError for a token that is not KEY=VALUE, for an option that a group does not have, and for two places of
+    data.
     """
     options = groups()
-    keys = {split(token)[1] for token in tokens}
+    values = {key: value for _, key, value in map(split, tokens)}
+    if all(values.get(key) not in (None, "null") for key in ("data.path", "data.sources")):
+        raise UserError(
+            f"data.path={values['data.path']} and data.sources are both set, but data.path replaces data.sources: "
+            "remove one of them, or add the file to data.sources as {path: FILE}"
+        )
     rewritten = [new for token in tokens for new in (*_clear_mapping(token), _rewrite_token(token, options))]
-    return rewritten + _implied(tokens, keys)
+    return rewritten + _implied(tokens, values.keys())
 
 
 def _clear_mapping(token: str) -> Iterator[str]:
@@ -105,7 +111,7 @@ def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
     return f"++{key}={quoted(value) if leaf in PATH_KEYS else value}"
 
 
-def _implied(tokens: Iterable[str], keys: set[str]) -> list[str]:
+def _implied(tokens: Iterable[str], keys: Collection[str]) -> list[str]:
     """Return overrides that other tokens imply.
 
     A user's own model or data removes the default option, and its path gives the name. method=distill selects

@@ -244,7 +244,10 @@ class RolloutSection(Section):
         description="exclude tokens with less than this share of the highest probability; PPO assumes 0",
     )
     repetition_penalty: float = Field(
-        1.0, gt=0, description="above 1: tokens that occur in the prompt or answer become less likely; PPO assumes 1"
+        1.0,
+        ge=1e-5,
+        le=1e5,
+        description="above 1: tokens that occur in the prompt or answer become less likely; PPO assumes 1",
     )
     min_new_tokens: int = Field(0, ge=0, description="smallest number of tokens in an answer; PPO assumes 0")
     max_new_tokens: int = Field(256, ge=1, description="largest number of tokens in an answer, including its end token")
@@ -281,7 +284,7 @@ class RolloutSection(Section):
     parity_check_every: int = Field(
         50,
         ge=0,
-        description="compare the generator with the model (parity check) in the first two generations and in every N-th one; rollouts and evaluations count; 0: never",
+        description="compare the generator with the model (parity check) in the first four generations and in every N-th one; rollouts and evaluations count; 0: never",
     )
 
 

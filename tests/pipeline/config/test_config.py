@@ -189,6 +189,8 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         ("plan", "'plan' is not KEY=VALUE: did you mean stage=plan?"),
         (__file__, f"'{__file__}' is not KEY=VALUE: did you mean data.path={__file__}?"),
         ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
+        (["data.path=a", "data.sources=[{path: b}]"], "data.path=a and data.sources are both set, but"),
+        ("rollout.repetition_penalty=1e6", "rollout.repetition_penalty=1000000.0: must be <= 100000"),
         ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),
         ("--stage", "write settings as KEY=VALUE, without dashes"),
         ("seed=1,2", "add -m to run every value"),
