@@ -32,13 +32,12 @@ SMALL: dict[str, Any] = {
         "fused_kernels": "none",  # Triton's interpreter cannot run Liger Kernel, which may be installed
     },
 }
-# SMALL also evaluates greedy answers and the best of several answers, and makes the parity check, which takes half of
-# the time of such a stage. This is done once, on one device with PPO.
-UNCHECKED: dict[str, Any] = {
-    **SMALL,
-    "evaluation": {"prompts": 1, "best_of": 1, "temperatures": [1.0]},
-    "rollout": {**SMALL["rollout"], "parity_check_every": 0},
-}
+# The parity check takes half of the time of a stage that generates. SFT makes it once, on one device.
+UNCHECKED: dict[str, Any] = {**SMALL, "rollout": {**SMALL["rollout"], "parity_check_every": 0}}
+# SMALL also evaluates greedy answers and the best of several answers. PPO does this once, on one device.
+SHORT: dict[str, Any] = {"prompts": 1, "best_of": 1, "temperatures": [1.0]}
+CHECKED = {**SMALL, "evaluation": SHORT}
+UNCHECKED_SHORT = {**UNCHECKED, "evaluation": SHORT}
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
     "reward": ("loss", "accuracy", "margin", "grad_norm", "eval_accuracy"),
@@ -97,12 +96,12 @@ def test_one_device_in_bf16_follows_the_cpu(cpu_runs: tuple[Path, Path], tmp_pat
     """
     on_cpu, in_bf16 = cpu_runs
     first, later = tmp_path / "first", tmp_path / "later"
-    offloaded = tiny_config(**UNCHECKED, engine={"offload_optimizer": "cpu"})
+    offloaded = tiny_config(**CHECKED, engine={"offload_optimizer": "cpu"})
     write_stage_configs(first, offloaded)
     copy_inputs(on_cpu, later, "sft")
     more = {**SMALL["ppo"], "steps": 3, "eval_every": 0, "save_every": 9, "update_epochs": 1}
-    ppo, auto = tiny_config(**{**SMALL, "ppo": more}), tiny_config(**SMALL, engine={"auto": True})
-    write_stage_configs(later, tiny_config(**UNCHECKED), reward=auto, ppo=ppo)
+    ppo, auto = tiny_config(**{**UNCHECKED, "ppo": more}), tiny_config(**SMALL, engine={"auto": True})
+    write_stage_configs(later, tiny_config(**UNCHECKED_SHORT), reward=auto, ppo=ppo)
     output = run_on_devices(first / "sft", later / "reward", later / "dpo", later / "ppo")
     assert "padded" not in output and "engine=auto: as configured" in output
     for folder, stage in ((first, "sft"), (later, "reward"), (later, "dpo")):
@@ -147,9 +146,9 @@ def test_two_devices_follow_one_cpu(cpu_runs: tuple[Path, Path], tmp_path: Path)
     sharded, staged = tmp_path / "sharded", tmp_path / "staged"
     engine = {"dtype": "fp32", "zero_stage": 3}
     copy_inputs(on_cpu, sharded, "reward")
-    offloaded = tiny_config(**UNCHECKED, engine={**engine, "offload_optimizer": "cpu"})
-    write_stage_configs(sharded, tiny_config(**UNCHECKED, engine=engine), ppo=offloaded)
-    write_stage_configs(staged, tiny_config(**UNCHECKED, engine={"dtype": "fp32", "pipeline_parallel": 2}))
+    offloaded = tiny_config(**UNCHECKED_SHORT, engine={**engine, "offload_optimizer": "cpu"})
+    write_stage_configs(sharded, tiny_config(**UNCHECKED_SHORT, engine=engine), ppo=offloaded)
+    write_stage_configs(staged, tiny_config(**UNCHECKED_SHORT, engine={"dtype": "fp32", "pipeline_parallel": 2}))
     run_on_devices(sharded / "sft", sharded / "ppo", staged / "sft", ranks=2)
     for folder, stage in ((sharded, "sft"), (sharded, "ppo"), (staged, "sft")):
         compare(folder, on_cpu, stage, CURVES[stage], rel=1e-4)
