@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.setting import Setting
@@ -42,8 +43,11 @@ def _by_kernel(setting: Setting, work: Callable[[], object]) -> dict[str, Any]:
     with profile(activities=kinds) as profiler:
         work()
         setting.wait()
+    # On a GPU, operators and the ranges of `record_function` have the time of their kernels, which have events too.
     times = {
-        e.key: (e.self_device_time_total if is_gpu else e.self_cpu_time_total, e.count) for e in profiler.key_averages()
+        e.key: (e.self_device_time_total if is_gpu else e.self_cpu_time_total, e.count)
+        for e in profiler.key_averages()
+        if not is_gpu or (e.device_type == DeviceType.CUDA and not e.is_user_annotation)
     }
     total = sum(time for time, _ in times.values())
     ranked = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_KERNELS]

@@ -1,7 +1,8 @@
 """The speed of a machine, in seconds per unit of work: measured on this machine, or tabulated for a named GPU.
 
 The measurement runs a block of a Llama model of the same width, at most `WIDEST`, so that it takes about a second for
-every model. Products of larger matrices are not faster. The table has the peak figures of data sheets, of which a
+every model. Products of larger matrices are not faster. On a GPU each measured operation takes longer than the host
+needs to launch it. A decode step is not measured there, because a CUDA graph replays it without the host. The table has the peak figures of data sheets, of which a
 training run reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, report 0.46 for a large model).
 """
 
@@ -22,10 +23,12 @@ from engine.memory.model_shape import ModelShape
 from engine.memory.states import BYTES
 from engine.parallel import collectives, dist
 
-WIDEST, HEAD_ROWS = 1024, 2**13  # the width of the measured block, and the vocabulary of the measured head
+WIDEST = {"cpu": 1024, "cuda": 4096}  # the width of the measured block
+HEAD_ROWS = {"cpu": 2**13, "cuda": 2**15}  # the vocabulary of the measured head
 TOKENS = {"cpu": 512, "cuda": 4096}  # the largest micro-batch of the measurement
-PARAMETERS = 2**21  # of the measured optimizer step
-MESSAGE_BYTES, FILE_BYTES = 2**22, 2**24
+PARAMETERS = {"cpu": 2**21, "cuda": 2**26}  # of the measured optimizer step
+MESSAGE_BYTES = {"cpu": 2**22, "cuda": 2**26}
+FILE_BYTES = 2**24
 RUNS = 2
 ADAM_BYTES = 28  # that AdamW reads and writes for each parameter
 UTILISATION = 0.4  # of the peak products, in training

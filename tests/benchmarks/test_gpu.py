@@ -6,7 +6,9 @@ The other benchmarks and tests of such a machine are imported.
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,3 +94,28 @@ def test_published_figures_are_only_in_rows_of_the_same_work() -> None:
 
     assert _published(8, 128) == {"deepspeed_published_step_ms": (5.0, 5.6), "deepspeed_published_total_ms": 360.8}
     assert _published(32, 256) == {"deepspeed_published_step_ms": (5.0, 5.6)} and _published(128, 128) == {}
+
+
+def test_a_profile_counts_each_kernel_once(monkeypatch) -> None:
+    """PyTorch's profiler adds the time of a kernel to its operator, and to the ranges around it."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.autograd.profiler_util import EventList, FunctionEvent, Kernel
+
+    from benchmarks.gpu import profiles
+
+    class OnGpu(profiles.Setting):
+        def wait(self) -> None:
+            pass
+
+    common = {"thread": 0, "start_us": 0, "end_us": 5000, "use_device": "cuda", "stack": []}
+    operator = FunctionEvent(id=1, name="aten::mm", **common)
+    operator.kernels.append(Kernel("gemm", 0, 5000))
+    kernel = FunctionEvent(id=2, name="gemm", device_type=DeviceType.CUDA, **common)
+    step = FunctionEvent(id=3, name="step", device_type=DeviceType.CUDA, is_user_annotation=True, **common)
+    events = EventList([operator, kernel, step], use_device="cuda")
+    events._build_tree()
+    recorded = SimpleNamespace(key_averages=events.key_averages)
+    monkeypatch.setattr(profiles, "profile", lambda activities: nullcontext(recorded))
+    found = profiles._by_kernel(OnGpu(torch.device("cuda")), lambda: None)
+    assert found == {"device_ms": 5.0, "kernels": [{"name": "gemm", "ms": 5.0, "calls": 1}]}
