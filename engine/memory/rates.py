@@ -1,9 +1,10 @@
 """The speed of a machine, in seconds per unit of work: measured on this machine, or tabulated for a named GPU.
 
 The measurement runs a block of a Llama model of the same width, at most `WIDEST`, so that it takes about a second for
-every model. Products of larger matrices are not faster. On a GPU each measured operation takes longer than the host
-needs to launch it. A decode step is not measured there, because a CUDA graph replays it without the host. The table has the peak figures of data sheets, of which a
-training run reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, report 0.46 for a large model).
+every model. Products of larger matrices are not faster. A GPU gets sizes that take longer than the host needs to launch
+them, and its decode step is not measured: a CUDA graph replays the step without the host. The table has the peak
+figures of data sheets, of which a training run reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, report
+0.46 for a large model).
 """
 
 import math
@@ -127,7 +128,8 @@ def measure_rates(
         forward=forward,
         backward=backward,
         head=_head_seconds(shape, dtype, device) if shape.vocabulary else 0.0,
-        decode=decode,
+        # On a GPU a step of few sequences reads each parameter once, and the products of many sequences take longer.
+        decode=decode if device.type == "cpu" else max(BYTES[dtype] * adam / ADAM_BYTES, rows * forward),
         adam=adam,
         host_adam=adam if device.type == "cpu" else _adam_seconds(torch.device("cpu")),
         all_reduce=_all_reduce_seconds(device) if dist.world().size > 1 else 0.0,
@@ -139,7 +141,7 @@ def measure_rates(
 def _block_seconds(
     shape: ModelShape, dtype: Precision, device: torch.device, length: int, rows: int
 ) -> tuple[float, float, float]:
-    """Return the rates `forward`, `backward` and `decode`."""
+    """Return the rates `forward`, `backward` and `decode` (0 on a GPU)."""
     body = _build_block(shape, dtype, device)
     parameters = sum(parameter.numel() for parameter in body.layers.parameters())
     length = min(length, TOKENS[device.type])
@@ -154,7 +156,7 @@ def _block_seconds(
     with torch.no_grad():
         forward = _seconds(lambda: run(inputs))
         with PrepackedLinears(body).applied():
-            decode = _seconds(lambda: run(next_inputs))
+            decode = _seconds(lambda: run(next_inputs)) if device.type == "cpu" else 0.0
     backward, tokens = max(both - forward, forward), sequences * length
     return forward / parameters / tokens, backward / parameters / tokens, decode / parameters
 
@@ -163,8 +165,8 @@ def _build_block(shape: ModelShape, dtype: Precision, device: torch.device) -> A
     """Build a Llama body with one block of the model's width and size, or of a proportional smaller size."""
     from transformers import LlamaConfig, LlamaModel  # a second of imports, for the measurement only
 
-    heads = max(1, min(shape.width, WIDEST) // 64)
-    width = heads * (min(shape.width, WIDEST) // heads // 2 * 2)
+    heads = max(1, min(shape.width, WIDEST[device.type]) // 64)
+    width = heads * (min(shape.width, WIDEST[device.type]) // heads // 2 * 2)
     size = shape.block * shape.tensor * (width / shape.width) ** 2
     inner = max(width, round((size - 4 * width**2) / (3 * width)))
     config = LlamaConfig(
@@ -184,7 +186,8 @@ def _build_block(shape: ModelShape, dtype: Precision, device: torch.device) -> A
 
 
 def _head_seconds(shape: ModelShape, dtype: Precision, device: torch.device) -> float:
-    count, width, rows = TOKENS[device.type] // 4, min(shape.width, WIDEST), min(shape.vocabulary, HEAD_ROWS)
+    count, width = TOKENS[device.type] // 4, min(shape.width, WIDEST[device.type])
+    rows = min(shape.vocabulary, HEAD_ROWS[device.type])
     options: dict[str, Any] = {"dtype": TORCH_DTYPE[dtype], "device": device, "requires_grad": True}
     hidden, weight = torch.full((count, width), 0.01, **options), torch.full((rows, width), 0.01, **options)
     targets = torch.zeros(count, dtype=torch.long, device=device)
@@ -193,20 +196,20 @@ def _head_seconds(shape: ModelShape, dtype: Precision, device: torch.device) -> 
 
 
 def _adam_seconds(device: torch.device) -> float:
-    parameter = nn.Parameter(torch.zeros(PARAMETERS, device=device))
+    parameter = nn.Parameter(torch.zeros(PARAMETERS[device.type], device=device))
     parameter.grad = torch.ones_like(parameter)
-    return _seconds(torch.optim.AdamW([parameter], fused=True).step) / PARAMETERS
+    return _seconds(torch.optim.AdamW([parameter], fused=True).step) / PARAMETERS[device.type]
 
 
 def _all_reduce_seconds(device: torch.device) -> float:
-    message = torch.zeros(MESSAGE_BYTES // 4, device=device)
-    return _seconds(lambda: collectives.all_reduce(message)) / MESSAGE_BYTES
+    message = torch.zeros(MESSAGE_BYTES[device.type] // 4, device=device)
+    return _seconds(lambda: collectives.all_reduce(message)) / message.nbytes
 
 
 def _copy_seconds(device: torch.device) -> float:
-    on_device = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
-    on_host = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8).pin_memory()
-    return _seconds(lambda: on_host.copy_(on_device)) / MESSAGE_BYTES
+    on_device = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
+    on_host = torch.zeros_like(on_device, device="cpu").pin_memory()
+    return _seconds(lambda: on_host.copy_(on_device)) / on_host.nbytes
 
 
 def _disk_seconds(folder: str | None) -> float:

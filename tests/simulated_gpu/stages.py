@@ -37,7 +37,8 @@ def watch_waits() -> None:
 def run_stages(folders: list[Path]) -> str:
     """Run the stages of these folders and return their output."""
     watch_waits()
-    rates.TOKENS["cuda"] = 64  # the speed of Triton's interpreter means nothing, and measuring it takes seconds
+    for sizes in (rates.TOKENS, rates.PARAMETERS, rates.MESSAGE_BYTES):
+        sizes["cuda"] = 64  # the speed of Triton's interpreter means nothing, and measuring it takes seconds
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         for folder in folders:

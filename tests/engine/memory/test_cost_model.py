@@ -1,6 +1,7 @@
 """Predicted seconds against sums by hand, rates of the GPU table, and measured rates."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_the_measurement_of_the_disk_leaves_no_file(tmp_path: Path) -> None:
 
 def measured() -> dict[str, Any]:
     torch.set_num_threads(1)
-    rates.PARAMETERS, rates.FILE_BYTES = 2**16, 2**20
+    rates.PARAMETERS["cpu"], rates.FILE_BYTES = 2**16, 2**20
     return vars(measure_rates(llama(), dtype="fp32", length=32, rows=2))
 
 
@@ -102,6 +103,37 @@ def test_rates_are_measured_on_two_ranks() -> None:
     assert all(first[name] > 0 for name in ("forward", "backward", "decode", "head", "adam", "all_reduce", "disk"))
     assert first["copy"] == 0
     assert first["forward"] == second["forward"], "every rank must use the rates of the slowest rank"
+
+
+def test_measurements_of_a_gpu_take_longer_than_the_launches() -> None:
+    """At the rates of an H100, each takes at least 0.2 ms. The host launches an optimizer step in about 0.1 ms."""
+    width, tokens = rates.WIDEST["cuda"], rates.TOKENS["cuda"]
+    head = ModelShape(0, root=0, block=0, width=width, vocabulary=rates.HEAD_ROWS["cuda"])
+    h100 = tabulated_rates(GPUS["h100"], head, dtype="bf16", ranks=8)
+    seconds = {
+        "block": h100.forward * tokens * 12 * width**2,
+        "head": h100.head * tokens / 4,
+        "adam": h100.adam * rates.PARAMETERS["cuda"],
+        "all_reduce": h100.all_reduce * rates.MESSAGE_BYTES["cuda"],
+        "copy": h100.copy * rates.MESSAGE_BYTES["cuda"],
+    }
+    assert min(seconds.values()) > 2e-4, seconds
+
+
+@pytest.mark.parametrize(("rows", "decode"), [(1, 2e-12), (64, 64e-13)])
+def test_a_decode_step_of_a_gpu_does_not_wait_for_the_host(
+    rows: int, decode: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads 2 bytes of each parameter, or computes the products of many rows. AdamW reads and writes 28 bytes."""
+    world = SimpleNamespace(device=torch.device("cuda"), size=1)
+    monkeypatch.setattr(rates.dist, "world", lambda: world)
+    launched_by_the_host = 1e-10
+    monkeypatch.setattr(rates, "_block_seconds", lambda *_: (1e-13, 2e-13, launched_by_the_host))
+    monkeypatch.setattr(rates, "_adam_seconds", lambda device: 28e-12)
+    monkeypatch.setattr(rates, "_head_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(rates, "_copy_seconds", lambda _: 0.0)
+    measured = measure_rates(llama(), dtype="bf16", length=32, rows=rows, has_files=False)
+    assert measured.decode == pytest.approx(decode, rel=1e-6, abs=0)
 
 
 def test_rates_of_a_data_sheet() -> None:
