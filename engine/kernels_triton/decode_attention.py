@@ -102,14 +102,15 @@ def decode_attention(
 
 
 def launch_options(width: int, of_values: int, group: int, dtype: torch.dtype, shared: int) -> dict[str, Any]:
-    """Return the tile sizes: powers of two from 16 on, 64 keys per step (fp32: 32), fewer with little `shared` memory.
+    """Return the tile sizes: powers of two from 16 on, 64 keys per step, fewer with little `shared` memory.
 
-    A tile has rows for the queries of several sequences.
+    A tile has rows for the queries of several sequences. Tensor cores do not multiply fp32. The threads do, and larger
+    tiles of fp32 or fewer warps do not fit into their registers.
     """
     heads = triton.next_power_of_2(group)
     rows = max(16, heads, min(MOST_ROWS, ENOUGH_SEQUENCES * heads))
     of_query, of_value = (max(16, triton.next_power_of_2(size)) for size in (width, of_values))
-    keys, stages = 32 if dtype == torch.float32 else 64, 3
+    keys, warps, stages = (16, 8, 3) if dtype == torch.float32 else (64, 4, 3)
 
     def needed() -> int:
         """Return the bytes of shared memory: stages - 1 tiles of keys and values, one of queries, scores and p."""
@@ -123,7 +124,7 @@ def launch_options(width: int, of_values: int, group: int, dtype: torch.dtype, s
         "BD": of_query,
         "BV": of_value,
         "BT": keys,
-        "num_warps": 4,
+        "num_warps": warps,
         "num_stages": stages,
     }
 
