@@ -53,7 +53,7 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     if not is_on_meta:
         module.to(device)
     local_gradients = optimizer is not None and optim.averages_itself(optimizer)
-    policy = precision_policy(config.dtype, config.reduce_dtype) if is_trained else precision_policy("fp32")
+    policy = precision_policy(config.dtype, config.reduce_dtype)
     is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)
     if is_plain and dist.world().zero_size * dist.world().tensor == 1:
         zero.attach_copies(module, policy)

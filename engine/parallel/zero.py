@@ -264,8 +264,9 @@ class ComputeCopies:
             self._find_masters()
         for copy in self.copies:
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
-        with torch.no_grad():
-            torch._foreach_copy_([*self.copies], [*self.masters])
+        if self.copies:  # a frozen module has its parameters in compute precision
+            with torch.no_grad():
+                torch._foreach_copy_([*self.copies], [*self.masters])
         self._set_parameters(self.copies)
         self._is_gathered = True
 

@@ -116,7 +116,7 @@ def held(stage: int, dtype: str, special: str) -> dict[str, int]:
     frozen = Engine(Net(), EngineConfig(zero_stage=stage, dtype=dtype))  # type: ignore[arg-type]
     with frozen.scoring() as module:
         Block.heights = []
-        module(x.to(torch.bfloat16) if dtype == "bf16" else x)
+        module(x)
         results["scoring"] = max(Block.heights) - before
         Block.heights = None
     results["frozen"] = settled_bytes() - before
