@@ -123,6 +123,17 @@ def shard(
         if isinstance(unit, nn.Embedding):
             cast("FSDPModule", unit).set_unshard_in_backward(False)  # its gradient needs the tokens only
     internals.fill_missing_gradients(module)
+    module.register_forward_pre_hook(_gather_outside_of_inference_mode, prepend=True)
+
+
+def _gather_outside_of_inference_mode(module: nn.Module, _: Any) -> None:
+    """Let FSDP2 allocate memory for gathered parameters, which could not be trained later as inference tensors."""
+    if torch.is_inference_mode_enabled() and not gathered(module):
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.unshard()
+                    unit.reshard()
 
 
 def take_used(module: nn.Module) -> tuple[set[str], set[str]]:
@@ -256,6 +267,8 @@ class ComputeCopies:
     def _cast(self, value: Any) -> Any:
         return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
+    @torch.inference_mode(False)  # copies that are inference tensors could not be trained later
+    @torch.no_grad()
     def gather(self) -> None:
         """Replace the masters by new copies, unless copies are already in the module."""
         if self._dtype is None or self._is_gathered:
@@ -265,8 +278,7 @@ class ComputeCopies:
         for copy in self.copies:
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         if self.copies:  # a frozen module has its parameters in compute precision
-            with torch.no_grad():
-                torch._foreach_copy_([*self.copies], [*self.masters])
+            torch._foreach_copy_([*self.copies], [*self.masters])
         self._set_parameters(self.copies)
         self._is_gathered = True
 

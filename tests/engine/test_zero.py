@@ -112,11 +112,12 @@ OVERFLOWING: list[dict[str, Any]] = [
 ]  # fmt: skip
 Curves = tuple[list[float], list[float], dict[str, Tensor]]
 Overflow = tuple[list[tuple[bool, float]], bool, int, Tensor]
-Rank = tuple[list[Curves], list[Overflow]]
+Rank = tuple[list[Curves], list[Overflow], list[bool]]
 
 
 def on_a_rank() -> Rank:
-    return train_all(LAYOUTS), [overflow_on_one_rank(layout) for layout in OVERFLOWING]
+    overflows = [overflow_on_one_rank(layout) for layout in OVERFLOWING]
+    return train_all(LAYOUTS), overflows, [trains_after_inference_mode(stage) for stage in (0, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_one_rank_equals_float64_by_hand() -> None:
 
 
 def test_two_ranks_equal_float64_by_hand(ranks: list[Rank]) -> None:
-    for results, _ in ranks:
+    for results, *_ in ranks:
         for result in results:
             check(result)
 
@@ -154,11 +155,29 @@ def overflow_on_one_rank(layout: dict[str, Any]) -> Overflow:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Rank]) -> None:
-    for first, second in zip(*(overflows for _, overflows in ranks), strict=True):
+    for first, second in zip(*(overflows for _, overflows, _ in ranks), strict=True):
         assert first[:3] == second[:3] and torch.equal(first[3], second[3])
         steps, unchanged, counted, _ = first
         assert steps[:2] == [(True, 2.0**16), (True, 2.0**15)] and unchanged
         assert not steps[-1][0] and counted == sum(skipped for skipped, _ in steps)
+
+
+def trains_after_inference_mode(zero_stage: int) -> bool:
+    """Return whether a first forward in inference mode changes no update."""
+    inputs, targets = data()
+    weights = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        engine = Engine(seeded_net(), EngineConfig(zero_stage=zero_stage, dtype="bf16"), optimizer=OPTIMIZER)
+        with mode():
+            engine(inputs[0])
+        engine.update([(x, y) for x, y in zip(inputs, targets, strict=True)], squared_error, ROWS)
+        weights.append(torch.cat([dtensors.local(p.detach()).flatten() for p in engine.module.parameters()]))
+    return torch.equal(*weights)
+
+
+def test_a_first_forward_in_inference_mode_changes_no_update(ranks: list[Rank]) -> None:
+    assert trains_after_inference_mode(0)
+    assert all(equal for *_, results in ranks for equal in results)
 
 
 def test_bf16_with_fp32_masters_follows_fp32() -> None:
