@@ -131,7 +131,7 @@ class Checkpointer:
         for name, engine in self.engines.items():
             if name not in shapes:
                 raise ValueError(f"{folder} is a checkpoint of {', '.join(shapes)}, and has no {name}")
-            if (reason := _difference(engine, shapes[name])) is not None:
+            if (reason := _difference(engine, shapes[name], state["engines"][name])) is not None:
                 raise ValueError(f"{folder} is a checkpoint of something else than {name}: {reason}")
         tensors: dict[str, LocalChunks] = {}
         for name, engine in self.engines.items():
@@ -227,8 +227,11 @@ def _tensors_to_load(engine: Trained, shapes: Mapping[str, torch.Size]) -> dict[
     return found
 
 
-def _difference(engine: Trained, shapes: Mapping[str, torch.Size]) -> str | None:
-    """Return why a checkpoint with tensors of these shapes does not fit this engine. None if it fits."""
+def _difference(engine: Trained, shapes: Mapping[str, torch.Size], counters: Mapping[str, Any]) -> str | None:
+    """Return why a checkpoint with tensors of these shapes does not fit this engine. None if it fits.
+
+    Some optimizers have no states before the first step that is not skipped.
+    """
     assert engine.optimizer_config is not None
     trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
     here = trained | {f"{BUFFER}{name}": b.shape for name, b in zero.persistent_buffers(engine.module).items()}
@@ -241,11 +244,9 @@ def _difference(engine: Trained, shapes: Mapping[str, torch.Size]) -> str | None
         return "it has no average of the weights, but start_averaging was called here"
     there = {name.partition(".")[0] for name in _states(shapes) if not name.startswith(ERRORS)}
     states = optim.state_names(engine.optimizer_config)
-    if there and there != states:
-        here_states = ", ".join(sorted(states)) or "none"
-        return (
-            f"its optimizer has the states {', '.join(sorted(there))}; {engine.optimizer_config.name} has {here_states}"
-        )
+    if there != states and (there or counters["step_count"] > counters["scaler"]["skipped"]):
+        found, own = (", ".join(sorted(names)) or "none" for names in (there, states))
+        return f"its optimizer has the states {found}; {engine.optimizer_config.name} has {own}"
     return None
 
 

@@ -55,6 +55,18 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(other: str, tier:
     assert_equal(state_of(engine), before)
 
 
+def test_only_a_checkpoint_of_step_0_may_have_no_optimizer_states(tmp_path: Path) -> None:
+    config, sgd = EngineConfig(dtype="fp32"), OptimizerConfig(lr=0.1, name="sgd")
+    saved, engine = (Engine(sequence(), config, optimizer=optimizer) for optimizer in (sgd, ADAMW))
+    saved.save(tmp_path / "start")
+    engine.load(tmp_path / "start")
+    assert_equal(state_of(engine), state_of(saved))
+    advance(saved, 1, 1)
+    saved.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="the states none; adamw has exp_avg, exp_avg_sq, step"):
+        engine.load(tmp_path / "saved")
+
+
 def test_a_checkpoint_of_other_engines_or_without_an_average_is_refused(tmp_path: Path) -> None:
     save_and_wait(engine_of(0), tmp_path / "net")
     with pytest.raises(ValueError, match="is a checkpoint of net, and has no engine"):
