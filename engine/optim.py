@@ -163,11 +163,13 @@ def parameter_groups(trainable: list[nn.Parameter], config: OptimizerConfig) -> 
 def allocate_states(
     module: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, names: Collection[str]
 ) -> None:
-    """Give exactly the named parameters states, zeros: a parameter without a gradient has none yet."""
+    """Give the named parameters states, zeros. The others get the states of a new optimizer, mostly none."""
     examples: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if name not in names:
-            optimizer.state.pop(parameter, None)
+            optimizer.state[parameter] = with_groups([([parameter], 0.0)], config, type(optimizer)).state[parameter]
         elif not optimizer.state.get(parameter):
             examples = examples or example_states(config, parameter.device)
             optimizer.state[parameter] = {

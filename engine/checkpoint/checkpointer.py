@@ -218,12 +218,15 @@ def _tensors(engine: Trained) -> dict[str, LocalChunks]:
 def _tensors_to_load(engine: Trained, shapes: Mapping[str, torch.Size]) -> dict[str, LocalChunks]:
     """Return the tensors to read from a checkpoint with these shapes.
 
-    The errors of 1-bit Adam belong to a number of ranks. At another number they start at zero again.
+    States that the checkpoint does not have are those of a new optimizer. The errors of 1-bit Adam belong to a number
+    of ranks. At another number they start at zero again.
     """
     found = _tensors(engine)
-    missing = {name for name in found if name.startswith(ERRORS) and name not in shapes}
-    for name in missing:
-        found.pop(name).values.zero_()
+    for name in _states(found):
+        if name not in shapes:
+            state = found.pop(name)
+            if name.startswith(ERRORS):
+                state.values.zero_()
     return found
 
 
@@ -256,7 +259,7 @@ def _states(names: Iterable[str]) -> list[str]:
 
 
 def _allocate_states(engine: Trained, shapes: Mapping[str, torch.Size]) -> None:
-    """Give the optimizer exactly the states that the checkpoint has."""
+    """Give the optimizer the states that the checkpoint has."""
     assert engine.optimizer is not None and engine.optimizer_config is not None
     names = {name.partition(".")[2] for name in _states(shapes)}
     if isinstance(engine.optimizer, torch.optim.Optimizer):

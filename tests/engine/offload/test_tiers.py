@@ -232,3 +232,20 @@ def test_resumed_training_is_bit_exact(tmp_path: Path, dtype: str) -> None:
         advance(again, 3, STEPS)
         for name, master in masters(engine).items():
             assert torch.equal(masters(again)[name], master)
+
+
+@pytest.mark.parametrize("name", ["adamw", "onebitadam"])
+def test_a_tier_without_states_yet_resumes_in_optimizers_that_begin_with_states(tmp_path: Path, name: str) -> None:
+    """A parameter without a gradient has no states in a tier."""
+    states = "bf16" if name == "adamw" else "fp32"
+    config = EngineConfig(dtype="bf16", states=states)  # type: ignore[arg-type]
+    for step in (0, 1):
+        saved = engine_of(TIERS[0], dtype="bf16")
+        advance(saved, 1, step)
+        saved.save(tmp_path / str(step))
+        engine, again = (Engine(net(9), config, optimizer=OptimizerConfig(lr=0.02, name=name)) for _ in range(2))
+        advance(engine, 1, 2)
+        for each in (engine, again):
+            each.load(tmp_path / str(step))
+            advance(each, step + 1, STEPS)
+        assert all(torch.equal(weights(engine)[name], weight) for name, weight in weights(again).items())
