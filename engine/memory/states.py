@@ -4,6 +4,7 @@ With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 
 - fp32 masters 4P/N and Adam moments 8P/N; N = 1 at stage 0; frozen parameters under adapters dP/N,
 - gathered copies dP from forward until backward at stages 0 to 2; the root unit and two others at a time at stage 3,
+  with `compress` also the 8 bits of the block that is gathered, and one shard of it in fp32,
 - fp32 gradients 4P at stage 0, and at stage 1 while micro-batches accumulate; otherwise 4P/N,
 - during backward, one unit's gradient twice: in compute precision, and in fp32 for the reduction; of adapters, the
   buffers of two gathers are larger.
@@ -136,7 +137,7 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
         gathered, reduction = size * trained if size < 4 else 0, size * unit  # without FSDP2
     else:
-        gathered, prefetched = _gathered_bytes(shape, trained + frozen, config)
+        gathered, prefetched = _gathered_bytes(shape, trained + frozen, work)
         reduction = max((size + 4) * unit, 2 * size * largest)
         if is_offloaded and config.zero_stage < 3:  # the peak of stage 3 is in the gathers
             reduction += (4 + size) * unit // work.shards
@@ -217,7 +218,7 @@ def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
     loose = size * (shape.parameters - work.packed)  # parameters outside of packed layers
     shard = {config.offload_parameters: work.packed_bytes + loose // work.shards}
     is_copied = not work.is_single or config.offload_parameters != "none"
-    gathered, prefetched = _gathered_bytes(shape, shape.parameters - work.packed, config) if is_copied else (0, 0)
+    gathered, prefetched = _gathered_bytes(shape, shape.parameters - work.packed, work) if is_copied else (0, 0)
     return ModelStates(
         parameters=shard.get("none", 0),
         gathered=gathered,
@@ -227,10 +228,13 @@ def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
     )
 
 
-def _gathered_bytes(shape: ModelShape, parameters: int, config: EngineConfig) -> tuple[int, int]:
+def _gathered_bytes(shape: ModelShape, parameters: int, work: Workload) -> tuple[int, int]:
     """Return the bytes of gathered copies, and those of the prefetched block among them, which only stage 3 has."""
-    size = BYTES[config.dtype]
-    if config.zero_stage < 3:
+    size = BYTES[work.config.dtype]
+    if work.config.zero_stage < 3:
         return size * parameters, 0
     used = shape.root_unit + shape.largest_released
-    return size * min(parameters, used + shape.block), size * max(0, min(shape.block, parameters - used))
+    gathered = size * min(parameters, used + shape.block)
+    if work.config.compress in ("gather8", "both") and work.shards > 1:
+        gathered += shape.block + 4 * shape.block // work.shards
+    return gathered, size * max(0, min(shape.block, parameters - used))

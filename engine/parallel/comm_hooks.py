@@ -113,9 +113,8 @@ class ExchangeInt8(Exchange):
     """The same exchange in blockwise int8."""
 
     def _sum_received(self, rows: Tensor, output: Tensor, group: ProcessGroup) -> None:
-        encoded = torch.stack([encode(row) for row in rows])
         output.zero_()
-        for row in collectives.all_to_all(encoded, group, kind="reduce"):
+        for row in collectives.all_to_all(torch.stack([encode(row) for row in rows]), group, kind="reduce"):
             output += decode(row, len(output))
 
 
@@ -127,7 +126,7 @@ def encode(values: Tensor) -> Tensor:
     blocks = values.new_zeros(_block_count(len(values)) * BLOCK, dtype=torch.float32)
     blocks[: len(values)] = values
     blocks = blocks.view(-1, BLOCK)
-    scales = blocks.abs().amax(1).div_(127.0)
+    scales = torch.linalg.vector_norm(blocks, torch.inf, 1).div_(127.0)
     codes = blocks.mul_(torch.where(scales > 0, 1.0 / scales, 0.0)[:, None]).round_().to(torch.int8).view(-1)
     return torch.cat([scales.view(torch.uint8), codes[: _padded(len(values))].view(torch.uint8)])
 
@@ -136,7 +135,9 @@ def decode(row: Tensor, count: int) -> Tensor:
     """Return the values (count,) fp32 of an encoded row of bytes."""
     border = 4 * _block_count(count)
     scales, codes = row[:border].view(torch.float32), row[border:].view(torch.int8)
-    return codes[:count].float().mul_(scales.repeat_interleave(BLOCK)[:count])
+    values = row.new_zeros(len(scales), BLOCK, dtype=torch.float32)
+    values.view(-1)[:count] = codes[:count]
+    return values.mul_(scales[:, None]).view(-1)[:count]
 
 
 def _block_count(count: int) -> int:
