@@ -55,7 +55,8 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     local_gradients = optimizer is not None and optim.averages_itself(optimizer)
     policy = precision_policy(config.dtype, config.reduce_dtype)
     is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)
-    if is_plain and dist.world().zero_size * dist.world().tensor == 1:
+    communicates = dist.world().zero_size > 1 and (is_trained or config.zero_stage > 0)
+    if is_plain and not communicates and dist.world().tensor == 1:
         zero.attach_copies(module, policy)
     else:
         zero.shard(module, config, policy, local_gradients=local_gradients)

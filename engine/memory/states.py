@@ -9,7 +9,8 @@ With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 - during backward, one unit's gradient twice: in compute precision, and in fp32 for the reduction; of adapters, the
   buffers of two gathers are larger.
 
-One rank without offload uses no FSDP2: copies dP of the masters where d < 4, gradients 4P, at every stage.
+One rank without offload uses no FSDP2: copies dP of the masters where d < 4, gradients 4P, at every stage. A model that
+only scores uses no FSDP2 at stage 0, and has no copies.
 
 With an offloaded optimizer the device holds shards of dP/N, and during backward one unit's reduced gradient in fp32 and
 in compute precision. The host holds masters, moments and reduced gradients (dP/N where a step reduces once, otherwise
@@ -217,7 +218,8 @@ def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
     config, size = work.config, BYTES[work.config.dtype]
     loose = size * (shape.parameters - work.packed)  # parameters outside of packed layers
     shard = {config.offload_parameters: work.packed_bytes + loose // work.shards}
-    is_copied = not work.is_single or config.offload_parameters != "none"
+    is_whole = work.is_single or (config.zero_stage == 0 and config.tensor_parallel == 1)
+    is_copied = not is_whole or config.offload_parameters != "none"
     gathered, prefetched = _gathered_bytes(shape, shape.parameters - work.packed, work) if is_copied else (0, 0)
     return ModelStates(
         parameters=shard.get("none", 0),

@@ -7,7 +7,8 @@ On one rank, FSDP2 still gathers into buffers and reduces through others: it cop
 parameter twice per micro-batch. Without offload, `ComputeCopies` therefore replaces FSDP2 on one rank: a module that
 computes in the precision of its parameters stays as it is. Otherwise a copy of each fp32 master in compute precision
 replaces the master in the module from `gather` to `release`. Gradients are added to the masters in fp32. Results equal
-those of FSDP2 bit for bit. All functions here support both.
+those of FSDP2 bit for bit. A module without an optimizer needs no FSDP2 at stage 0 either. All functions here support
+both.
 """
 
 from collections import Counter
