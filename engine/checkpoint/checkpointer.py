@@ -237,9 +237,12 @@ def _difference(engine: Trained, shapes: Mapping[str, torch.Size], counters: Map
     """
     assert engine.optimizer_config is not None
     trained = {f"{PARAMETER}{n}": p.shape for n, p in engine.module.named_parameters() if p.requires_grad}
-    here = trained | {f"{BUFFER}{name}": b.shape for name, b in zero.persistent_buffers(engine.module).items()}
+    buffers = {f"{BUFFER}{name}": b.shape for name, b in zero.persistent_buffers(engine.module).items()}
+    here: dict[str, torch.Size] = {}
+    for part in dist.gather_objects(trained | buffers):  # the stages of a pipeline have different parameters
+        here |= part
     others = [name for name in shapes if name.startswith(PARAMETER) and name not in here]
-    for name in [*here, *others] if dist.world().pipeline == 1 else here:
+    for name in [*here, *others]:
         found, own = (tuple(s[name]) if name in s else "absent" for s in (shapes, here))
         if found != own:
             return f"{name} is {found} there and {own} here"

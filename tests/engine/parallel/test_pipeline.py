@@ -157,6 +157,11 @@ def run_on_four_ranks(folder: Path) -> dict[str, Any]:
     other = averaged_engine(**layout)
     other.load(folder / "one")
     results["loaded"] = weights_and_averages(other)
+    deeper = make_engine("opt", **layout)  # the first rank's two blocks are in the other checkpoint too
+    deeper.save(folder / "deeper")
+    for one, saved in ((deeper, "one"), (other, "deeper")):
+        with pytest.raises(ValueError, match=r"parameter.model.decoder.layers.2\..* absent"):
+            one.load(folder / saved)
     results["four stages"] = train("opt", num_hidden_layers=4, pipeline_parallel=4)
     return results
 
