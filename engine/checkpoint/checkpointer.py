@@ -119,6 +119,8 @@ class Checkpointer:
         Every rank calls. Raises Damaged if a file differs from what was written, and ValueError if the checkpoint is
         of other engines. Both are raised before any engine is changed.
         """
+        for engine in self.engines.values():
+            zero.release(engine.module)
         verify(folder)
         state = json.loads((folder / "state.json").read_text())
         reader = dcp.HuggingFaceStorageReader(str(folder))
