@@ -2,8 +2,8 @@
 
 bf16 has 8 bits of precision: rounding to nearest loses every update below 1/512 of its weight. Stochastic rounding
 rounds up with a probability equal to the truncated fraction, so updates are preserved on average (Gupta et al., 2015,
-arXiv:1502.02551, section 3.1). The random numbers of a step are a function of (seed, step, shard): a resumed run draws
-the same numbers, and replicas of a shard stay equal.
+arXiv:1502.02551, section 3.1). The random numbers of a step are a function of (step, shard): a resumed run draws the
+same numbers, and replicas of a shard stay equal.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,10 +35,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        seed: int = 0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.seed = seed
         for parameter in self._parameters():
             assert parameter.dtype == torch.bfloat16
             step = torch.zeros((), dtype=torch.float32)  # on the host, which reads it in each step
@@ -62,7 +60,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         first = dtensors.local(parameters[0])
         steps = max(int(self.state[p]["step"]) for p in parameters)
         generator = torch.Generator(first.device)
-        return generator.manual_seed(self.seed * 1_000_003 + dtensors.shard_rank(parameters[0]) * _MAX_STEPS + steps)
+        return generator.manual_seed(dtensors.shard_rank(parameters[0]) * _MAX_STEPS + steps)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], generator: torch.Generator) -> None:
         (first, second), state = group["betas"], self.state[parameter]
