@@ -77,9 +77,10 @@ class Checkpointer:
             for name, engine in self.engines.items()
         }
         values = {f"rank-{dist.world().rank}.json": json.dumps(mine or {})}
+        state = {"shared": shared, "engines": counters, "ranks": dist.world().size, "tensor": dist.world().tensor}
+        text = json.dumps(state)  # on every rank, so that all of them raise if `shared` is not JSON
         if dist.is_rank_zero():
-            state = {"shared": shared, "engines": counters, "ranks": dist.world().size, "tensor": dist.world().tensor}
-            values["state.json"] = json.dumps(state)
+            values["state.json"] = text
         tensors = {f"{n}.{key}": c for n, engine in self.engines.items() for key, c in _tensors(engine).items()}
         can_copy = self._can_copy(tensors)
         if can_copy:

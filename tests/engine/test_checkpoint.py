@@ -110,6 +110,8 @@ def on_two_ranks(theirs: Path, ours: Path, broken: Path) -> dict[str, Any]:
     if dist.is_rank_zero():
         overwrite(ours.with_name("other") / "tensors-1.safetensors")
     dist.barrier()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        engine.save(ours.with_name("not-json"), {"tensor": torch.ones(1)})
     return {
         "shared": shared,
         "mine": mine,
