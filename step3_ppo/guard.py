@@ -22,7 +22,7 @@ from typing import Any
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
-from pipeline.config.stage_sections import GuardAction
+from pipeline.config.stage_sections import GuardAction, PpoSection
 from pipeline.evaluation.evaluator import Evaluations
 from pipeline.stages.restart import Rollback, read_rollbacks
 from pipeline.stages.stage_run import StageRun
@@ -194,12 +194,13 @@ class Guard:
 
     def summary(self) -> dict[str, Any]:
         """Return what the guard saw, for summary.json."""
+        selects_by = "gold score" if self.has_judge else "reward within the KL budget"
         return {
             "action": self.action,
             "findings": self.found,
             "stopped_step": self.stopped_step,
             "rollbacks": [asdict(each) for each in self.rollbacks],
-            "selects_by": "gold score" if self.has_judge else "reward within the KL budget",
+            "selects_by": selects_by if self.evaluations else None,
         }
 
 
@@ -222,12 +223,7 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     ppo = config.ppo
     selects_best = ppo.export == "best" or ppo.guard in ("stop", "rollback")
     if not has_judge and selects_best and distributed.is_rank_zero():
-        budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.needs_reference else ""
-        print(
-            f"ppo: without evaluation.judge, the best step is the one with the highest held-out reward{budget}. This "
-            "choice is weak, because PPO is trained on this reward: set evaluation.judge=FILE.py:NAME",
-            flush=True,
-        )
+        print(f"ppo: without evaluation.judge, {_weakness(ppo)}: set evaluation.judge=FILE.py:NAME", flush=True)
     # The small clip range of ratios per answer (GSPO) clips a large share of the tokens also in normal runs.
     # The KL to a teacher starts high: it measures what the student has to learn.
     unwatched = {"clip_fraction"} if ppo.ratio == "sequence" else set()
@@ -235,6 +231,20 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     watched = [name for name in WATCHED if name not in unwatched]
     rollbacks = distributed.broadcast_object(read_rollbacks(folder))
     return Guard(ppo.guard, has_judge, ppo.kl_budget, rollbacks, watched)
+
+
+def _weakness(ppo: PpoSection) -> str:
+    """Return how a stage without a judge selects the best step, and why this is weak, as text for a message."""
+    if ppo.advantage == "distill":
+        return (
+            "held-out answers have no grade, because distillation has no reward. No step can be the best, so a stage "
+            "that the guard stops exports its last step"
+        )
+    budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.needs_reference else ""
+    return (
+        f"the best step is the one with the highest held-out reward{budget}. This choice is weak, because PPO is "
+        "trained on this reward"
+    )
 
 
 def evaluation_metrics(evaluations: Evaluations) -> dict[str, float]:

@@ -72,6 +72,11 @@ def _export_mistakes(config: RunConfig) -> Iterable[str]:
             "ppo.export=best without a judge selects by the reward within a KL budget, but ppo.kl_coef=0 measures no "
             "KL: set evaluation.judge=FILE.py:NAME, or ppo.reference=true"
         )
+    if ppo.export == "best" and not has_judge and ppo.advantage == "distill":
+        yield (
+            "ppo.export=best without a judge has no grade to select by, because ppo.advantage=distill has no reward: "
+            "set evaluation.judge=FILE.py:NAME, or remove ppo.export"
+        )
     sets_rate = _sets_learning_rate(config.engine.deepspeed or {})
     if ppo.guard == "rollback" and sets_rate:
         yield (

@@ -148,12 +148,13 @@ def guard_signs(guard: Mapping[str, Any]) -> str:
 
 
 def is_selected(run: RunReading) -> bool:
-    """Return whether PPO exported a step that it selected by held-out scores. The verdict uses the same prompts."""
+    """Return whether PPO exported a step that it selected by held-out grades. The verdict uses the same prompts."""
     policy = run.stage(run.policy)
-    stopped = is_number(mapping(policy.summary.get("guard")).get("stopped_step"))
-    selects = run.setting("ppo", "export") == "best" or stopped
+    guard = mapping(policy.summary.get("guard"))
+    selects = run.setting("ppo", "export") == "best" or is_number(guard.get("stopped_step"))
+    has_grades = guard.get("selects_by", "score") is not None  # earlier summaries do not have the key
     # DPO selects by pairs, and step 0 is the model that the stage starts from.
-    return policy.name != "dpo" and selects and bool(policy.number("exported_step"))
+    return policy.name != "dpo" and selects and has_grades and bool(policy.number("exported_step"))
 
 
 def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | None, start: str) -> Verdict:

@@ -245,6 +245,16 @@ def test_a_stop_without_evaluations_names_the_key(
     assert ("set ppo.eval_every=N" in output) == (eval_every == 0)
 
 
+def test_without_grades_no_step_is_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guard = open_guard(tiny_config(ppo={"advantage": "distill"}), tmp_path, has_judge=False)
+    assert (
+        "No step can be the best, so a stage that the guard stops exports its last step: set" in capsys.readouterr().out
+    )
+    assert guard.summary()["selects_by"] is None
+    open_guard(tiny_config(), tmp_path, has_judge=False).compare_with(0, evaluation(1.0, None))
+    assert "the best step is the one with the highest held-out reward and a KL of at most" in capsys.readouterr().out
+
+
 def test_without_an_earlier_step_a_rollback_stops(tmp_path: Path) -> None:
     stage, _ = begin(tmp_path / "ppo")
     stage.restore()

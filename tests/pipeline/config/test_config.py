@@ -298,6 +298,9 @@ def test_best_export_needs_a_judge_or_the_kl():
     line = refusal(*words, "data=gsm8k")
     assert line.startswith("ppo.export=best without a judge selects by the reward within a KL budget")
     assert config_of(*words[:2], "data=gsm8k").ppo.export == "best"
+    distills = (*words[:2], "method=distill", "teacher=a")
+    assert config_of(*distills, "data=demo").ppo.export == "best"
+    assert refusal(*distills, "data=gsm8k").startswith("ppo.export=best without a judge has no grade to select by")
 
 
 def test_guard_false_means_off():

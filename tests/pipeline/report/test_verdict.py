@@ -82,6 +82,12 @@ def test_a_model_selected_on_these_prompts_is_named() -> None:
     assert judge(RunReading("run", {"ppo": worse}, {"ppo": {"export": "best"}})).outcome == "bad"
 
 
+def test_a_run_without_grades_selected_no_model() -> None:
+    stopped = {"findings": [], "stopped_step": 4, "selects_by": None}
+    assert "selected" not in judge(guarded(stopped)).evidence
+    assert "was selected by its gold score" in judge(guarded(stopped | {"selects_by": "gold score"})).evidence
+
+
 @pytest.mark.parametrize(
     ("greedy_gain", "outcome", "headline"),
     [
