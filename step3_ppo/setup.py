@@ -72,7 +72,7 @@ class Ppo:
         self.shares_forward = ppo.shared_forward and not self.only_finished
         self.steps = stage_steps(ppo, len(prompts))
         updates = self.epochs * self.minibatch_count
-        actor_steps = max(1, self.steps - self.critic_warmup) * updates
+        actor_steps = (self.steps - self.critic_warmup) * updates
         self.models = build_models(config, sources, actor_steps=actor_steps, critic_steps=self.steps * updates)
         prepare_generation(self.models.actor, rollout)
         if ppo.ema is not None:

@@ -18,7 +18,8 @@ from engine.memory import (
     trained_states,
 )
 from pipeline.config.schema import EngineSettings, RunConfig
-from pipeline.config.stage_sections import LoraConfig, StageSection
+from pipeline.config.stage_sections import LoraConfig, PpoSection, StageSection
+from pipeline.errors import UserError
 from pipeline.models.build import EngineChoice
 from pipeline.models.quantized import BYTES_PER_WEIGHT
 from pipeline.models.source import ModelSource
@@ -178,9 +179,19 @@ def _ppo_models(
 
 
 def stage_steps(section: StageSection, examples: int) -> int:
-    """Return the number of batches in the epochs of a stage, at most `section.steps`."""
+    """Return the number of batches in the epochs of a stage, at most `section.steps`.
+
+    Raises UserError if `ppo.critic_warmup` leaves no step that trains the actor.
+    """
     by_epochs = max(1, round(section.epochs * examples / section.batch_size))
-    return by_epochs if section.steps is None else min(by_epochs, section.steps)
+    steps = by_epochs if section.steps is None else min(by_epochs, section.steps)
+    if isinstance(section, PpoSection) and section.critic_warmup >= steps:
+        raise UserError(
+            f"ppo.critic_warmup={section.critic_warmup} leaves no rollout that trains the actor: the number of "
+            f"rollouts is {steps} (ppo.epochs={section.epochs:g} over {examples} prompts). Lower ppo.critic_warmup, or "
+            "raise ppo.epochs"
+        )
+    return steps
 
 
 def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str, Any]:

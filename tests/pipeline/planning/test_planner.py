@@ -17,7 +17,7 @@ from pipeline.planning import planner
 from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.demand import Demand
 from pipeline.planning.planner import announce, check_fit, plan, suggest_changes
-from pipeline.planning.stage_task import adapter_parameters, stage_task
+from pipeline.planning.stage_task import adapter_parameters, stage_steps, stage_task
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -48,6 +48,16 @@ def test_ppo_without_a_critic() -> None:
     assert "train critic" in critic.demand.phases and "train critic" not in others.demand.phases
     assert "critic" not in others.demand.phases["train actor"]
     assert others.task.work.step_tokens == 3 * critic.task.work.step_tokens
+
+
+@pytest.mark.parametrize("steps", [None, 9])
+def test_a_critic_warmup_of_all_rollouts_is_refused(steps: int | None) -> None:
+    section = tiny_config(ppo={"steps": steps, "epochs": 2.0, "batch_size": 4, "critic_warmup": 6}).ppo
+    assert stage_steps(section, examples=14) == 7
+    with pytest.raises(
+        UserError, match=r"ppo\.critic_warmup=6 leaves no .*: the number of rollouts is 6 \(ppo\.epochs=2"
+    ):
+        stage_steps(section, examples=12)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
