@@ -26,6 +26,7 @@ from pipeline.models.stage_models import (
     check_vocabulary,
     require_adapters,
     require_context,
+    require_given_models,
     require_scorer,
     run_tokenizer,
 )
@@ -140,6 +141,7 @@ def _check_model(config: RunConfig, source: ModelSource, tokenizer: ChatTokenize
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
     require_scorer(config, source)
+    require_given_models(config)
     require_adapters(config, source)
 
 

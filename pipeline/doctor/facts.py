@@ -21,6 +21,7 @@ from pipeline.models.stage_models import (
     check_vocabulary,
     require_adapters,
     require_context,
+    require_given_models,
     require_scorer,
     run_tokenizer,
 )
@@ -76,6 +77,7 @@ def gather(config: RunConfig) -> Facts:
     for stage in stages:
         require_context(config, stage, reward or policy if stage == "reward" else policy)
     require_scorer(config, policy)
+    require_given_models(config)
     require_adapters(config, policy)
     facts = [_stage_facts(config, stage, records[stage], tokenizer) for stage in stages]
     return Facts(

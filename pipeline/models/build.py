@@ -22,7 +22,7 @@ from pipeline.installation import pip_install
 from pipeline.models.adapters import add_adapters
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, own_field
-from pipeline.models.weights import fill
+from pipeline.models.weights import fill, is_reward_model
 
 NO_SCORER = (
     "Set reward_model= to a model with such a head (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and the "
@@ -112,8 +112,10 @@ def build_scorer(
     A value head that the source lacks is sampled with mean 0 and standard deviation 1 / sqrt(D + 1). With `zero_head`
     the head is zero instead. `shift` and `scale` change every value, see `Scorer`. `pad_id` is written to the exported
     configuration. It is None if the padding token is an end token: other tools then refuse padded batches instead of
-    scoring the wrong token. Raises UserError if the model's family has no linear head named score.
+    scoring the wrong token. Raises UserError if the model's family has no linear head named score, or if the source is
+    a classifier with several labels.
     """
+    _check_labels(source)
     source.config.num_labels = 1
     source.config.pad_token_id = pad_id
     model = _on_meta(source, AutoModelForSequenceClassification, choice)
@@ -127,6 +129,7 @@ def build_scorer(
 
 def check_scores(source: ModelSource) -> None:
     """Raise UserError if a model's family supports neither a reward model nor a critic."""
+    _check_labels(source)
     config = without_dropout(source.config, 0.0)
     config.num_labels = 1
     _check_head(_empty(source, config, AutoModelForSequenceClassification))
@@ -139,6 +142,15 @@ def check_adapters(source: ModelSource, lora: LoraConfig, *, scores: bool) -> No
     """
     auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     add_adapters(_empty(source, without_dropout(source.config, 0.0), auto), lora)
+
+
+def _check_labels(source: ModelSource) -> None:
+    if is_reward_model(source) and source.config.num_labels != 1:
+        raise UserError(
+            f"{source.folder} has a classifier with {source.config.num_labels} labels, but a reward model has one "
+            "score (num_labels=1): set the folder of a reward model, for example RUN/reward, or score with the "
+            "classifier in ppo.reward_function=FILE.py:NAME"
+        )
 
 
 def _check_head(model: PreTrainedModel) -> None:

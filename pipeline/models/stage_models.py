@@ -150,6 +150,21 @@ def require_scorer(config: RunConfig, source: ModelSource) -> None:
         check_scores(source)
 
 
+def require_given_models(config: RunConfig) -> None:
+    """Raise UserError if a folder that `reward`, `ppo.reward_ensemble` or `teacher` names has another kind of model.
+
+    The check runs before SFT.
+    """
+    if "ppo" not in stages_to_run(config):
+        return
+    for folder in filter(None, (config.reward_path, *config.ppo.reward_ensemble)):
+        reward = resolve(config.reward_model or config.model, config.seed, folder=Path(folder))
+        check_kind(reward, wanted="ForSequenceClassification")
+        check_scores(reward)
+    if config.teacher is not None:
+        check_kind(resolve(config.model, config.seed, folder=Path(config.teacher)), wanted="ForCausalLM")
+
+
 def require_adapters(config: RunConfig, source: ModelSource) -> None:
     """Raise UserError if the LoRA targets of a stage after SFT match no module of its model.
 

@@ -99,7 +99,7 @@ def _read(
             files = converted
         if unused:
             _check_unused(unused, _without_values(model, source), source)
-        heads = [name for name in tensors if _is_value_head(name) and name not in names and _is_reward_model(source)]
+        heads = [name for name in tensors if _is_value_head(name) and name not in names and is_reward_model(source)]
         _check_complete(source, [plain[name] for name in (*_missing_from(tensors, names), *heads)])
         layers = {f"{path}.weight": layer for path, layer in quantized.items()}
         loading.read_parameters({name: tensors[name] for name in names if name not in layers}, files, names)
@@ -167,7 +167,7 @@ def _check_unused(stored: Sequence[str], empty: PreTrainedModel, source: ModelSo
                 "do not belong to config.json. Correct its num_hidden_layers (or number of experts), or download the "
                 "model again"
             )
-    if hasattr(empty, "score") and not _is_reward_model(source):
+    if hasattr(empty, "score") and not is_reward_model(source):
         unknown = [name for name in unknown if name.startswith(base)]
     if unknown:
         near = get_close_matches(unknown[0], tensors, n=1)
@@ -178,7 +178,8 @@ def _check_unused(stored: Sequence[str], empty: PreTrainedModel, source: ModelSo
         )
 
 
-def _is_reward_model(source: ModelSource) -> bool:
+def is_reward_model(source: ModelSource) -> bool:
+    """Return whether a source has a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in source.config.architectures or [])
 
 

@@ -12,11 +12,12 @@ from pipeline.models.stage_models import (
     policy_to_tune,
     require_adapters,
     require_context,
+    require_given_models,
     require_scorer,
     run_tokenizer,
 )
 from pipeline.stages.data import stage_records
-from tests.pipeline.models.tiny import config_of, language_model
+from tests.pipeline.models.tiny import classifier, config_of, language_model
 from tests.tiny import tiny_config
 
 
@@ -81,6 +82,25 @@ def test_a_family_without_reward_models_is_refused_before_sft() -> None:
     require_scorer(tiny_config().model_copy(update={"stage": "sft"}), source)
     other = tiny_config()
     require_scorer(other.model_copy(update={"reward_model": other.model}), source)
+
+
+def test_given_models_of_another_kind_are_refused_before_sft(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path / "sft")
+    classifier(config_of("llama")).save_pretrained(tmp_path / "reward")
+    classifier(config_of("llama"), labels=3).save_pretrained(tmp_path / "three")
+    sft, reward, three = (str(tmp_path / name) for name in ("sft", "reward", "three"))
+    config = tiny_config()
+    for changes, reason in (
+        ({"reward_path": sft}, "sft has a LlamaForCausalLM, not a reward model"),
+        ({"ppo": PpoSection(reward_ensemble=[sft])}, "sft has a LlamaForCausalLM, not a reward model"),
+        ({"reward_path": three}, "three has a classifier with 3 labels, but a reward model has one score"),
+        ({"teacher": reward}, "reward has a LlamaForSequenceClassification, not a language model"),
+    ):
+        given = config.model_copy(update=changes)
+        with pytest.raises(UserError, match=reason):
+            require_given_models(given)
+        require_given_models(given.model_copy(update={"stage": "sft"}))
+    require_given_models(config.model_copy(update={"reward_path": reward, "teacher": sft}))
 
 
 def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path) -> None:

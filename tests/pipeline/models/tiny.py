@@ -84,10 +84,10 @@ def language_model(config: PretrainedConfig, seed: int = 1) -> Any:
     return shaken(model, seed)
 
 
-def classifier(config: PretrainedConfig, seed: int = 1) -> Any:
-    """Return a transformers sequence classifier with one label."""
+def classifier(config: PretrainedConfig, seed: int = 1, labels: int = 1) -> Any:
+    """Return a transformers sequence classifier."""
     torch.manual_seed(seed)
-    config.num_labels = 1
+    config.num_labels = labels
     model = AutoModelForSequenceClassification.from_config(
         config, dtype=torch.float32, attn_implementation=attention_of(config)
     )
