@@ -153,9 +153,14 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
 
 def checkpoint_bytes(shape: ModelShape, work: Workload) -> int:
     """Return the bytes of a model that trains in a checkpoint, over all ranks: masters, moments and average."""
-    each = 2 if work.config.states == "bf16" else 4
-    copies = 1 + len(moment_names(work.optimizer))
-    return (each * copies + 4 * work.has_average) * work.trained(shape) * shape.tensor
+    each = bytes_per_trained_parameter(work.config, work.optimizer, has_average=work.has_average)
+    return each * work.trained(shape) * shape.tensor
+
+
+def bytes_per_trained_parameter(config: EngineConfig, optimizer: OptimizerConfig, *, has_average: bool) -> int:
+    """Return the bytes of a trained parameter in a checkpoint: its master, moments and average."""
+    each = 2 if config.states == "bf16" else 4
+    return each * (1 + len(moment_names(optimizer))) + 4 * has_average
 
 
 def model_bytes(shape: ModelShape, work: Workload) -> int:

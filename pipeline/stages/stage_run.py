@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from engine import Engine, checkpoint, distributed, oom
+from engine.memory import bytes_per_trained_parameter
 from pipeline import progress
 from pipeline.config.schema import ProfileSection
 from pipeline.config.stage_sections import StageSection
@@ -31,7 +32,6 @@ METRICS = "metrics.jsonl"
 NORMS = ("grad_norm", "critic_grad_norm")  # not finite in skipped steps, which skipped_steps counts
 SECONDS_BETWEEN_SAVES = 15 * 60.0  # at most, if save_every is 0, so that jobs with a time limit make progress
 LARGE = 2**30  # bytes of a checkpoint; ten of a larger one may take longer than the steps of a stage
-STATE_BYTES = 12  # of a trained parameter: fp32 master and two moments
 
 
 class StageRun:
@@ -242,9 +242,15 @@ class StageRun:
 
     def _is_large(self) -> bool:
         """Return whether a checkpoint has more than LARGE bytes. Every rank calls; a pipeline rank has a part of it."""
-        modules = [engine.module for engine in self._trained.values()]
-        trained = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
-        return distributed.max_over_ranks(float(trained)) * STATE_BYTES > LARGE
+        size = 0
+        for engine in self._trained.values():
+            trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+            assert engine.optimizer_config is not None
+            has_average = engine.average.runs
+            size += trained * bytes_per_trained_parameter(
+                engine.config, engine.optimizer_config, has_average=has_average
+            )
+        return distributed.max_over_ranks(float(size)) > LARGE
 
     def settle(self) -> None:
         """Wait until the last checkpoint is on disk."""

@@ -102,6 +102,20 @@ def test_a_large_checkpoint_is_written_by_the_clock_and_at_the_end(
         assert names(tmp_path / str(save_every)) == [f"step-{n}" for n in saved]
 
 
+@pytest.mark.parametrize(("states", "averages", "size"), [("fp32", False, 12), ("fp32", True, 16), ("bf16", False, 6)])
+def test_the_size_of_a_checkpoint_counts_the_states_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, averages: bool, size: int
+) -> None:
+    optimizer = OptimizerConfig(lr=0.1, total_steps=30)
+    engine = Engine(nn.Linear(3, 2), EngineConfig(dtype="bf16", states=states), optimizer=optimizer)
+    if averages:
+        engine.start_averaging(0.5)
+    for largest, is_large in ((8 * size, False), (8 * size - 1, True)):  # the model has 8 parameters
+        monkeypatch.setattr(stage_run, "LARGE", largest)
+        stage = StageRun(tmp_path, SftSection(), 30, {"net": engine})
+        assert stage._save_every == (30 if is_large else 3)
+
+
 def test_a_checkpoint_is_written_after_a_time_limit(tmp_path: Path) -> None:
     for save_every, saved in ((0, [3, 4, 6]), (4, [4])):
         stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
