@@ -255,6 +255,8 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for key in OTHER_NAMES:  # earlier versions wrote some of these keys
         group, _, leaf = key.rpartition(".")
         settings.get(group, {}).pop(leaf, None)
+    if values.get("method") == "distill":
+        values.setdefault("ppo", "distill")  # `rewrite` selects this option
     own = {"model": own_model, "data": values.keys() & {"data", "data.path", "data.sources"}}
     for group in (group for group, keys in own.items() if keys):
         settings.pop(group, None)

@@ -160,6 +160,8 @@ def test_settings_of_the_actors_run_are_used(tmp_path):
     assert (config.name, config.stage, config.tracking.kind, config.profile.steps) == (None, "ppo", "wandb", None)
     other = validate(compose([f"actor={stage}", "stage=ppo", "data.path=/a/b.jsonl", "engine=zero1"]))
     assert (other.data.path, other.data.sources, other.engine.zero_stage) == ("/a/b.jsonl", [], 1)
+    distilled = validate(compose([f"actor={stage}", "stage=ppo", "method=distill", "teacher=t"]))
+    assert (distilled.ppo.advantage, distilled.rollout.max_new_tokens) == ("distill", 99)
 
 
 def test_an_actor_from_another_folder_is_the_model(tmp_path):
