@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel
 
 from pipeline.config.messages import OTHER_NAMES
-from pipeline.config.overrides import default_options, groups, quoted, rewrite, split
+from pipeline.config.overrides import PLAIN_VALUE, default_options, groups, quoted, rewrite, split
 from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
@@ -108,13 +108,18 @@ def _sweep_values(token: str) -> list[str]:
         return [token]
     try:
         override = OverridesParser.create().parse_override(token)
-        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else None
+        if not override.is_sweep_override():
+            return [token]
+        values = list(zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True))
     except HydraException:  # of a sweep, too: glob() needs Hydra's own launcher
         return [token]
-    if values is None:
-        return [token]
     prefix, key, _ = split(token)
-    return [f"{prefix}{key}={value}" for value in values]
+    return [f"{prefix}{key}={_typed(value) if isinstance(value, str) else text}" for value, text in values]
+
+
+def _typed(value: str) -> str:
+    """Return a text of a sweep as a user types it. Hydra would escape its colons and spaces."""
+    return value if PLAIN_VALUE.fullmatch(value) else quoted(value)
 
 
 def compose(overrides: Sequence[str]) -> dict[str, Any]:

@@ -138,6 +138,9 @@ def test_numeric_names_are_strings():
 
 
 def test_multirun_composes_every_combination():
+    paths = compose_jobs(parse_command(["-m", "evaluation.judge=a.py:f,b c.py:g", "recipe=0.5b-to-3b,up-to-0.5b"]))
+    assert [job.raw["evaluation"]["judge"] for job in paths] == [*["a.py:f"] * 2, *["b c.py:g"] * 2]
+    assert paths[0].label == "evaluation.judge=a.py:f,recipe=0.5b-to-3b"
     jobs = compose_jobs(parse_command(["-m", "model=gpt2,opt-125m", "seed=1,2", "sft.lr=1e-4"]))
     assert [job.label for job in jobs] == [
         "model=gpt2,seed=1", "model=gpt2,seed=2", "model=opt-125m,seed=1", "model=opt-125m,seed=2",
