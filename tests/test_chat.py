@@ -96,6 +96,10 @@ def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with pytest.raises(UserError, match="neither a run nor a model"):
         find(tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.yaml").touch()
+    with pytest.raises(UserError, match="c is an unfinished stage: resume it"):
+        find(tmp_path / "c")
     (tmp_path / "b" / "adapter_config.json").touch()
     with pytest.raises(UserError, match=r"has only adapters; give the run, or a folder of `.* export RUN --to folder`"):
         find(tmp_path / "b")

@@ -45,6 +45,8 @@ def find(path: Path) -> ChatModel:
             f"{path} has no finished stage to talk to (ppo, dpo or sft): resume the run with the training command that "
             "started it"
         )
+    if (path / "config.yaml").is_file():
+        raise UserError(f"{path} is an unfinished stage: resume it with the training command that started it")
     raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages{_runs_in(path)}")
 
 

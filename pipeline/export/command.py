@@ -179,6 +179,9 @@ def _new_folder(output: Path) -> Iterator[Path]:
         staging.chmod(0o755)
         yield staging
         staging.replace(output)
+    except OSError as problem:
+        reason = problem.args[0][0][2] if isinstance(problem, shutil.Error) else problem  # it lists all files
+        raise UserError(f"{output} cannot be written ({reason}): free some space, or set another --output") from problem
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -97,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    except OSError as problem:
+        print(f"error: the report cannot be written: {problem}", file=sys.stderr)
+        return 2
     return 0
 
 

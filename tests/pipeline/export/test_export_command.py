@@ -1,5 +1,6 @@
 """`zerochat export`: folders with a model card, adapters, uploads to a hub on loopback, and GGUF files."""
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator
@@ -98,6 +99,19 @@ def test_an_output_below_a_file_is_refused(run: Path, tmp_path: Path, capsys: py
     assert main([str(run), "--to", "folder", "--output", str(output)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {output} cannot be created (") and f"'{output.parent}'" in error
+
+
+def test_an_export_to_a_full_disk_is_one_message(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: object, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert main([str(run), "--to", "folder", "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'out'} cannot be written ([Errno 28] No space left on device: ")
+    assert error.count("No space") == 1 and not list(tmp_path.iterdir())
 
 
 def test_adapters_load_on_top_of_their_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

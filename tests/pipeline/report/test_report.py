@@ -1,3 +1,4 @@
+import errno
 import json
 import shutil
 from html.parser import HTMLParser
@@ -10,7 +11,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.samples import Sample
 from pipeline.report.comparison import ranked
 from pipeline.report.data import read_run
-from pipeline.report.report import render_report, write_report
+from pipeline.report.report import main, render_report, write_report
 from tests.pipeline.report.example_runs import CONFIG, HOSTILE, sample, write_demo_run, write_stage
 
 TAGS = """
@@ -87,6 +88,18 @@ def test_the_best_and_the_worst_answers_come_in_order() -> None:
     samples = [TypeAdapter(Sample).validate_python(row) for row in rows]
     assert [each.answers["ppo"] for each in ranked(samples, "gold", "ppo")] == ["1", "3", "0", "2"]
     assert ranked(samples, "gold", "dpo") == []
+
+
+def test_a_report_on_a_full_disk_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_demo_run(tmp_path)
+    monkeypatch.setattr("pipeline.files.os.fsync", full)
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: the report cannot be written: [Errno 28] No space left on device\n"
 
 
 def test_a_gamed_run_is_reported(tmp_path: Path) -> None:
