@@ -62,7 +62,7 @@ def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> Non
     if done == 0:
         evaluations, findings = evaluate_policy(ppo, evaluator, guard, stage, 0, {})
         with stage.clock.phase("evaluate"):
-            best_of = evaluator.evaluate_best(ppo.models.actor)
+            best_of = evaluator.evaluate_best(ppo.models.actor, evaluations)
         write_table(evaluator.prompts, {"sft": evaluations, BEST_OF: best_of}, stage.folder)
         stage.log(0, metrics_of(evaluations) | evaluation_metrics(evaluations), guard.report(0, findings))
         guard.act(stage, 0, findings)
@@ -87,6 +87,7 @@ def evaluate_policy(
     """
     with ppo.models.actor.averaged(), stage.clock.phase("evaluate"):
         evaluations = evaluator.evaluate(ppo.models.actor)
+    ppo.evaluated_step, ppo.evaluations = step, evaluations
     more = guard.watch_evaluation(step, evaluations, is_last=step == stage.steps)
     for name, value in (metrics_of(evaluations) | guard.selection(evaluations)).items():
         may_be_best = name != guard.best_metric or guard.may_be_best(line, [*findings, *more])
@@ -118,6 +119,8 @@ def finish(
     with actor.averaged(), stage.clock.phase("export"):
         export_policy(actor, sources.actor, ppo.tokenizer, folder / "model", lora=lora)
     with actor.averaged(), stage.clock.phase("evaluate"):
-        results = compare_models(evaluator.prompts, folder, evaluator.evaluate(actor), evaluator.grade, pair_judge)
+        is_evaluated = ppo.evaluated_step == stage.exported_step  # not after a restart, or with an earlier best step
+        evaluations = ppo.evaluations if is_evaluated else evaluator.evaluate(actor)
+        results = compare_models(evaluator.prompts, folder, evaluations, evaluator.grade, pair_judge)
     by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
     stage.finish({**by_model["ppo"], "held_out": by_model, "skipped": skipped, "guard": guard.summary()})

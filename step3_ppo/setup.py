@@ -14,6 +14,7 @@ from pipeline.data.encode import PromptItems, encode_conversations, encode_promp
 from pipeline.data.microbatches import largest_share
 from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.evaluation.evaluator import Evaluations
 from pipeline.evaluation.judge import Call
 from pipeline.planning.stage_task import DECODE_BATCH, stage_steps
 from pipeline.stages.data import evaluation_prompts, log_cut, on_rank_zero, stage_records
@@ -68,6 +69,8 @@ class Ppo:
             rollout.max_new_tokens,
         )
         self.resample, self.replaced = ppo.resample, 0
+        self.evaluated_step: int | None = None
+        self.evaluations: Evaluations = {}  # of the actor after `evaluated_step`
         self.only_finished = ppo.unfinished == "mask"
         self.shares_forward = ppo.shared_forward and not self.only_finished
         self.steps = stage_steps(ppo, len(prompts))

@@ -96,21 +96,26 @@ class Evaluator:
         answers = answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
         return {temperature: self.grade(texts) for temperature, texts in zip(self.temperatures, answers, strict=True)}
 
-    def evaluate_best(self, engine: Engine) -> dict[float, Evaluation]:
+    def evaluate_best(self, engine: Engine, evaluations: Evaluations) -> dict[float, Evaluation]:
         """Sample `candidates` answers per prompt, and return the evaluation of those with the highest scores.
 
-        The answers are sampled at the first temperature that is not 0. The result is empty if there is none, if there
-        are no scores, or if `candidates` is 1.
+        `evaluations` are those of the same policy. Their answers are the first candidates. The others are sampled at
+        the first temperature that is not 0. The result is empty if there is none, if there are no scores, or if
+        `candidates` is 1.
         """
         count = self.candidates
         temperature = next((temperature for temperature in self.temperatures if temperature > 0), None)
         if temperature is None or self.score is None or count == 1 or not self.prompts:
             return {}
         settings = [
-            replace(self.sampling, temperature=temperature, seed=self.sampling.seed + number) for number in range(count)
+            replace(self.sampling, temperature=temperature, seed=self.sampling.seed + number)
+            for number in range(1, count)
         ]
-        candidates = answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
-        graded = [self.score(answers) for answers in candidates]
+        first = evaluations[temperature]
+        assert first.scores is not None
+        others = answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
+        candidates = [first.answers, *others]
+        graded = [(first.scores, first.function), *map(self.score, others)]
         best = [
             max(range(count), key=column.__getitem__) for column in zip(*(scores for scores, _ in graded), strict=True)
         ]

@@ -208,7 +208,7 @@ def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str,
         "sft": 2 * prompts,
         "reward": 0,
         "dpo": prompts,
-        "ppo": prompts * (1 + evaluations) + answers.prompts * answers.best_of,
+        "ppo": prompts * (1 + evaluations) + answers.prompts * (answers.best_of - 1),
     }[stage]
     pair = _item_sequences(config, stage)
     scored = evaluations * pair * section.eval_examples

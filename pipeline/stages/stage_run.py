@@ -266,6 +266,11 @@ class StageRun:
         elif isinstance(problem, oom.PassOutOfMemory):
             raise restart(self.folder, problem, tokens=self.budget, longest=self._longest) from problem
 
+    @property
+    def exported_step(self) -> int:
+        """The step whose weights the stage exports."""
+        return self.last_step if self._exported_step is None else self._exported_step
+
     def take_best(self) -> None:
         """Load the models of the best step for the export. Does nothing if no step was recorded as the best.
 
@@ -340,7 +345,7 @@ class StageRun:
                 "memory": {"predicted": self.predicted, "measured": measured_memory(self._engines)},
                 "final": {k: metrics.plain(v) for k, v in self.last.items()},
                 "best": self.best,
-                "exported_step": self.last_step if self._exported_step is None else self._exported_step,
+                "exported_step": self.exported_step,
                 **(
                     {self._decides: self.best[self._decides]}
                     if self._decides and self._exported_step is not None

@@ -26,7 +26,7 @@ from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import build_evaluator, evaluate_policy
+from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish
 from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
@@ -433,6 +433,30 @@ def test_evaluations_are_of_the_averaged_weights(run_folder: Path) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(seen[0], weights(ppo.models.actor), strict=True))
 
 
+def test_the_exported_weights_are_evaluated_once(run_folder: Path) -> None:
+    made = config(run_folder)
+    sources = load_models(made, run_folder)
+    ppo, stage = ppo_of(run_folder)
+    answered = []
+
+    class Evaluations:
+        prompts = prompts()
+        grade = None
+
+        def evaluate(self, actor: Any) -> dict[float, Evaluation]:
+            answered.append(actor)
+            return {1.0: Evaluation([f"answer {len(answered)}"] * 3, None, None)}
+
+    guard = Guard("off", has_judge=False, kl_budget=10.0)
+    stage.folder.mkdir()
+    evaluate_policy(ppo, Evaluations(), guard, stage, stage.last_step, {})
+    for expected in (1, 2):
+        finish(ppo, sources, Evaluations(), guard, stage, lora=made.ppo.lora, export_best=False, skipped={})
+        assert len(answered) == expected
+        assert f"answer {expected}" in (stage.folder / "samples.jsonl").read_text()
+        ppo.evaluated_step = stage.last_step - 1  # of other weights
+
+
 def test_a_rollout_off_the_policy_stops_the_run(run_folder: Path) -> None:
     ppo, stage = ppo_of(run_folder)
     rollout = ppo.collect(1, stage)
@@ -472,7 +496,8 @@ def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(run_fo
     sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
     setting = (models, prompts(), sources.tokenizer, sampling)
     evaluator = build_evaluator(*setting, (0.0, 1.0), budget=64, keep=True, candidates=3)
-    best = evaluator.evaluate_best(models.actor)[1.0]
+    evaluations = evaluator.evaluate(models.actor)
+    best = evaluator.evaluate_best(models.actor, evaluations)[1.0]
     single = [
         build_evaluator(*setting[:3], replace(sampling, seed=seed), (1.0,), budget=64, keep=True).evaluate(models.actor)
         for seed in (1, 2, 3)
@@ -480,8 +505,8 @@ def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(run_fo
     assert best.scores == pytest.approx([max(actual[1.0].scores[i] for actual in single) for i in range(3)], abs=1e-5)
     assert all(answer in [actual[1.0].answers[i] for actual in single] for i, answer in enumerate(best.answers))
     assert best.scores != pytest.approx(single[0][1.0].scores, abs=1e-5)
-    assert build_evaluator(*setting, (0.0,), budget=64, keep=True, candidates=3).evaluate_best(models.actor) == {}
-    assert build_evaluator(*setting, (1.0,), budget=64, keep=True).evaluate_best(models.actor) == {}
+    assert build_evaluator(*setting, (0.0,), budget=64, keep=True, candidates=3).evaluate_best(models.actor, {}) == {}
+    assert build_evaluator(*setting, (1.0,), budget=64, keep=True).evaluate_best(models.actor, {}) == {}
 
 
 def test_earlier_answers_are_complete_or_ignored(tmp_path: Path) -> None:
