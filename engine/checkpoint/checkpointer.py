@@ -144,8 +144,8 @@ class Checkpointer:
         for name, engine in self.engines.items():
             _restore_counters(engine, state["engines"][name])
         world = dist.world()
-        # The ranks of a tensor group have equal random states.
-        is_same_layout = (state["ranks"], state["tensor"]) == (world.size, world.tensor)
+        # The ranks of a tensor group have equal random states. Earlier versions did not write "tensor".
+        is_same_layout = (state["ranks"], state.get("tensor", 1)) == (world.size, world.tensor)
         mine = json.loads((folder / f"rank-{world.rank}.json").read_text()) if is_same_layout else None
         return state["shared"], mine
 

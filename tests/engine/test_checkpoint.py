@@ -320,6 +320,19 @@ def test_values_besides_tensors_are_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "step-1" / "state.json").read_text())["ranks"] == 1
 
 
+def test_a_checkpoint_without_the_size_of_tensor_groups_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions did not write the size."""
+    save_and_wait(engine_of(0), tmp_path / "step-1", mood="fair")
+    file = tmp_path / "step-1" / "state.json"
+    state = json.loads(file.read_text())
+    del state["tensor"]
+    file.write_text(json.dumps(state))
+    monkeypatch.setattr(checkpointer_module, "verify", lambda folder: None)
+    assert Checkpointer({"net": engine_of(0)}).load(tmp_path / "step-1")[1] == {"mood": "fair"}
+
+
 def test_random_state_comes_back() -> None:
     torch.manual_seed(4)
     kept = json.loads(json.dumps(random_state()))
