@@ -245,11 +245,9 @@ class StageRun:
         size = 0
         for engine in self._trained.values():
             trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
-            assert engine.optimizer_config is not None
-            has_average = engine.average.runs
-            size += trained * bytes_per_trained_parameter(
-                engine.config, engine.optimizer_config, has_average=has_average
-            )
+            config, optimizer = engine.config, engine.optimizer_config
+            assert optimizer is not None
+            size += trained * bytes_per_trained_parameter(config, optimizer, has_average=engine.average.runs)
         return distributed.max_over_ranks(float(size)) > LARGE
 
     def settle(self) -> None:
