@@ -2,9 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -21,6 +30,23 @@ def unused_patterns(model: PreTrainedModel) -> Sequence[str]:
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
     """Fill the parameters of one module of a model with random values."""
     model._init_weights(module)
+
+
+def add_classifier(config: PretrainedConfig) -> None:
+    """Let `AutoModelForSequenceClassification` build a family for which transformers has no such class.
+
+    The class is the one that transformers has for Llama, Qwen and others: the family's base model with a linear head
+    named score, for each token.
+    """
+    family = type(config)
+    if family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or family not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    base: Any = MODEL_MAPPING[family]
+    parent = base.__mro__[1]  # the family's PreTrainedModel
+    name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
+    fields = {"config_class": family, "base_model_prefix": parent.base_model_prefix, "__module__": base.__module__}
+    classifier = type(name, (GenericForSequenceClassification, parent), fields)
+    AutoModelForSequenceClassification.register(family, classifier, exist_ok=True)
 
 
 @contextmanager

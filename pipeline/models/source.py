@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from pipeline import progress
 from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
+from pipeline.models.internals import add_classifier
 
 if TYPE_CHECKING:
     from pipeline.config.schema import ModelConfig
@@ -47,6 +48,10 @@ class ModelSource:
     tensor_plan: dict[str, str] | None = None
     fused_kernels: str = "none"
     quantize: str = "none"
+
+    def __post_init__(self) -> None:
+        """Let transformers build a reward model of the family."""
+        add_classifier(self.config)
 
     @classmethod
     def of(cls, model: "ModelConfig", config: PretrainedConfig, folder: Path | None, seed: int) -> "ModelSource":

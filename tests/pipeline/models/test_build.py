@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    PretrainedConfig,
+)
 
 from engine import Engine
 from engine.parallel import dtensors
@@ -104,7 +111,18 @@ def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Pa
     assert torch.equal(again, heads[0]) and not torch.equal(heads[0], heads[1])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["cohere", "granite", "glm4_moe"])
+def test_families_without_a_classifier_in_transformers_score(family: str, tmp_path: Path) -> None:
+    model = language_model(config_of(family))
+    model.save_pretrained(tmp_path)
+    engine, ids = build_scorer(source_in(tmp_path), frozen(), pad_id=0), ids_of(2, 9)
+    with torch.no_grad():
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+    values = engine.score([ids], lambda module, batch: module(batch))[0]
+    torch.testing.assert_close(values, hidden @ whole(engine)["model.score.weight"][0], atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "granite"])
 def test_a_saved_reward_model_keeps_its_head(family: str, tmp_path: Path) -> None:
     model = classifier(config_of(family))
     model.save_pretrained(tmp_path)
@@ -256,12 +274,20 @@ def test_a_reward_model_is_refused_as_actor(tmp_path: Path) -> None:
         build_policy(source_in(tmp_path), frozen())
 
 
+class OwnConfig(LlamaConfig):
+    """The configuration of a family that transformers does not have."""
+
+    model_type = "own"
+
+
+SMALL_BERT = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=96)
+
+
 @pytest.mark.parametrize(
-    ("family", "what"), [("cohere", "no sequence classification of cohere"), ("bert", "no linear head named score")]
+    ("config", "what"),
+    [(OwnConfig(), "no sequence classification of own"), (SMALL_BERT, "no linear head named score")],
 )
-def test_families_that_cannot_score(family: str, what: str) -> None:
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
-    config = config_of(family) if family in FAMILIES else AutoConfig.for_model(family, **shape)
+def test_families_that_cannot_score(config: PretrainedConfig, what: str) -> None:
     with pytest.raises(UserError, match=what) as error:
         build_scorer(source_drawn(config), frozen(), pad_id=0)
     assert len(str(error.value)) < 420

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
 from engine import Engine
 from pipeline.config.stage_sections import LoraConfig
@@ -239,9 +239,10 @@ def test_a_language_model_with_another_class_name_is_accepted(tmp_path: Path) ->
 
 
 def test_families_that_can_be_reward_models() -> None:
-    check_scores(source_drawn(config_of("llama")))
-    with pytest.raises(UserError, match=r"no sequence classification of granite\. Set reward_model"):
-        check_scores(source_drawn(config_of("granite")))
+    for family in ("llama", "granite"):
+        check_scores(source_drawn(config_of(family)))
+    with pytest.raises(UserError, match=r"no linear head named score\. Set reward_model"):
+        check_scores(source_drawn(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)))
 
 
 def test_trial_lengths_fit_the_models_positions(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from engine.loading import persistent_buffers
 from engine.parallel import dist
 from pipeline.config.schema import EngineSettings
 from pipeline.models.build import EngineChoice
+from pipeline.models.internals import add_classifier
 from pipeline.models.source import ModelSource
 
 VOCABULARY = 96
@@ -86,6 +87,7 @@ def language_model(config: PretrainedConfig, seed: int = 1) -> Any:
 
 def classifier(config: PretrainedConfig, seed: int = 1, labels: int = 1) -> Any:
     """Return a transformers sequence classifier."""
+    add_classifier(config)
     torch.manual_seed(seed)
     config.num_labels = labels
     model = AutoModelForSequenceClassification.from_config(
