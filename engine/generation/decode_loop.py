@@ -27,7 +27,7 @@ from engine.generation.model_support import (
     plain_logits,
 )
 from engine.generation.sampling import SampledToken, Sampling
-from engine.generation.scheduler import Chunk, Scheduler, queue_order
+from engine.generation.scheduler import Chunk, Plan, Scheduler, queue_order
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
 
@@ -146,7 +146,8 @@ class DecodeLoop:
                 from engine.generation.cuda_graph import GraphedStep
 
                 scratch, name = step.cache.size.sequences, type(self.model.module).__name__
-                graphs = GraphedStep(partial(step.run_rows, sampler), step.state.step, scratch=scratch, name=name)
+                run = partial(step.run, Plan([], [], [], []), samplers=[sampler])
+                graphs = GraphedStep(run, step.state.step, scratch=scratch, name=name)
             entry = sampler, graphs
         self._samplers[settings] = entry
         while len(self._samplers) > MAX_SAMPLERS:

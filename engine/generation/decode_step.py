@@ -78,7 +78,7 @@ class DecodeState:
         self.step.fill_(-1)
 
     def read(self, chosen: Tensor) -> DecodeRows:
-        """Return the rows of the next step, and advance `step`. chosen (2, B): as in `DecodeStep.run_rows`."""
+        """Return the rows of the next step, and advance `step`. chosen (2, B): as in `DecodeStep.run`."""
         self.step.add_(1)
         row = self.rows.index_select(0, chosen[0]).t().contiguous()
         lengths = (row[CACHED] + 1) * (1 - row[ENDED])
@@ -183,16 +183,6 @@ class DecodeStep:
         vocabulary: int = self.model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
         return Sampler(sampling, self.state, vocabulary)
 
-    @torch.inference_mode()
-    def run_rows(self, sampler: Sampler, chosen: Tensor) -> None:
-        """Run one token of each row and sample; a CUDA graph can capture the call.
-
-        chosen (2, B) int64: the slots, and of each row the first neighbour with the same prompt.
-        """
-        rows = self.state.read(chosen)
-        logits = self.model(rows.tokens, rows.positions, StepTokens(self.cache, rows))
-        sampler(rows.slots, rows.seeds, rows.counts, logits)
-
     def start(self, table_rows: Sequence[Sequence[int]], plan: Plan, samplers: Sequence[Sampler]) -> None:
         """Write the table rows (n, 8) of the plan's starting sequences. samplers: of each sequence, (n,)."""
         slots = upload([sequence.slot for sequence in plan.starting], self.model.device)
@@ -204,8 +194,10 @@ class DecodeStep:
     def run(self, plan: Plan, chosen: Tensor, samplers: Sequence[Sampler]) -> None:
         """Run one token of each decoding row and the plan's chunks in one forward, and sample. Needs inference mode.
 
-        chosen (2, B + n): the B rows, as in `run_rows`, and the plan's n starting sequences, whose first tokens are
-        sampled from the logits after their prompts. samplers: of each row and starting sequence, (B + n).
+        chosen (2, B + n) int64: the slots of the B rows and of the plan's n starting sequences, whose first tokens are
+        sampled from the logits after their prompts; and of each the first neighbour with the same prompt. samplers: of
+        each row and starting sequence, (B + n), or a single one. A CUDA graph can capture the call for a plan without
+        chunks and starting sequences.
         """
         rows, count, logits = self.state.read(chosen), chosen.shape[1] - len(plan.starting), list[Tensor]()
         if count or plan.chunks:

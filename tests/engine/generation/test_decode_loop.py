@@ -20,7 +20,7 @@ from engine.generation.decode_step import CACHED, COUNT, ENDED, LIMIT, NOTHING, 
 from engine.generation.generator import Generation, Generator
 from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.sampling import Sampling, combine_seeds, uniforms
-from engine.generation.scheduler import Chunk
+from engine.generation.scheduler import Chunk, Plan
 from tests.engine.generation.families import (
     ENDS,
     VOCABULARY,
@@ -411,7 +411,8 @@ def test_a_sequence_that_has_ended_samples_nothing(llama: nn.Module) -> None:
     assert sorted(before[:2, CACHED].tolist()) == [3 + 2, 4 + 2], "the last token is not cached"
     state.clear()
     state.rows[1, ENDED], state.rows[:2, LIMIT] = 0, 9
-    step.run_rows(sampler, torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]))
+    with torch.inference_mode():
+        step.run(Plan([], [], [], []), torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]), [sampler])
     tokens = state.tokens
     assert tokens[0, 0] == NOTHING and tokens[0, 1] != NOTHING and (tokens[1:] == NOTHING).all()
     assert state.rows[0, CACHED:PROMPT].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]
