@@ -90,22 +90,18 @@ class DecodeLoop:
         """Answer the prompts; yield the tokens of each step. `ends` returns whether a token ends a request's answer."""
         longest, different = max(len(prompt) for prompt in prompts), len({tuple(prompt) for prompt in prompts})
         batch_size = min(batch_size, len(prompts))
-        session = self._open(CacheDemand(longest, sampling.max_new_tokens, different, len(prompts), batch_size))
+        session = self.open(CacheDemand(longest, sampling.max_new_tokens, different, len(prompts), batch_size))
         for request in queue_order(prompts):
             session.add(request, prompts[request], sampling, sample_seeds[request], ends=ends)
         while session.busy:
             yield from session.advance()
 
-    def session(self, slots: int, prompt_tokens: int, new_tokens: int, *, sharing: int = 1) -> DecodeSession:
-        """Return an empty session with at most `slots` sequences at a time; with little memory there are fewer.
+    def open(self, demand: CacheDemand, sharing: int = 1) -> DecodeSession:
+        """Return an empty session; with little memory, fewer sequences decode at a time than demanded.
 
-        Prompts have at most `prompt_tokens` tokens, and answers at most `new_tokens`. `sharing` caches divide the free
-        memory.
+        It uses the current decode step, or a new one if cache or weights have new addresses. `sharing` caches divide
+        the free memory.
         """
-        return self._open(CacheDemand(prompt_tokens, new_tokens, slots, slots, slots), sharing)
-
-    def _open(self, demand: CacheDemand, sharing: int = 1) -> DecodeSession:
-        """Return a session on the current decode step, or on a new one if cache or weights have new addresses."""
         cache, module = self._cache_for(demand, sharing), self.model.module
         addresses = [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
         if self._step is None or addresses != self._addresses:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_session import DecodeSession
+from engine.generation.kv_cache import CacheDemand
 from engine.generation.model_support import UnsupportedModel, frequency_change, max_positions
 from engine.generation.sampling import Ending, SampledToken, Sampling, check_logprobs
 from engine.parallel import dist
@@ -146,7 +147,7 @@ class Generator:
         if not isinstance(backend, DecodeLoop):
             name = type(self.module).__name__
             raise ValueError(f"{name} cannot decode requests that arrive one by one: {self._reason}")
-        return backend.session(slots, prompt_tokens, new_tokens, sharing=sharing)
+        return backend.open(CacheDemand(prompt_tokens, new_tokens, slots, slots, slots), sharing)
 
     def refresh(self) -> None:
         """Use the current weights of `module`."""
