@@ -145,31 +145,20 @@ def deal(prompt_lengths: Sequence[int], groups: int, group: int) -> list[int]:
 
 @contextmanager
 def states_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Move an optimizer's states from an accelerator to host memory inside the context.
+    """Move an optimizer's states from a GPU to host memory inside the context.
 
     Only the storages are freed: the tensors stay the same objects, so the optimizer does not notice.
     """
-    states = [
-        dtensors.local(value)
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.ndim > 0
-    ]
-    with storages_on_host([state for state in states if state.device.type != "cpu"]):
+    values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    storages = [local.untyped_storage() for value in values if (local := dtensors.local(value)).is_cuda]
+    if not storages:
         yield
-
-
-@contextmanager
-def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Free the storages of tensors inside the context, and restore their values from host memory at its end."""
-    storages = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}.values())
+        return
     sizes = [storage.nbytes() for storage in storages]
-    on_gpu = any(storage.device.type == "cuda" for storage in storages)
-    copies = (_pinned_memory(sum(sizes)) if on_gpu else torch.empty(sum(sizes), dtype=torch.uint8)).split(sizes)
+    copies = _pinned_memory(sum(sizes)).split(sizes)
     for storage, copy in zip(storages, copies, strict=True):
         copy.copy_(_bytes(storage), non_blocking=True)
-    if on_gpu:
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     for storage in storages:
         storage.resize_(0)
     try:
@@ -178,8 +167,7 @@ def storages_on_host(tensors: Sequence[Tensor]) -> Iterator[None]:
         for storage, copy in zip(storages, copies, strict=True):
             storage.resize_(len(copy))
             _bytes(storage).copy_(copy, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
 
 @lru_cache(maxsize=1)

@@ -190,6 +190,8 @@ def test_training_is_unchanged_by_parking_the_optimizer() -> None:
         train(each, batches()[:1])
         with each.generating(keep=False, park_optimizer=park) as rollouts:
             rollouts.generate([[1, 2, 3]], Sampling(2), [0])
+            moments = [m for states in each.optimizer.state.values() for m in states.values() if m.ndim]
+            assert {m.untyped_storage().nbytes() > 0 for m in moments} == {not park}
     assert train(engine, batches()[1:]) == train(unparked, batches()[1:])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.generation import prepacked_linears
-from engine.generation.flip import deal, states_on_host, storages_on_host
+from engine.generation.flip import deal, states_on_host
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.sampling import Sampling
@@ -179,18 +179,6 @@ def test_long_prompts_are_divided_evenly() -> None:
 
 def test_fewer_prompts_than_ranks() -> None:
     assert [deal([3, 4], 3, group) for group in range(3)] == [[1], [0], []]
-
-
-def test_parked_storages_are_empty_and_return_with_their_values() -> None:
-    states = [torch.randn(7, 3), torch.randn(4)]
-    shared = states[0].view(-1)[:5]  # two tensors of one storage
-    copies, addresses = [state.clone() for state in states], [id(state) for state in states]
-    with storages_on_host([*states, shared, torch.empty(0)]):
-        assert [state.untyped_storage().nbytes() for state in states] == [0, 0]
-    assert [id(state) for state in states] == addresses
-    for state, values in zip(states, copies, strict=True):
-        assert torch.equal(state, values)
-    assert torch.equal(shared, copies[0].view(-1)[:5])
 
 
 def test_states_of_a_cpu_optimizer_stay() -> None:
