@@ -181,7 +181,7 @@ def step(chat: Chat, setting: Setting, number: int) -> dict[str, float]:
 
 def _generate(chat: Chat, prompts: list[list[int]], seed: int) -> Tensor:
     # Without end ids every answer has its full length.
-    sampling = Sampling(max_new_tokens=chat.size.length, end_ids=(), pad_id=1, seed=seed)
+    sampling = Sampling(max_new_tokens=chat.size.length, end_ids=(), seed=seed)
     with chat.actor.generating() as generator:
         answers = generator.generate(prompts, sampling, sample_seeds=list(range(len(prompts))), batch_size=len(prompts))
     return torch.tensor([answer.token_ids for answer in answers])

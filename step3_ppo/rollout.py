@@ -123,7 +123,7 @@ def generate(
             samples=samples,
             text=text,
         )
-    check_generator(models.actor, pad_id=sampling.pad_id)
+    check_generator(models.actor)
     gathered = gather_rows(dict(zip(indices, map(_packed, answers), strict=True)), torch.int32)
     return [_unpacked(gathered[index]) for index in range(len(gathered))]
 
@@ -139,13 +139,13 @@ def _unpacked(row: Tensor) -> Generation:
     return Generation(tokens.tolist(), logprobs.view(torch.float32).tolist(), bool(row[0]))
 
 
-def check_generator(actor: Engine, *, pad_id: int) -> None:
+def check_generator(actor: Engine) -> None:
     """Compare the answers of the last parity check with the trainer's forward. Raises ValueError if they differ."""
     checked = actor.flip.checked
     if not checked:
         return
     prompts, answers = [each.prompt for each in checked], [each.answer.token_ids for each in checked]
-    batch = collate(prompts, answers, range(len(checked)), pad_id).to(actor.device)
+    batch = collate(prompts, answers, range(len(checked)), pad_id=0).to(actor.device)
     with actor.scoring() as module:
         logprobs, _ = policy_logprobs(module, batch, temperature=1.0)
     actor.check_generator(logprobs.split(batch.response_lengths))

@@ -90,7 +90,7 @@ def _iterate(models: Models, task: dict[str, Any], number: int) -> dict[str, flo
     """Run one rollout and one epoch on it; return the seconds of each phase."""
     prompts, budget, section = task["prompts"], task["budget"], PpoSection()
     # Without end ids every answer has its full length.
-    sampling = Sampling(max_new_tokens=task["new_tokens"], end_ids=(), pad_id=1, seed=number)
+    sampling = Sampling(max_new_tokens=task["new_tokens"], end_ids=(), seed=number)
     times = [time.perf_counter()]
     answers = generate(models, prompts, sampling, first_seed=number * len(prompts), batch_size=len(prompts))
     times.append(time.perf_counter())

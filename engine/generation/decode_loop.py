@@ -133,7 +133,7 @@ class DecodeLoop:
 
     def _sampler_for(self, step: DecodeStep, sampling: Sampling) -> tuple[Sampler, "GraphedStep | None"]:
         """Return the sampler of these settings, and the graphs of the decode step with it, None without graphs."""
-        settings = replace(sampling, seed=0, stop=(), pad_id=0, max_new_tokens=max(1, sampling.min_new_tokens))
+        settings = replace(sampling, seed=0, stop=(), max_new_tokens=max(1, sampling.min_new_tokens))
         if settings in self._samplers:
             entry = self._samplers.pop(settings)
         else:

@@ -48,7 +48,6 @@ class Sampling:
     makes the tokens of prompt and answer less probable (Keskar et al., 2019, "CTRL"); 1 changes nothing.
     An answer ends with the first of `end_ids` (included), with the token that completes one of the strings `stop`, or
     after `max_new_tokens`. No end token is sampled before the answer has `min_new_tokens` tokens.
-    `pad_id` pads rows; it may be one of `end_ids`, because no mask is made from ids.
     `top_logprobs` computes `raw_logprobs` of each token with this many of the likeliest tokens (`DecodeSession`).
     """
 
@@ -57,7 +56,6 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     end_ids: tuple[int, ...] = ()
-    pad_id: int = 0
     seed: int = 0
     min_new_tokens: int = 0
     min_p: float = 0.0

@@ -23,6 +23,7 @@ from engine.internals import attention_name, inputs_of_next_step
 from engine.oom import is_out_of_memory
 
 BATCH_TOKENS = 16384  # tokens of a batch, padding and answers included: bounds the activations
+PADDING = 0  # any token: no mask is made from ids
 Steps = Generator[Tensor, Tensor, None]  # yields the logits (b, V) of each step, receives the tokens (b,) to append
 
 
@@ -96,7 +97,7 @@ class TransformersFallback:
         table = state.rows[:count]
         table[:, LIMIT], table[:, ENDED] = sampling.max_new_tokens, 0
         slots = torch.arange(count, device=self.device)
-        steps = self._generate([*prompts.values()], self.batching, sampling.max_new_tokens, sampling.pad_id)
+        steps = self._generate([*prompts.values()], self.batching, sampling.max_new_tokens)
         logits = next(steps)
         sampler = Sampler(sampling, state, logits.shape[1])
         sampler.start(dict(enumerate(prompts.values())))
@@ -119,14 +120,14 @@ class TransformersFallback:
                 return
             logits = steps.send(state.tokens[0, :count].clamp(min=0))
 
-    def _generate(self, prompts: Sequence[Sequence[int]], batching: Batching, new_tokens: int, pad_id: int) -> Steps:
+    def _generate(self, prompts: Sequence[Sequence[int]], batching: Batching, new_tokens: int) -> Steps:
         """Return the decoding of one batch, padded on the left, without the model's own generation settings."""
         module: Any = self.module
         width = max(len(prompt) for prompt in prompts)
         padding = [width - len(prompt) for prompt in prompts]
-        ids = [[pad_id] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
+        ids = [[PADDING] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
         seen = [[0] * count + [1] * (width - count) for count in padding]
-        config = GenerationConfig(max_new_tokens=new_tokens, use_cache=batching.use_cache, pad_token_id=pad_id)
+        config = GenerationConfig(max_new_tokens=new_tokens, use_cache=batching.use_cache, pad_token_id=PADDING)
         mask = {"attention_mask": torch.tensor(seen, device=self.device)} if self._takes_mask else {}
         # `generate` would use the model's own settings for everything that is not set.
         own, module.generation_config = module.generation_config, GenerationConfig()
@@ -160,7 +161,7 @@ class TransformersFallback:
             return False
 
     def _matches_plain_forward(self, batching: Batching, prompts: Sequence[list[int]]) -> bool:
-        steps = self._generate(prompts, batching, NEW_TOKENS, 0)
+        steps = self._generate(prompts, batching, NEW_TOKENS)
         logits = [next(steps)]
         while len(logits) < NEW_TOKENS:
             logits.append(steps.send(logits[-1].argmax(-1)))

@@ -50,7 +50,6 @@ class ChatParticipant:
             max_new_tokens=longest,
             min_new_tokens=min(sampling.min_new_tokens, longest),
             end_ids=self.tokenizer.end_ids,
-            pad_id=self.tokenizer.pad_id,
         )
         answered = AnswerText(self.tokenizer.decode_unstripped, sampling.stop, strips=True)
         try:

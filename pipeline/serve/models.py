@@ -64,7 +64,7 @@ class ServedModel:
                 "shorter prompt",
                 "context_length_exceeded",
             )
-        sampling = body.sampling(room, self.tokenizer.end_ids, self.tokenizer.pad_id)
+        sampling = body.sampling(room, self.tokenizer.end_ids)
         return [Job(ids, sampling, choice, self.tokenizer.decode_unstripped) for choice in range(body.n)]
 
     def _describe(self, token: Token) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class SharedFields(BaseModel):
         """The number of likeliest tokens to return with each token; None without log-probabilities."""
         raise NotImplementedError
 
-    def sampling(self, room: int, end_ids: tuple[int, ...], pad_id: int) -> Sampling:
+    def sampling(self, room: int, end_ids: tuple[int, ...]) -> Sampling:
         """Return the settings of the sampler for an answer of at most `room` tokens.
 
         Raises ServeError if the sampler refuses a setting.
@@ -105,7 +105,6 @@ class SharedFields(BaseModel):
                 stop=self.stops,
                 seed=secrets.randbits(62) if self.seed is None else self.seed,
                 end_ids=end_ids,
-                pad_id=pad_id,
                 top_logprobs=self.likeliest,
             )
         except ValueError as problem:

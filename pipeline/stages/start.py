@@ -57,7 +57,6 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
         min_new_tokens=rollout.min_new_tokens,
         stop=tuple(rollout.stop),
         end_ids=tokenizer.end_ids,
-        pad_id=tokenizer.pad_id,
         seed=seed,
     )
 

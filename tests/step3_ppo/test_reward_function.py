@@ -159,7 +159,7 @@ def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_pat
     made = setting(tmp_path, reward_model=reward_model)
     sources = load_models(made, tmp_path)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
-    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
+    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, seed=1)
     asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
     judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
     evaluator = build_evaluator(models, asked, sources.tokenizer, sampling, (1.0,), budget=64, keep=True, judge=judge)
@@ -184,7 +184,7 @@ def test_a_held_out_answer_that_was_cut_is_scored_within_its_length(tmp_path: Pa
     made = config(tmp_path)
     sources = load_models(made, tmp_path)
     models, words = build_models(made, sources, actor_steps=1, critic_steps=1), sources.tokenizer
-    sampling = Sampling(max_new_tokens=3, end_ids=words.end_ids, pad_id=words.pad_id)
+    sampling = Sampling(max_new_tokens=3, end_ids=words.end_ids)
     evaluator = build_evaluator(models, prompts(), words, sampling, (1.0,), budget=64, keep=True)
     texts = ["some words to learn from", "words", ""]
     answers = [[*words.encode_answer(text)[:3][:-1], words.end_id] for text in texts]

@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import advantages_of, models_in, rollout_of, saved_models
 
 PROMPTS, RESPONSES = [3, 6, 2, 5, 4, 2, 7], [4, 1, 6, 2, 5, 3, 2]
-SAMPLING = Sampling(max_new_tokens=6, end_ids=(5, 6), pad_id=0, seed=3)
+SAMPLING = Sampling(max_new_tokens=6, end_ids=(5, 6), seed=3)
 SECTION = PpoSection(minibatches=2, entropy_coef=0.02, micro_batch_tokens=24)
 
 

@@ -231,7 +231,7 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -
         kl.append(metrics["kl"] / metrics["response_length"])
         learn(ppo, step, rollout, advantages, stage.budget)
     assert kl[-1] < 0.7 * kl[0], kl
-    sampling = Sampling(max_new_tokens=4, end_ids=ppo.tokenizer.end_ids, pad_id=ppo.tokenizer.pad_id, seed=1)
+    sampling = Sampling(max_new_tokens=4, end_ids=ppo.tokenizer.end_ids, seed=1)
     evaluator = build_evaluator(ppo.models, [], ppo.tokenizer, sampling, [0.0], budget=100, keep=True)
     assert evaluator.score is None
 
@@ -473,7 +473,7 @@ def test_held_out_scores_subtract_the_reference_level(run_folder: Path) -> None:
     made = config(run_folder)
     sources = load_models(made, run_folder)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
-    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
+    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, seed=1)
     evaluator = build_evaluator(models, prompts(), sources.tokenizer, sampling, (1.0, 0.0), budget=64, keep=True)
     judged = evaluator.grade(["words", "to learn", ""])
     scorer = build_scorer(resolve(made.model, 1, folder=run_folder / "reward"), frozen(), pad_id=0)
@@ -493,7 +493,7 @@ def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(run_fo
     made = config(run_folder)
     sources = load_models(made, run_folder)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
-    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, pad_id=sources.tokenizer.pad_id, seed=1)
+    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, seed=1)
     setting = (models, prompts(), sources.tokenizer, sampling)
     evaluator = build_evaluator(*setting, (0.0, 1.0), budget=64, keep=True, candidates=3)
     evaluations = evaluator.evaluate(models.actor)

@@ -17,7 +17,7 @@ from tests.engine.generation.families import ENDS, FAMILIES, build, ragged_promp
 from tests.ranks import run_ranks
 
 PROMPTS = ragged_prompts(3, 1, 14)
-GREEDY = Sampling(6, temperature=0, end_ids=ENDS, pad_id=ENDS[0])  # the padding token is also an end token
+GREEDY = Sampling(6, temperature=0, end_ids=ENDS)
 PADDED = {"gptj", "bloom", "falcon"}
 
 

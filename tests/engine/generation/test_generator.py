@@ -26,7 +26,7 @@ from tests.engine.generation.families import (
 
 PROMPTS = ragged_prompts(3, 11, 7, 1, 11, 5, 2, 14)
 STREAMS = list(range(len(PROMPTS)))
-GREEDY = Sampling(12, temperature=0, end_ids=ENDS, pad_id=ENDS[0])
+GREEDY = Sampling(12, temperature=0, end_ids=ENDS)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.engine.generation.families import ENDS, POSITIONS, VOCABULARY, build,
 
 PROMPTS = ragged_prompts(3, 11, 1, 11, 14)
 STREAMS = list(range(len(PROMPTS)))
-GREEDY = Sampling(12, temperature=0, end_ids=ENDS, pad_id=ENDS[0])
+GREEDY = Sampling(12, temperature=0, end_ids=ENDS)
 _MODERN: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,

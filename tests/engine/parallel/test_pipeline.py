@@ -189,7 +189,7 @@ def test_four_ranks_combine_stages_with_zero_and_exchange_checkpoints(tmp_path: 
 
 
 def generate(engine: Engine) -> list[tuple[int, ...]]:
-    how = Sampling(max_new_tokens=6, end_ids=(), pad_id=0, seed=3)
+    how = Sampling(max_new_tokens=6, end_ids=(), seed=3)
     with engine.generating(keep=False) as rollouts:
         return [tuple(each.token_ids) for each in rollouts.generate([[5, 6, 7], [8, 9]], how, [0, 1])]
 
