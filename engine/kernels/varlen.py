@@ -17,18 +17,15 @@ LARGEST_HEAD = 256
 
 
 @cache
-def varlen_kernel() -> Callable[..., Tensor] | None:
-    """Return PyTorch's variable-length attention; None if this version has none with a scale and a window.
+def varlen_kernel() -> Callable[..., Tensor]:
+    """Return PyTorch's variable-length attention. Query heads may share a key head without copying it.
 
-    Query heads may share a key head without copying it. PyTorch 2.13 has an argument for this case, 2.11 has none.
+    PyTorch 2.13 has an argument for this case, 2.11 has none.
     """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    parameters = inspect.signature(varlen_attn).parameters
-    kernel: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if "enable_gqa" in parameters else varlen_attn
-    return kernel if {"scale", "window_size"} <= parameters.keys() else None
+    from torch.nn.attention.varlen import varlen_attn
+
+    kernel: Callable[..., Any] = varlen_attn
+    return partial(kernel, enable_gqa=True) if "enable_gqa" in inspect.signature(kernel).parameters else kernel
 
 
 def varlen_fits(query: Tensor, value: Tensor) -> bool:
