@@ -57,7 +57,7 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)
     communicates = dist.world().zero_size > 1 and (is_trained or config.zero_stage > 0)
     if is_plain and not communicates and dist.world().tensor == 1:
-        zero.attach_copies(module, policy)
+        zero.ComputeCopies(module, policy.param_dtype)
     else:
         zero.shard(module, config, policy, local_gradients=local_gradients)
     if config.offload_parameters == "nvme":

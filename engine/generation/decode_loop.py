@@ -137,7 +137,8 @@ class DecodeLoop:
         if settings in self._samplers:
             entry = self._samplers.pop(settings)
         else:
-            sampler, graphs = step.sampler(settings), None
+            vocabulary: int = step.model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+            sampler, graphs = Sampler(settings, step.state, vocabulary), None
             if self.use_graphs and settings.top_logprobs is None:  # the host reads the likeliest tokens
                 from engine.generation.cuda_graph import GraphedStep
 

@@ -178,11 +178,6 @@ class DecodeStep:
         self.model, self.cache = model, cache
         self.state = DecodeState(cache.size.sequences, steps, model.device)
 
-    def sampler(self, sampling: Sampling) -> Sampler:
-        """Return a sampler for the sequences of this cache."""
-        vocabulary: int = self.model.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-        return Sampler(sampling, self.state, vocabulary)
-
     def start(self, table_rows: Sequence[Sequence[int]], plan: Plan, samplers: Sequence[Sampler]) -> None:
         """Write the table rows (n, 8) of the plan's starting sequences. samplers: of each sequence, (n,)."""
         slots = upload([sequence.slot for sequence in plan.starting], self.model.device)

@@ -87,7 +87,7 @@ class Flip:
     def memory(self) -> tuple[list[Tensor], list[Tensor], int]:
         """Return the inference model's weights (with shared ones), the cache, and the bytes of prepacked weights."""
         copied = [] if self._model is None else self._model.tensors()
-        weights, cache, packs = ([], [], 0) if self._generator is None else self._generator.memory()
+        weights, cache, packs = ([], [], 0) if self._generator is None else self._generator.backend.memory()
         return [*copied, *weights], cache, packs
 
     def _sync(self) -> Generator:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_session import DecodeSession
@@ -160,10 +160,6 @@ class Generator:
         """Free the cache and all data derived from the weights. The next call creates them again."""
         if self._backend is not None:
             self._backend.release()
-
-    def memory(self) -> tuple[list[Tensor], list[Tensor], int]:
-        """Return weights besides those of `module`, keys and values in the cache, and the bytes of packed weights."""
-        return ([], [], 0) if self._backend is None else self._backend.memory()
 
     @property
     def fallback(self) -> str | None:

@@ -238,13 +238,8 @@ def packed_weights(module: nn.Module) -> list[Tensor]:
     return [buffer for layer in module.modules() if is_packed(layer) for buffer in layer.buffers()]
 
 
-def attach_copies(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Let a module compute in the precision of `policy`. Its parameters may still be on the meta device."""
-    vars(module)["compute_copies"] = ComputeCopies(module, policy.param_dtype)
-
-
 def compute_copies(module: nn.Module) -> "ComputeCopies | None":
-    """Return the copies of a module for which `attach` was called; None for others."""
+    """Return the copies of a module without FSDP2; None for others."""
     return vars(module).get("compute_copies")
 
 
@@ -252,6 +247,8 @@ class ComputeCopies:
     """Copies of a module's parameters in compute precision; none if `dtype` is None."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Let `module` compute in this precision. Its parameters may still be on the meta device."""
+        vars(module)["compute_copies"] = self
         self._module, self._dtype = module, dtype
         self._slots: list[tuple[nn.Module, str, int]] = []  # owner, name, and index of the master
         self.masters: list[nn.Parameter] = []

@@ -216,9 +216,9 @@ def test_the_cache_stays_within_its_bound(llama: nn.Module, windows: bool) -> No
         assert loop.token_bytes == token
         assert_greedy(llama, PROMPTS, generator.generate(PROMPTS, GREEDY, STREAMS, 8))
         assert loop.cache is not None and (loop.cache.size.prompt_slots, loop.cache.size.answer_slots) == sizes
-        assert sum(tensor.nbytes for tensor in generator.memory()[1]) <= blocks * 64 * token
+        assert sum(tensor.nbytes for tensor in generator.backend.memory()[1]) <= blocks * 64 * token
         generator.release()
-        assert loop.cache is None and generator.memory() == ([], [], 0)
+        assert loop.cache is None and loop.memory() == ([], [], 0)
 
 
 def test_a_cache_too_small_for_a_sequence_runs_one_and_warns(
@@ -228,7 +228,7 @@ def test_a_cache_too_small_for_a_sequence_runs_one_and_warns(
     for _ in range(2):
         assert_greedy(llama, PROMPTS, generator.generate(PROMPTS, GREEDY, STREAMS))
     (record,) = caplog.records
-    held = sum(tensor.nbytes for tensor in generator.memory()[1])
+    held = sum(tensor.nbytes for tensor in generator.backend.memory()[1])
     assert f"may take 100 bytes (cache_bytes), and one sequence takes {held} bytes" in record.getMessage()
 
 

@@ -172,10 +172,10 @@ def test_the_weights_and_the_pages_of_vllm_are_counted_unless_it_sleeps() -> Non
     model[1].kv_cache, model[2].kv_cache = torch.zeros(5), []  # the last layer shares the pages of another one
     generator, engine = scripted([[10]], "cuda")
     engine.apply_model = lambda function: [function(model)]  # type: ignore[assignment]
-    weights, pages, packed = generator.memory()
+    weights, pages, packed = generator.backend.memory()
     assert ([each.shape for each in weights], [each.shape for each in pages], packed) == ([(2, 3), (2,)], [(5,)], 0)
     generator.release()
-    assert generator.memory() == ([], [], 0) == Generator(build("llama"), "cpu", uses_vllm=True).memory()
+    assert generator.backend.memory() == ([], [], 0)
 
 
 def test_sessions_are_refused() -> None:
@@ -303,7 +303,7 @@ def test_its_memory_is_that_of_the_plan(generator: Generator) -> None:
 
     On a CPU, vLLM's packed matrices are not tensors. The others are norms, and embeddings of 128 rows instead of 97.
     """
-    weights, pages, _ = generator.memory()
+    weights, pages, _ = generator.backend.memory()
     assert 0.9 * 2**26 < storage_bytes(pages) <= 2**26
     named = dict(generator.module.named_parameters())
     norms = sum(parameter.nbytes for name, parameter in named.items() if "norm" in name)

@@ -33,7 +33,7 @@ def build_module(dtype: Any, *, without_fsdp: bool) -> nn.Module:
     torch.manual_seed(3)
     module = Tied()
     if without_fsdp:
-        zero.attach_copies(module, sharding.precision_policy(dtype))
+        zero.ComputeCopies(module, sharding.precision_policy(dtype).param_dtype)
     else:
         zero.shard(module, EngineConfig(), sharding.precision_policy(dtype))
     return module
