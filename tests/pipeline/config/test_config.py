@@ -19,12 +19,13 @@ from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
+from tests import composed
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def config_of(*overrides: str) -> RunConfig:
-    return validate(compose(["model=opt-1.3b", *overrides]))
+    return composed.config_of("model=opt-1.3b", *overrides)
 
 
 def refusal(*overrides: str) -> str:
@@ -198,7 +199,6 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         ("rollout.repetition_penalty=1e6", "rollout.repetition_penalty=1000000.0: must be <= 100000"),
         ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),
         ("--stage", "write settings as KEY=VALUE, without dashes"),
-        ("seed=1,2", "add -m to run every value"),
         ("name=a/b", "name=a/b: a run name has"),
         ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
         ("ppo.advantage=rloo", "ppo.samples=1: set ppo.samples=4, or ppo.advantage=gae"),
@@ -273,15 +273,27 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         ("ppo.kl_coef=false", "ppo.kl_coef=false: write a number"),
         ("sft.batch_size=1000000001", "sft.batch_size=1000000001: must be <= 1000000"),
         ("--sft.lr=1", "--sft.lr=1 is not a flag: write settings as KEY=VALUE, without dashes"),
-        ("sft.lr='", "cannot read the command line: sft.lr=': the value has an open quote or bracket"),
-        (f"seed={'1' * 5000}", "cannot read the command line: Exceeds the limit (4300 digits)"),
-        ("größe=1", "cannot read größe=1: a key has the letters a to z"),
         ("hydra/launcher=joblib", "its own settings have no effect: remove it"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_refused_with_a_correction(override, expected):
     words = [override] if isinstance(override, str) else override
     assert expected in refusal(*words).replace("Did", "did")
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("seed=1,2", "add -m to run every value"),
+        ("sft.lr='", "cannot read the command line: sft.lr=': the value has an open quote or bracket"),
+        (f"seed={'1' * 5000}", "cannot read the command line: Exceeds the limit (4300 digits)"),
+        ("größe=1", "cannot read größe=1: a key has the letters a to z"),
+    ],
+)
+def test_a_word_that_hydra_cannot_read_is_refused(word: str, expected: str):
+    with pytest.raises(UserError) as caught:
+        compose([word])
+    assert expected in str(caught.value)
 
 
 def test_all_mistakes_are_listed_together():
@@ -573,11 +585,12 @@ def test_a_source_is_checked_only_for_stages_that_read_it(tmp_path):
         check_paths(config_of(sources, "stage=sft"))
 
 
-@pytest.mark.parametrize("option", groups()["model"])
-def test_every_model_option_is_complete(option):
-    config = validate(compose([f"model={option}", "model.weights=random"]))
-    assert config.model.name == option
-    assert config.model.architecture is not None
+def test_every_model_option_is_complete():
+    raw = compose(["model=tiny"])
+    for option in groups()["model"]:
+        fields = yaml.safe_load((CONF / "model" / f"{option}.yaml").read_text())
+        model = validate({**raw, "model": {**fields, "weights": "random"}}).model
+        assert model.name == option and model.architecture is not None
 
 
 @pytest.mark.parametrize(

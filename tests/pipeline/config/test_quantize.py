@@ -3,21 +3,20 @@
 import pytest
 
 from pipeline.config import engines
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
 from pipeline.errors import UserError
+from tests.composed import config_of
 
 QLORA = ["model=opt-1.3b", "model.quantize=nf4", "sft=lora", "reward=lora", "ppo=lora"]
 
 
 def refusal(*words: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        validate(compose([*QLORA, *words]))
+        config_of(*QLORA, *words)
     return str(caught.value).splitlines()
 
 
 def test_every_stage_with_adapters_is_accepted() -> None:
-    assert validate(compose([*QLORA, "engine=zero2"])).model.quantize == "nf4"
+    assert config_of(*QLORA, "engine=zero2").model.quantize == "nf4"
 
 
 @pytest.mark.parametrize(
@@ -48,4 +47,4 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     (line,) = refusal()
     assert "bitsandbytes" in line and "pip install '.[quantize]'" in line
-    assert validate(compose([*QLORA, "stage=plan"])).stage == "plan"  # a plan needs no weights
+    assert config_of(*QLORA, "stage=plan").stage == "plan"  # a plan needs no weights

@@ -3,16 +3,16 @@
 import pytest
 
 from pipeline.config import engines
-from pipeline.config.check import validate, warnings
-from pipeline.config.compose import compose
+from pipeline.config.check import warnings
 from pipeline.errors import UserError
+from tests.composed import config_of
 
 VLLM = ["model=opt-1.3b", "rollout.generator=vllm"]
 
 
 def refusal(*words: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        validate(compose([*VLLM, *words]))
+        config_of(*VLLM, *words)
     return str(caught.value).splitlines()
 
 
@@ -22,8 +22,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_default_is_the_built_in_generator() -> None:
-    assert validate(compose(["model=opt-1.3b"])).rollout.generator == "engine"
-    assert validate(compose([*VLLM, "ppo=lora", "engine=zero3"])).rollout.generator == "vllm"
+    assert config_of("model=opt-1.3b").rollout.generator == "engine"
+    assert config_of(*VLLM, "ppo=lora", "engine=zero3").rollout.generator == "vllm"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_vllm_does_not_support_is_refused(words: list[str], key: str) -> No
 
 
 def test_a_key_without_effect_is_named() -> None:
-    (line,) = warnings(validate(compose([*VLLM, "rollout.batch_size=8"])))
+    (line,) = warnings(config_of(*VLLM, "rollout.batch_size=8"))
     assert line.startswith("rollout.batch_size=8 is not used, because vLLM chooses")
 
 
@@ -51,4 +51,4 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     assert line.startswith(
         "rollout.generator=vllm needs the package vllm, which is not installed: pip install '.[vllm]'"
     )
-    assert validate(compose([*VLLM, "stage=plan"])).stage == "plan"
+    assert config_of(*VLLM, "stage=plan").stage == "plan"

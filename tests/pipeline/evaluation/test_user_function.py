@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from pipeline import progress
-from pipeline.config.check import validate, warnings
-from pipeline.config.compose import compose
+from pipeline.config.check import warnings
 from pipeline.config.environment import check_paths
 from pipeline.config.stages import stages_to_run
 from pipeline.data.load import load_stage
@@ -24,6 +23,7 @@ from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 from pipeline.launch.command import main
 from pipeline.progress import Progress, Row
 from pipeline.stages.data import evaluation_prompts, stage_records
+from tests import composed
 from tests.tiny import tiny_config
 
 ROW = {"prompt": "p" * 500, "answer": "#### 7"}
@@ -278,7 +278,7 @@ def test_held_out_prompts_of_every_stage_are_judged(
 
 
 def config_of(*words: str) -> Any:
-    return validate(compose(["model=gpt2", *words]))
+    return composed.config_of("model=gpt2", *words)
 
 
 ALONE = ("ppo.reward_model=false", "ppo.reward_function=mine.py:score")

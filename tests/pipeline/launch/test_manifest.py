@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
 from pipeline.launch import processes
 from pipeline.launch.command import main
 from pipeline.launch.fingerprint import hash_tree, model_content, stage_settings
@@ -21,6 +19,7 @@ from pipeline.launch.folder import _lock, open_folder
 from pipeline.launch.manifest import Decision, Manifest
 from pipeline.launch.stage_inputs import stage_consumes, stage_inputs
 from pipeline.launch.summary import compare_runs, stage_figures
+from tests.composed import config_of
 from tests.forked_launch import launch, launch_here
 from tests.ranks import Worker
 
@@ -134,7 +133,7 @@ def test_a_changed_stage_and_later_stages_run_again(train):
 
 
 def test_another_quantization_of_the_model_runs_the_stages_again(train, tmp_path):
-    config = validate(compose([*BASE, "sft=lora", "stage=sft"]))
+    config = config_of(*BASE, "sft=lora", "stage=sft")
     quantized = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "nf4"})})
     manifest, full = Manifest(tmp_path), stage_consumes(config, tmp_path, "sft")
     manifest.begin("sft", full)
@@ -297,7 +296,7 @@ def test_the_evaluations_that_the_guard_reads_are_inputs_of_an_unfinished_ppo(tr
 )
 def test_evaluations_are_settings_if_guard_or_export_read_them(key):
     def settings(*more: str) -> dict:
-        return stage_settings(validate(compose([*BASE, *more])), "ppo")
+        return stage_settings(config_of(*BASE, *more), "ppo")
 
     for reads in ("ppo.guard=stop", "ppo.guard=rollback"):
         assert settings(reads, key) != settings(reads)
@@ -479,7 +478,7 @@ def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
 
 
 def test_a_locked_folder_is_refused(train):
-    held = open_folder(validate(compose([*BASE, "name=x"])), ["sft"])
+    held = open_folder(config_of(*BASE, "name=x"), ["sft"])
     status, output = train("name=x")
     assert status == 2
     assert f"runs/x is in use by process {os.getpid()}" in output
@@ -496,7 +495,7 @@ def test_the_lock_ends_with_its_process(tmp_path):
     locked = Worker(lock_and_die, tmp_path, environment={})
     locked.communicate()
     assert locked.returncode == -signal.SIGKILL
-    config = validate(compose([*BASE, f"run_dir={tmp_path}"]))
+    config = config_of(*BASE, f"run_dir={tmp_path}")
     open_folder(config, ["sft"]).close()
 
 
@@ -545,7 +544,7 @@ def test_the_reward_model_starts_from_the_configured_model(train):
     train("name=x", "stage=sft")
 
     def start(*more: str) -> dict:
-        return stage_inputs(validate(compose([*BASE, *more])), Path("runs/x"), "reward")
+        return stage_inputs(config_of(*BASE, *more), Path("runs/x"), "reward")
 
     assert start() == {"sft": Path("runs/x/sft/model")}
     assert start("reward.init=base") == {"base": None}
@@ -554,7 +553,7 @@ def test_the_reward_model_starts_from_the_configured_model(train):
 
 def test_only_keys_that_change_results_are_settings():
     def settings(*more: str) -> dict:
-        return stage_settings(validate(compose([*BASE, *more])), "ppo")
+        return stage_settings(config_of(*BASE, *more), "ppo")
 
     how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "rollout.keep=false", "rollout.cache_bytes=9")
     how += ("ppo.actor_engine.offload_optimizer=cpu",)
@@ -599,7 +598,7 @@ def test_only_the_model_of_a_stage_folder_is_an_input(tmp_path):
     """The checkpoints of the stage may be deleted, and the stage may be evaluated again."""
     (tmp_path / "sft" / "model").mkdir(parents=True)
     (tmp_path / "sft" / "model" / "config.json").write_text("{}")
-    model = validate(compose([*BASE[1:], f"model.path={tmp_path}/sft"])).model
+    model = config_of(*BASE[1:], f"model.path={tmp_path}/sft").model
     before = model_content(model)
     (tmp_path / "sft" / "samples.jsonl").write_text("{}\n")
     assert model_content(model) == before

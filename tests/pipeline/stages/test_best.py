@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine import Checkpointer, Engine
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
 from pipeline.errors import RestartStage, UserError
 from pipeline.launch.fingerprint import stage_settings
 from pipeline.stages.restart import Rollback, read_limits, read_rollbacks, within_limits
 from pipeline.stages.stage_run import StageRun
+from tests.composed import config_of
 from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
 from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
@@ -132,7 +131,7 @@ def test_a_damaged_or_missing_best_checkpoint(tmp_path: Path, capsys: pytest.Cap
 
 def test_selection_keys_are_settings_of_a_stage() -> None:
     def settings(*words: str) -> dict[str, Any]:
-        return stage_settings(validate(compose(["model=gpt2", "ppo.eval_every=5", *words])), "ppo")
+        return stage_settings(config_of("model=gpt2", "ppo.eval_every=5", *words), "ppo")
 
     plain, best = settings(), settings("ppo.export=best")
     for key in ("ppo.eval_every=7", "evaluation.prompts=9"):

@@ -13,11 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
 from pipeline.tracking import trackers
 from pipeline.tracking.trackers import Wandb, logged_in, open_wandb
 from pipeline.tracking.watchers import ProgressDisplay, _outlook, open_watchers, sample_table
+from tests import composed
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def offline_run(monkeypatch, tmp_path):
 
 
 def config_of(*overrides: str):
-    return validate(compose(["model=gpt2", *overrides]))
+    return composed.config_of("model=gpt2", *overrides)
 
 
 def test_wandb_runs_offline_without_a_login(offline_run, capfd, monkeypatch):
