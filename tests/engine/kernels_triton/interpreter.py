@@ -1,4 +1,4 @@
-"""Correct Triton's interpreter (triton 3.7.1) and make it twice as fast.
+"""Correct Triton's interpreter (triton 3.7.1) and make it 2.5 times as fast.
 
 Corrections: the interpreter stores bf16 as a 16-bit integer, and its dot multiplies these integers. Here a dot of bf16
 multiplies fp32 numbers, in which products of two bf16 numbers are exact, as on tensor cores. The interpreter also
@@ -7,7 +7,8 @@ truncates fp32 to bf16. Here it rounds to nearest even, as a GPU does.
 Speed: the interpreter replaces the functions of Triton's language at every call of a device function. Here it does so
 once for each module and once for each launch. It checks every integer sum and product for overflow, which the tiny
 tables of the tests cannot reach. Here it does not. It computes the numpy type, the shape and the type of every value
-anew. Here they are cached. It compares the shapes of two operands number by number. Here equal shapes are found first.
+anew. Here they are cached. It derives the type of each result from the types of the operands, and compares their
+shapes number by number. Here equal types and equal shapes are found first.
 """
 
 import dataclasses
@@ -42,7 +43,9 @@ def patch_interpreter() -> None:
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _cache_types()
+    _pass_equal_types()
     _pass_equal_shapes()
+    _call_builtins_directly()
 
 
 def _patch_bf16() -> None:
@@ -105,6 +108,19 @@ def _cache_types() -> None:
     tl.block_type.__init__ = init_type
 
 
+def _pass_equal_types() -> None:
+    plain = semantic.TritonSemantic.binary_op_type_checking_impl
+    kept = {number.name for number in (tl.int32, tl.int64, tl.float32)}  # no operator of two of one type converts them
+
+    def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *rest: Any, **named: Any) -> Any:
+        are_tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        if are_tensors and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in kept:
+            return self.broadcast_impl_value(lhs, rhs)
+        return plain(self, lhs, rhs, *rest, **named)
+
+    semantic.TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+
 def _pass_equal_shapes() -> None:
     plain = semantic.TritonSemantic.broadcast_impl_value
 
@@ -114,3 +130,18 @@ def _pass_equal_shapes() -> None:
         return plain(self, lhs, rhs)
 
     semantic.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _call_builtins_directly() -> None:
+    """Skip the checks of `_semantic` around each function of the language: the interpreter passes its own."""
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        plain = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return plain(*args, **named)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch_attr
