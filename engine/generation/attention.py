@@ -240,14 +240,14 @@ def attend(
     causal = mask is None and query.shape[2] > 1
     if softcap is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
-    # PyTorch's fused functions do not bound scores to +-softcap (Gemma 2, 2024).
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
+    # PyTorch's fused functions do not bound scores to +-softcap (Gemma 2, 2024). As in those, scores are fp32.
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.tanh((scale / softcap * query.float()) @ key.float().transpose(-1, -2)) * softcap
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    return scores.softmax(-1).to(value.dtype) @ value
 
 
 class AttentionByName:

@@ -365,6 +365,38 @@ def test_chunks_attend_as_the_definition(
                 begin += 1
 
 
+@pytest.mark.parametrize("kernels", ["C", "torch"])
+def test_capped_scores_of_a_bf16_model(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt and its answer attend as in float64, with scores around the soft cap, where steps of bf16 are large."""
+    use_decode_attention(kernels, monkeypatch)
+    model = build("gemma2", attn_logit_softcapping=50.0, query_pre_attn_scalar=1).bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(32 if "q_proj" in name else 1)
+    right, calls = attention.slot_attention, dict[int, list[list[Tensor]]]()
+
+    def recorded(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> Any:
+        out = right(module, query, key, value, *rest, **how)
+        tokens = [query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), out[0]]
+        calls.setdefault(module.layer_idx, []).append([tensor[0].double() for tensor in tokens])
+        return out
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, recorded)
+    generator = Generator(model, "cpu")
+    assert generator.fallback is None
+    calls.clear()  # of the trial
+    generator.generate(ragged_prompts(24), GREEDY, [0])
+    positions = torch.arange(len(torch.cat([call[0] for call in calls[0]])))
+    distances = positions[:, None] - positions
+    for index, window in enumerate((6, len(positions))):
+        query, key, value, out = (torch.cat(tokens) for tokens in zip(*calls[index], strict=True))
+        key, value = (states.repeat_interleave(2, 1) for states in (key, value))
+        scores = 50 * torch.tanh(torch.einsum("nhd,thd->hnt", query, key) / 50)
+        assert scores.abs().median() > 16
+        scores = scores.masked_fill((distances < 0) | (distances >= window), float("-inf"))
+        expected = torch.einsum("hnt,thd->nhd", scores.softmax(-1), value)
+        torch.testing.assert_close(out, expected, atol=0.01 * value.std().item(), rtol=0.01)
+
+
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_long_prompt_does_not_delay_decoding(
     llama: nn.Module, windows: bool, monkeypatch: pytest.MonkeyPatch
