@@ -278,7 +278,7 @@ class Engine:
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write trained parameters, optimizer and counters into a folder. Return when the files are complete.
 
-        The folder may have an earlier checkpoint, which is replaced, but no other files.
+        The folder may have an earlier checkpoint, which is replaced, but no other files. It is not the current folder.
 
         `extra` is JSON to store with them, the same on every rank. Every rank calls. Raises OSError if a write fails.
         """

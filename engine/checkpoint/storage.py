@@ -140,20 +140,21 @@ class Writer(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, values: Mapping[str, str], then: Callable[[], None]) -> None:
-        self._folder, self._staging = folder, folder.with_name(folder.name + ".tmp")
+        self._folder, self._staging = folder, Path(f"{folder.absolute()}.tmp")
         super().__init__(self._staging)
         self._values, self._then = values, then
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remove an incomplete folder. The base class makes a new one before it plans.
 
-        Raises FileExistsError if `folder` has files that no checkpoint has: the new folder would replace them.
+        Raises FileExistsError if the new folder would replace the current folder, or files that no checkpoint has.
         """
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             others = [path.name for path in self._folder.glob("*") if not OWN_FILES.fullmatch(path.name)]
-            if others:
-                problem = f"{self._folder} has other files ({min(others)}), which the checkpoint would replace"
+            reason = f"has other files ({min(others)})" if others else "is the current folder"
+            if others or self._folder.absolute() == Path.cwd():
+                problem = f"{self._folder} {reason}, which the checkpoint would replace"
                 raise FileExistsError(errno.EEXIST, f"{problem}. Use a new folder, such as {self._folder}/checkpoint")
             shutil.rmtree(self._staging, ignore_errors=True)
 

@@ -462,3 +462,16 @@ def test_a_save_replaces_a_checkpoint_but_no_other_files(tmp_path: Path) -> None
         engine.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "train.log").read_text() == "step 1"
     engine.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", [".", "", "./", "here"])
+def test_a_save_does_not_replace_the_current_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, here = engine_of(0), tmp_path / "here"
+    folder = here if name == "here" else name
+    engine.save(here)
+    monkeypatch.chdir(here)
+    with pytest.raises(FileExistsError, match=r"is the current folder, .* Use a new folder, such as \S*/checkpoint"):
+        engine.save(folder)
+    engine.save("checkpoint")
+    engine.load("checkpoint")
+    engine.load(folder)
