@@ -105,13 +105,21 @@ def fill(
 ) -> None:
     """Give parameters the full tensors in `values`, which are removed, then call `initialize(module)`.
 
-    The masters of an offloaded optimizer get the values in full precision.
+    The masters of an offloaded optimizer get the values in full precision. Every rank calls. If `initialize` raises an
+    OSError or a ValueError on one rank, as for a damaged slice of a file, every rank raises it.
     """
     for name, parameter in module.named_parameters():
         if name in values:
             copy_local(parameter, values.pop(name))
     if initialize is not None:
-        initialize(module)
+        problem: OSError | ValueError | None = None
+        try:
+            initialize(module)
+        except (OSError, ValueError) as error:
+            problem = error
+        for other in dist.gather_objects(problem):
+            if other is not None:
+                raise problem or other
     if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
         optimizer.update_masters()
 

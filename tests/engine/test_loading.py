@@ -18,6 +18,7 @@ from engine.loading import (
     read_region,
 )
 from engine.parallel import dtensors
+from tests.ranks import run_ranks
 
 TENSORS = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.arange(5.0), "s": torch.tensor(3.0)}
 
@@ -115,6 +116,25 @@ def test_sharded_modules_are_filled_in_place() -> None:
     )
     full = dtensors.full_tensor(dict(engine.module.named_parameters())["0.weight"].detach()).cpu()
     assert torch.equal(full, drawn(1, "0.weight")["0.weight"])
+
+
+def read_damaged_rows(path: Path) -> str:
+    folder = SafetensorsFolder(path)
+    with pytest.raises(ValueError) as raised:
+        Engine(
+            nn.Linear(4, 4, bias=False),
+            EngineConfig(zero_stage=3, dtype="fp32"),
+            fill=lambda module: read_parameters(dict(module.named_parameters()), folder, {"weight": "w"}),
+        )
+    return str(raised.value)
+
+
+def test_all_ranks_raise_if_one_reads_a_damaged_slice(tmp_path: Path) -> None:
+    weight = torch.ones(4, 4)
+    weight[3] = torch.nan  # in the rows of the second rank
+    save_file({"w": weight}, tmp_path / "model.safetensors")
+    first, second = run_ranks(read_damaged_rows, 2, tmp_path)
+    assert first == second and "NaN or infinite values in 1 of 1 tensors (w)" in first
 
 
 class Scaled(nn.Module):
