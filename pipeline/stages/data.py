@@ -17,6 +17,7 @@ from pipeline.data.load import RESERVED, StageRecords, first_turn, is_generated,
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
+from pipeline.planning.stage_task import stage_steps
 
 Encoded = TypeVar("Encoded", bound=Sequence[object])
 Result = TypeVar("Result")
@@ -146,6 +147,8 @@ def check_data_to_come(config: RunConfig, stage: str, records: StageRecords) -> 
         held_out.update({each: loaded[each].held_out for each in to_read})
         if any(RESERVED in each.skipped for each in loaded.values()):
             print("\n".join(share_table(config, loaded)), flush=True)
+        for each in to_read:
+            stage_steps(getattr(config, each), len(loaded[each].train))  # the stage may drop long prompts
 
     on_rank_zero(check)
     return held_out.get("ppo")

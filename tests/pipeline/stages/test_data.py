@@ -64,6 +64,22 @@ def test_the_first_stage_refuses_invalid_data_of_later_stages(
     assert capsys.readouterr().out.startswith("sft: checking the data of ppo")
 
 
+def test_the_first_stage_refuses_a_critic_warmup_of_all_rollouts(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data": DataConfig(name="a", path=str(file))}
+    prompts = len(load_stage(data["data"], "ppo", seed=1).train)
+
+    def check(warmup: int) -> None:
+        ppo = {"batch_size": 1, "steps": None, "epochs": 1.0, "critic_warmup": warmup}
+        stage_data.check_data_to_come(tiny_config(ppo=ppo).model_copy(update=data), "sft", NONE)
+
+    check(prompts - 1)
+    with pytest.raises(UserError, match=rf"ppo\.critic_warmup={prompts} leaves no rollout .* over {prompts} prompts"):
+        check(prompts)
+
+
 def test_names_of_control_tokens_in_answers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = train_tokenizer(["Some text."], 300)
     log_divided("sft", tokenizer)
