@@ -83,8 +83,10 @@ class Checkpointer:
             values["state.json"] = text
         tensors = {f"{n}.{key}": c for n, engine in self.engines.items() for key, c in _tensors(engine).items()}
         can_copy = self._can_copy(tensors)
-        if can_copy:
-            tensors = {name: chunks.copy_to_host() for name, chunks in tensors.items()}
+        for name, chunks in tensors.items():
+            # Buffers may share memory, which safetensors refuses to write.
+            if can_copy or name.partition(".")[2].startswith(BUFFER):
+                tensors[name] = chunks.copy_to_host()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._pending = self._thread.submit(

@@ -453,6 +453,21 @@ def test_buffers_of_any_type_and_shape_are_restored(tmp_path: Path) -> None:
         assert actual.dtype == value.dtype and actual.tolist() == value.tolist(), name
 
 
+def test_buffers_that_share_memory_are_saved_without_room_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpointer, "_can_copy", lambda *_: False)
+    module, table = Net(), torch.arange(6.0)
+    part = table[2:4]
+    module.register_buffer("table", table)
+    module.register_buffer("part", part)
+    engine = Engine(module, EngineConfig(dtype="fp32"), optimizer=OPTIMIZER)
+    engine.save(tmp_path / "saved")
+    table.zero_()
+    engine.load(tmp_path / "saved")
+    assert table.tolist() == [0, 1, 2, 3, 4, 5] and part.tolist() == [2, 3]
+
+
 def test_a_save_replaces_a_checkpoint_but_no_other_files(tmp_path: Path) -> None:
     engine = engine_of(0)
     for _ in range(2):
