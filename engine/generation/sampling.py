@@ -106,7 +106,8 @@ def uniforms(seeds: Tensor, position: int | Tensor) -> Tensor:
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Return logits (B, V); those of tokens seen (B, V) are divided by `penalty` if positive, else multiplied."""
+    """Return logits (B, V) fp32; those of tokens seen (B, V) are divided by `penalty` if positive, else multiplied."""
+    logits = logits.float()
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 

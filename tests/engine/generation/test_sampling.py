@@ -74,6 +74,14 @@ def test_the_penalty_lowers_positive_and_negative_logits() -> None:
     assert penalise(logits, seen, 2.0).tolist() == [[1.5, 3.0, -4.0, -2.0, 0.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_penalty_is_not_rounded_to_the_precision_of_the_model(dtype: torch.dtype) -> None:
+    logits = torch.linspace(-40, 40, 50).to(dtype)[None]
+    expected = torch.where(logits > 0, logits.double() / 1.1, logits.double() * 1.1)
+    actual = penalise(logits, torch.ones_like(logits, dtype=torch.bool), 1.1)
+    torch.testing.assert_close(actual.double(), expected, atol=0, rtol=1e-6)
+
+
 def letters(token_ids: list[int]) -> str:
     return "".join(chr(97 + token) for token in token_ids)
 
