@@ -38,7 +38,9 @@ class ModelConfig(Section):
     chat_template: FilePath | None = Field(
         None, description="file with a Jinja chat template, instead of the tokenizer's own"
     )
-    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation of transformers")
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        "auto", description="attention implementation of transformers; auto: sdpa if the family supports it, else eager"
+    )
     fused_kernels: Literal["auto", "liger", "none"] = Field(
         "auto",
         description="norm, rotary embedding and gate, in training and generation. liger: those of Liger Kernel; none: those of transformers; auto: liger on GPUs if liger-kernel is installed (`pip install '.[gpu]'`) and supports the model's family, otherwise none",

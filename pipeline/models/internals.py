@@ -22,6 +22,12 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         config._attn_implementation = name
 
 
+def supports_sdpa(config: PretrainedConfig) -> bool:
+    """Return whether transformers has sdpa attention for the language models of a family."""
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model is None or bool(model._supports_sdpa)
+
+
 def unused_patterns(model: PreTrainedModel) -> Sequence[str]:
     """Return regular expressions of tensor names that transformers expects in files and does not use."""
     return list(model._keys_to_ignore_on_load_unexpected or [])

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from pipeline import progress
 from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
-from pipeline.models.internals import add_classifier
+from pipeline.models.internals import add_classifier, supports_sdpa
 
 if TYPE_CHECKING:
     from pipeline.config.schema import ModelConfig
@@ -61,7 +61,7 @@ class ModelSource:
             config,
             folder,
             seed,
-            model.attention,
+            _attention(config) if model.attention == "auto" else model.attention,
             model.trust_remote_code,
             model.tensor_plan,
             model.fused_kernels,
@@ -88,6 +88,12 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None, weig
         return _from_folder(model, seed, model_folder(model.path, "model.path"), weights=weights)
     assert model.hub is not None, "`validate` refuses a model without a source"
     return _from_folder(model, seed, download(model.hub, weights=weights), weights=weights)
+
+
+def _attention(config: PretrainedConfig) -> str:
+    """Return "sdpa" if the family supports it. sdpa does not cap scores, as Gemma 2 needs."""
+    is_capped = own_field(config, "attn_logit_softcapping") is not None
+    return "sdpa" if supports_sdpa(config) and not is_capped else "eager"
 
 
 def _build_config(architecture: Mapping[str, Any]) -> PretrainedConfig:

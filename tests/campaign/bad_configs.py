@@ -77,7 +77,7 @@ VALUES: list[tuple[str, str]] = [
     ("model.chat_template=nope.jinja", "model.chat_template=nope.jinja: there is no such file"),
     ("model.path=/nope", "model.path=/nope"),
     ("model.weights=none", "model.weights=none: write pretrained or random"),
-    ("model.attention=flash", "model.attention=flash: write sdpa or eager"),
+    ("model.attention=flash", "model.attention=flash: write auto, sdpa or eager"),
     ("data.path=nope.jsonl", "data.path=nope.jsonl: there is no such file"),
     ("data.path=", "data.path is empty"),
     ("data.path=http://localhost/a.jsonl", "URLs are not supported"),

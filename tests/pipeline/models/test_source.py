@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from pipeline import progress
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
-from pipeline.models.source import check_kind, download, resolve
+from pipeline.models.source import ModelSource, check_kind, download, resolve
 from pipeline.progress import ALONE, UNMEASURED, Progress, Row
 from tests.pipeline.models.tiny import classifier, config_of, language_model, source_in
 
@@ -35,6 +36,19 @@ def test_a_model_folder_and_a_stage_folder(tmp_path: Path) -> None:
         assert source.seed == 3 and source.attention == "sdpa"
     other = resolve(model_config(hub="nobody/nothing"), 1, folder=tmp_path / "sft")
     assert other.folder == tmp_path / "sft" / "model"
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("bloom", "eager"), ("gptj", "eager")])
+def test_a_family_without_sdpa_attends_eagerly_unless_the_key_selects_it(family: str, attention: str) -> None:
+    keys = {"weights": "random", "architecture": {"model_type": family}}
+    assert resolve(model_config(**keys), 1).attention == attention
+    assert resolve(model_config(**keys, attention="sdpa"), 1).attention == "sdpa"
+
+
+def test_scores_with_a_cap_need_eager_attention() -> None:
+    capped = {"model_type": "llama", "attn_logit_softcapping": 30.0}
+    config = AutoConfig.for_model(**capped)
+    assert ModelSource.of(model_config(), config, None, 1).attention == "eager"
 
 
 def test_random_weights_need_only_an_architecture() -> None:
