@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import share_fork_servers
+
 HERE = Path(__file__).parent
 STAGE_PACKAGES = ("pydantic", "hydra", "datasets")  # the stages import them, the engine does not
 MISSING_PACKAGES = [name for name in STAGE_PACKAGES if find_spec(name) is None]
@@ -35,7 +37,8 @@ collect_ignore = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide CUDA devices before any module counts them, unless GPU tests were selected."""
+    """Hide CUDA devices before any module counts them, unless GPU tests were selected. Share the fork servers."""
+    share_fork_servers()
     if config.option.markexpr in ("", "not gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

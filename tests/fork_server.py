@@ -1,15 +1,20 @@
 """Import the modules that ranks and workers need once, and fork the ranks and workers of tests/ranks.py.
 
-The imports take seconds. The server computes nothing, so a forked rank has the state of a new process.
+The imports take seconds. The server computes nothing, so a forked rank has the state of a new process. All processes
+of pytest-xdist use the same servers, which end after the process that started the tests.
 """
 
+import atexit
 import faulthandler
 import gc
 import io
 import os
 import pickle
+import select
+import shutil
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,33 +33,56 @@ MODULES = (
 )
 
 
-def serve(control: socket.socket) -> None:
-    """Fork a process for each request until the other end closes.
+SHARED = "FORK_SERVERS"  # the variable with the process that started the tests, and the folder of its servers' sockets
 
-    A request consists of one connection (a rank), or of a connection and a pipe for the output (a worker).
+
+def share_fork_servers() -> None:
+    """Let the processes that this process starts use the same fork servers, unless it shares those of another one."""
+    if SHARED not in os.environ:
+        folder = tempfile.mkdtemp(prefix="fork-servers-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ[SHARED] = f"{os.getpid()}:{folder}"
+
+
+def serve(listener: socket.socket, owner: int) -> None:
+    """Fork a process for each request until the process `owner` has ended.
+
+    A request consists of a connection, standard output and standard error (a rank), or of a connection and a pipe for
+    the output (a worker).
     """
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+    while is_running(owner):
+        if not select.select([listener], [], [], 1.0)[0]:
+            continue
+        with listener.accept()[0] as request:
+            _, descriptors, _, _ = socket.recv_fds(request, 1, 3)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not message:
-            return
         if os.fork() == 0:
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
-            control.close()
-            (run_rank if len(descriptors) == 1 else run_worker)(Connection(descriptors[0]), *descriptors[1:])
+            listener.close()
+            (run_rank if len(descriptors) == 3 else run_worker)(Connection(descriptors[0]), *descriptors[1:])
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def run_rank(connection: Connection) -> None:
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run_rank(connection: Connection, output: int, errors: int) -> None:
     """Send the process id, receive (environment, device, pickled function and arguments), send the result, and exit.
 
     The process first waits until every rank has its result, because the others may still use rank 0's store. It skips
     the interpreter's finalization, which takes a second with so many modules.
     """
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
     connection.send(os.getpid())
     connection.send(call_with_process_group(*connection.recv()))
     with suppress(EOFError, ConnectionResetError):
@@ -122,9 +150,9 @@ def call_with_process_group(environment: dict[str, str], device: str, task: byte
 if __name__ == "__main__":
     faulthandler.enable()
     gc.disable()
-    for name in (*sys.argv[2:], *MODULES):
+    for name in (*sys.argv[3:], *MODULES):
         with suppress(ImportError):
             import_module(name)
     gc.freeze()  # modules are never garbage, and a collection would copy their memory into each rank
     gc.enable()
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -3,6 +3,7 @@
 Each rank and each worker is a new process, forked by a server that has finished the imports (tests/fork_server.py).
 """
 
+import fcntl
 import io
 import os
 import pickle
@@ -21,10 +22,13 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from tests.fork_server import SHARED, share_fork_servers
+
+share_fork_servers()  # pytest has done so already
 ROOT = Path(__file__).parents[1]
 SECONDS = 240  # limit of one test
 FORK_SERVERS = 2  # their hash seeds differ, so sets of strings iterate differently; ranks must not depend on this order
-_fork_servers: dict[tuple[str, int], "_ForkServer"] = {}
+fork_servers: list[subprocess.Popen[bytes]] = []  # those that this process started
 SIMULATED = {"SIMULATED_GPUS": "2", "TRITON_INTERPRET": "1"}
 """The environment of processes on simulated devices (tests/simulated_gpu)."""
 
@@ -52,7 +56,7 @@ def run_ranks(
     try:
         for number in range(size):
             environment = os.environ | shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
-            started.append(_Rank(_fork_server(number, device)))
+            started.append(_Rank(number, device))
             started[-1].connection.send((environment, device, task))
         actual = _results({rank.connection: number for number, rank in enumerate(started)})
         for rank in started:
@@ -86,31 +90,36 @@ def _environment_on(device: str) -> dict[str, str]:
     return SIMULATED if device == "cuda" else {}
 
 
-def _fork_server(rank: int, device: str) -> "_ForkServer":
-    key = device, rank % FORK_SERVERS if device == "cpu" else 0
-    if key not in _fork_servers:
-        _fork_servers[key] = _ForkServer(device)
-    return _fork_servers[key]
+def _request(rank: int, device: str, descriptors: list[int]) -> None:
+    """Send descriptors to a fork server, and start the server if no process of the tests has started it."""
+    owner, folder = os.environ[SHARED].split(":", 1)
+    path = Path(folder) / f"{device}-{rank % FORK_SERVERS if device == 'cpu' else 0}"
+    with open(Path(folder) / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _start_fork_server(path, device, owner)
+    with socket.socket(socket.AF_UNIX) as request:
+        request.connect(str(path))
+        socket.send_fds(request, [b"r"], descriptors)
 
 
-class _ForkServer:
-    """A process of tests/fork_server.py. With device="cuda" it loads simulated devices before it imports torch."""
-
-    def __init__(self, device: str) -> None:
-        self.control, remote_end = socket.socketpair()
+def _start_fork_server(path: Path, device: str, owner: str) -> None:
+    """Start tests/fork_server.py. With device="cuda" it loads simulated devices before it imports torch."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
         first = ["tests.simulated_gpu.cuda"] if device == "cuda" else []
-        command = [sys.executable, "-m", "tests.fork_server", str(remote_end.fileno()), *first]
+        command = [sys.executable, "-m", "tests.fork_server", str(listener.fileno()), owner, *first]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | _environment_on(device)
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[remote_end.fileno()])
-        remote_end.close()
+        fork_servers.append(subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[listener.fileno()]))
 
 
 class _Rank:
     """A rank that a fork server forked, and the connection to it, which closes when the process ends."""
 
-    def __init__(self, fork_server: _ForkServer) -> None:
+    def __init__(self, number: int, device: str) -> None:
         local_end, remote_end = socket.socketpair()
-        socket.send_fds(fork_server.control, [b"r"], [remote_end.fileno()])
+        _request(number, device, [remote_end.fileno(), 1, 2])
         remote_end.close()
         self.connection = Connection(local_end.detach())
         self.process_id: int | None = self.connection.recv()
@@ -142,7 +151,7 @@ class Worker:
     ) -> None:
         local_end, remote_end = socket.socketpair()
         output, write_end = os.pipe()
-        socket.send_fds(_fork_server(0, device).control, [b"w"], [remote_end.fileno(), write_end])
+        _request(0, device, [remote_end.fileno(), write_end])
         remote_end.close()
         os.close(write_end)
         self._output = os.fdopen(output, "rb")

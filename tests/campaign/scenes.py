@@ -307,13 +307,9 @@ def leaked() -> list[str]:
 
 
 def is_fork_server(process: int) -> bool:
-    return b"tests.fork_server" in Path(f"/proc/{process}/cmdline").read_bytes() and process in _fork_servers()
+    from tests.ranks import fork_servers
 
-
-def _fork_servers() -> list[int]:
-    from tests.ranks import _fork_servers
-
-    return [fork_server.process.pid for fork_server in _fork_servers.values()]
+    return process in [fork_server.pid for fork_server in fork_servers]
 
 
 def adopt_orphans() -> None:
