@@ -3,16 +3,16 @@
 Every mistake that can be detected without loading a model or data is reported here, before any work.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.config.check_ppo import ppo_mistakes
 from pipeline.config.engines import engine_mistakes
-from pipeline.config.messages import messages
+from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RunConfig
-from pipeline.config.stage_sections import DpoSection, PpoSection
+from pipeline.config.stage_sections import PpoSection
 from pipeline.config.stages import METHODS, POLICIES, STAGES, stages_to_run
 from pipeline.errors import UserError
 
@@ -64,8 +64,12 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             )
     if "ppo" in stages:
         yield from ppo_mistakes(config)
-    if "dpo" in stages:
-        yield from _dpo_mistakes(config.dpo)
+    if "dpo" in stages and config.dpo.loss == "orpo" and config.dpo.sft_coef:
+        yield (
+            f"dpo.sft_coef={config.dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains "
+            "it: remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
+        )
+    yield from _keys_without_effect(config, stages)
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
         yield (
             "reward.init=sft starts the reward model from the SFT model, but reward_model= selects another model: "
@@ -158,27 +162,34 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
 
 
-def _dpo_mistakes(dpo: DpoSection) -> Iterable[str]:
-    """Yield messages about keys that the loss of the preference stage does not use."""
-    if dpo.label_smoothing and dpo.loss not in ("sigmoid", "length_normalized"):
-        yield (
-            f"dpo.label_smoothing={dpo.label_smoothing:g} needs dpo.loss=sigmoid or dpo.loss=length_normalized, not "
-            f"{dpo.loss}: remove dpo.label_smoothing, or change dpo.loss"
-        )
-    if dpo.margin and dpo.loss != "simpo":
-        yield f"dpo.margin={dpo.margin:g} needs dpo.loss=simpo, not {dpo.loss}: remove one of the two"
-    if dpo.undesirable_weight != 1 and dpo.loss != "kto":
-        yield (
-            f"dpo.undesirable_weight={dpo.undesirable_weight:g} needs dpo.loss=kto, not {dpo.loss}: remove one of the "
-            "two"
-        )
-    if dpo.sft_coef and dpo.loss == "kto":
-        yield f"dpo.sft_coef={dpo.sft_coef:g} needs a loss on pairs, not dpo.loss=kto: remove one of the two"
-    if dpo.sft_coef and dpo.loss == "orpo":
-        yield (
-            f"dpo.sft_coef={dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains it: "
-            "remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
-        )
+# A key, what it needs to have an effect, and whether its section has that.
+NEEDS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
+    ("ppo.reward_ensemble", "ppo.reward_model=true", lambda ppo: ppo.reward_model),
+    ("ppo.ensemble_score", "ppo.reward_ensemble=[FOLDER]", lambda ppo: ppo.reward_ensemble),
+    ("ppo.critic_warmup", "ppo.advantage=gae", lambda ppo: ppo.advantage == "gae"),
+    ("ppo.pair_beta", "ppo.advantage=online_dpo", lambda ppo: ppo.advantage == "online_dpo"),
+    ("ppo.divide_by_std", "ppo.advantage=grpo", lambda ppo: ppo.advantage == "grpo"),
+    ("ppo.resample", "ppo.advantage=grpo", lambda ppo: ppo.advantage not in ("gae", "reinforce", "distill")),
+    ("ppo.importance_weights", "ppo.importance_cap=2", lambda ppo: ppo.importance_cap is not None),
+    ("ppo.length_free", "ppo.length_penalty=0.01", lambda ppo: ppo.length_penalty),
+    ("ppo.length_penalty", "another ppo.advantage than distill", lambda ppo: ppo.advantage != "distill"),
+    ("ppo.score_clip", "another ppo.advantage than distill", lambda ppo: ppo.advantage != "distill"),
+    ("dpo.label_smoothing", "dpo.loss=sigmoid", lambda dpo: dpo.loss in ("sigmoid", "length_normalized")),
+    ("dpo.margin", "dpo.loss=simpo", lambda dpo: dpo.loss == "simpo"),
+    ("dpo.undesirable_weight", "dpo.loss=kto", lambda dpo: dpo.loss == "kto"),
+    ("dpo.sft_coef", "another dpo.loss than kto", lambda dpo: dpo.loss != "kto"),
+)
+
+
+def _keys_without_effect(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:
+    """Yield a message for each key that has another value than its default, and no effect."""
+    for key, needed, is_used in NEEDS:
+        stage, _, name = key.partition(".")
+        section = getattr(config, stage)
+        value = getattr(section, name)
+        is_set = value != type(section).model_fields[name].get_default()
+        if stage in stages and is_set and not is_used(section):
+            yield f"{key}={as_written(value)} has no effect without {needed}: set {needed}, or remove {key}"
 
 
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}

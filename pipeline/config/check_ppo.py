@@ -29,16 +29,6 @@ def _reward_mistakes(config: RunConfig) -> Iterable[str]:
         yield from _without_reward_model(config)
     if "model" in ppo.reward_weights and not ppo.reward_model:
         yield "ppo.reward_weights.model weighs the reward model, but ppo.reward_model=false: remove one of the two"
-    if ppo.reward_ensemble and not ppo.reward_model:
-        yield (
-            f"ppo.reward_ensemble={ppo.reward_ensemble} adds reward models, but ppo.reward_model=false: remove one of "
-            "the two"
-        )
-    if ppo.ensemble_score != "mean" and not ppo.reward_ensemble:
-        yield (
-            f"ppo.ensemble_score={ppo.ensemble_score} has no effect with a single reward model: set "
-            "ppo.reward_ensemble=[FOLDER], or remove ppo.ensemble_score"
-        )
     own = [name for name in ppo.reward_weights if name != "model"]
     if own and ppo.reward_function is None:
         yield (
@@ -86,18 +76,12 @@ def _export_mistakes(config: RunConfig) -> Iterable[str]:
 
 
 def _advantage_mistakes(ppo: PpoSection) -> Iterable[str]:
-    """Yield messages about keys that the advantage estimator lacks or does not use."""
-    if ppo.advantage != "gae":
-        if ppo.samples < 2 and ppo.advantage not in ("reinforce", "distill"):
-            yield (
-                f"ppo.advantage={ppo.advantage} compares the answers to one prompt, but ppo.samples={ppo.samples}: set "
-                "ppo.samples=4, or ppo.advantage=gae"
-            )
-        if ppo.critic_warmup:
-            yield (
-                f"ppo.critic_warmup={ppo.critic_warmup}, but ppo.advantage={ppo.advantage} has no critic: remove "
-                "ppo.critic_warmup, or set ppo.advantage=gae"
-            )
+    """Yield messages about keys that the advantage estimator does not accept."""
+    if ppo.samples < 2 and ppo.advantage not in ("gae", "reinforce", "distill"):
+        yield (
+            f"ppo.advantage={ppo.advantage} compares the answers to one prompt, but ppo.samples={ppo.samples}: set "
+            "ppo.samples=4, or ppo.advantage=gae"
+        )
     if ppo.steps is not None and ppo.critic_warmup >= ppo.steps:
         yield (
             f"ppo.critic_warmup={ppo.critic_warmup} leaves no rollout of ppo.steps={ppo.steps} that trains the actor: "
@@ -113,18 +97,6 @@ def _advantage_mistakes(ppo: PpoSection) -> Iterable[str]:
             "ppo.kl_in=reward has no effect, because ppo.advantage=online_dpo ranks answers by their scores: set "
             "ppo.kl_in=loss, or ppo.kl_coef=0"
         )
-    if ppo.pair_beta != 0.1 and ppo.advantage != "online_dpo":
-        yield (
-            f"ppo.pair_beta={ppo.pair_beta:g} needs ppo.advantage=online_dpo, not {ppo.advantage}: remove one of the "
-            "two"
-        )
-    if ppo.resample and ppo.advantage in ("gae", "reinforce", "distill"):
-        yield (
-            f"ppo.resample={ppo.resample} replaces prompts whose answers all have the same score, but ppo.advantage="
-            f"{ppo.advantage} does not compare the answers to a prompt: remove ppo.resample, or set ppo.advantage=grpo"
-        )
-    if not ppo.divide_by_std and ppo.advantage != "grpo":
-        yield f"ppo.divide_by_std=false needs ppo.advantage=grpo, not {ppo.advantage}: remove ppo.divide_by_std"
 
 
 def _kl_mistakes(ppo: PpoSection) -> Iterable[str]:
@@ -161,11 +133,6 @@ def _ratio_mistakes(ppo: PpoSection) -> Iterable[str]:
             f"ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage={ppo.advantage} has one for "
             "each token: set ppo.advantage=grpo and ppo.samples=4 (or ppo=gspo), or ppo.ratio=token"
         )
-    if ppo.importance_weights != "token" and ppo.importance_cap is None:
-        yield (
-            f"ppo.importance_weights={ppo.importance_weights} has no effect without a cap: set ppo.importance_cap=2, "
-            "or remove ppo.importance_weights"
-        )
     if ppo.shared_forward and ppo.minibatches > 1:
         yield (
             f"ppo.shared_forward=true needs ppo.minibatches=1, not {ppo.minibatches}, because the update reuses the "
@@ -181,11 +148,6 @@ def _ratio_mistakes(ppo: PpoSection) -> Iterable[str]:
 def _size_mistakes(config: RunConfig) -> Iterable[str]:
     """Yield messages about lengths and batch sizes."""
     ppo = config.ppo
-    if ppo.length_free and not ppo.length_penalty:
-        yield (
-            f"ppo.length_free={ppo.length_free} has no effect, because ppo.length_penalty=0: set ppo.length_penalty, "
-            "or remove ppo.length_free"
-        )
     if ppo.length_penalty and ppo.length_free >= config.rollout.max_new_tokens:
         yield (
             f"ppo.length_free={ppo.length_free} is not below rollout.max_new_tokens={config.rollout.max_new_tokens}, "
@@ -255,6 +217,3 @@ def _distill_mistakes(config: RunConfig) -> Iterable[str]:
         )
     if ppo.reference is False:
         yield "ppo.advantage=distill reads the log-probabilities of the teacher, but ppo.reference=false: remove it"
-    if ppo.length_penalty or ppo.score_clip is not None:
-        name = "length_penalty" if ppo.length_penalty else "score_clip"
-        yield f"ppo.{name} changes scores, and ppo.advantage=distill has none: remove ppo.{name}"
