@@ -74,7 +74,7 @@ def examine(job: Job, words: Sequence[str], stream: TextIO) -> Iterator[str]:
     yield job.recipe or "recipe: none"
     yield ""
     yield facts.tokenizer.summary
-    yield from example_lines(facts.tokenizer, *facts.example, stream)
+    yield from example_lines(facts.tokenizer, *facts.stages[0].example, stream)
     yield ""
     yield from _rows(facts.stages)
     yield ""

@@ -8,11 +8,18 @@ from typing import Any
 
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import ANSWERING, stages_to_run
-from pipeline.data.encode import encode_conversations, encode_labelled, encode_preferences, encode_prompts
+from pipeline.data.encode import (
+    LabelledItem,
+    PairItem,
+    TokenItem,
+    encode_conversations,
+    encode_labelled,
+    encode_preferences,
+    encode_prompts,
+)
 from pipeline.data.load import StageRecords, load_stage
-from pipeline.data.records import Conversation, Document, Message, Preference, Prompt, labelled_answers
+from pipeline.data.records import labelled_answers
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
-from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
@@ -36,7 +43,7 @@ class StageFacts:
     """A stage: its steps, and its rows.
 
     sample: the records that were tokenized; skipped: numbers of skipped rows by reason; cut: numbers of `sample` by
-    reason; size: rows and mean lengths
+    reason; size: rows and mean lengths; example: the tokens of the first record, and which of them the loss includes
     """
 
     stage: str
@@ -47,17 +54,17 @@ class StageFacts:
     skipped: Mapping[str, int]
     cut: Mapping[str, int]
     size: DataSize
+    example: tuple[Sequence[int], Sequence[bool]]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A run: the models without weights, the tokenizer, the stages, and the tokens of one example with their flags."""
+    """A run: the models without weights, the tokenizer, and the stages."""
 
     policy: ModelSource
     reward: ModelSource | None
     tokenizer: ChatTokenizer
     stages: Sequence[StageFacts]
-    example: tuple[Sequence[int], Sequence[bool]]
 
 
 def gather(config: RunConfig) -> Facts:
@@ -67,7 +74,7 @@ def gather(config: RunConfig) -> Facts:
     """
     stages = stages_to_run(config)
     policy = _policy(config, stages[0])
-    reward = _without_weights(config.reward_model, config.seed) if config.reward_model is not None else None
+    reward = _source(config.reward_model, config.seed) if config.reward_model is not None else None
     records = {
         stage: load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs) for stage in stages
     }
@@ -80,29 +87,19 @@ def gather(config: RunConfig) -> Facts:
     require_given_models(config)
     require_adapters(config, policy)
     facts = [_stage_facts(config, stage, records[stage], tokenizer) for stage in stages]
-    return Facts(
-        policy, reward, tokenizer, facts, _example(config, tokenizer, [records[stage].train for stage in stages])
-    )
+    return Facts(policy, reward, tokenizer, facts)
 
 
 def _policy(config: RunConfig, first: str) -> ModelSource:
     """Return the model that the first stage starts from, without its weights where they are on a hub."""
     if first in ANSWERING and first != "sft" and config.actor is not None:
         return resolve(config.model, config.seed, folder=actor_folder(config, Path()))
-    return _without_weights(config.model, config.seed)
+    return _source(config.model, config.seed)
 
 
-def _without_weights(model: ModelConfig, seed: int) -> ModelSource:
-    """Return the source of a model, without its weights if they are on a hub.
-
-    `conf/model` replaces the configuration of a hub model that is not on this machine.
-    """
-    try:
-        return resolve(model, seed, weights=model.path is not None)
-    except UserError:
-        if model.path is not None or model.hub is None or not model.architecture:
-            raise
-        return resolve(model.model_copy(update={"weights": "random"}), seed)
+def _source(model: ModelConfig, seed: int) -> ModelSource:
+    """Return the source of a model, without its weights if they are on a hub."""
+    return resolve(model, seed, weights=model.path is not None)
 
 
 def _tokenizer(
@@ -124,7 +121,8 @@ def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer
     items, cut = _encoded(config, stage, sample, tokenizer)
     steps = stage_steps(getattr(config, stage), len(train))
     size = replace(size_of(items), rows=len(train))
-    return StageFacts(stage, steps, len(train), len(records.held_out), len(sample), records.skipped, cut, size)
+    counts = len(train), len(records.held_out), len(sample)
+    return StageFacts(stage, steps, *counts, records.skipped, cut, size, _example(items[0]))
 
 
 def _encoded(
@@ -142,23 +140,14 @@ def _encoded(
     return encode_preferences(tokenizer, sample, max_length=length, stage=stage)
 
 
-def _example(
-    config: RunConfig, tokenizer: ChatTokenizer, records: Sequence[Sequence[Any]]
-) -> tuple[Sequence[int], Sequence[bool]]:
-    """Return the tokens of the first record of the first stage, and which of them the loss includes."""
-    record = next((each[0] for each in records if each), None)
-    if record is None:
-        return [], []
-    if isinstance(record, Document):
-        ids = tokenizer.encode_documents([record.messages[0].content])[0]
-        return ids, [True] * len(ids)
-    if isinstance(record, Prompt):
-        ids = tokenizer.encode_prompt(record.messages)
-        return ids, [False] * len(ids)
-    if isinstance(record, Preference):
-        messages: tuple[Message, ...] = (*record.prompt, Message("assistant", record.chosen))
+def _example(item: Any) -> tuple[Sequence[int], Sequence[bool]]:
+    """Return the tokens of an encoded record, and which of them the loss includes: none of a prompt without answer."""
+    if isinstance(item, TokenItem):
+        return item.ids.tolist(), item.counts.tolist()
+    if isinstance(item, PairItem):
+        ids, prompt = item.chosen.tolist(), item.prompt
+    elif isinstance(item, LabelledItem):
+        ids, prompt = item.ids.tolist(), item.prompt
     else:
-        messages = record.messages
-    ids, counts = tokenizer.encode_conversations([messages])[0]
-    is_all = isinstance(record, Conversation) and config.sft.loss_on == "all"
-    return ids, [True] * len(ids) if is_all else counts
+        ids, prompt = item, len(item)
+    return ids, [index >= prompt for index in range(len(ids))]
