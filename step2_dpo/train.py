@@ -14,7 +14,7 @@ from pipeline.data.encode import encode_labelled, encode_preferences
 from pipeline.data.load import StageRecords
 from pipeline.data.records import labelled_answers
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, metrics_of, write_table
-from pipeline.evaluation.judge import load_judge, load_pair_judge
+from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -90,7 +90,7 @@ def run(config: RunConfig, folder: Path) -> None:
             export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)
         with stage.clock.phase("evaluate"):
             results = compare_models(
-                prompts, folder, evaluator.evaluate(engine), evaluator.grade, load_pair_judge(config)
+                prompts, folder, evaluator.evaluate(engine), evaluator.grade, load_judge(config, "pair_judge")
             )
             _, metrics = batches.evaluate(stage.budget)
         by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}

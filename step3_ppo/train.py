@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of
-from pipeline.evaluation.judge import load_judge, load_pair_judge
+from pipeline.evaluation.judge import load_judge
 from pipeline.models.stage_models import require_context
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import open_stage, plan_stage, sampling
@@ -102,7 +102,7 @@ def run(config: RunConfig, folder: Path) -> None:
         resume(ppo, evaluator, guard, stage)
         train(ppo, evaluator, guard, stage)
         export_best = config.ppo.export == "best"
-        pair_judge = load_pair_judge(config)
+        pair_judge = load_judge(config, "pair_judge")
         finish(
             ppo,
             sources,

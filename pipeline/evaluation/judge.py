@@ -6,7 +6,7 @@ compares two answers to the same prompt.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
@@ -25,22 +25,14 @@ Verdicts = tuple[float | None, float | None]
 """A pair judge's verdicts on one answer against another, for both orders: 1 better, 0 worse, None without a verdict."""
 
 
-def load_judge(config: RunConfig) -> "UserFunction | None":
-    """Load the function that `evaluation.judge` names; return None if the key is null."""
-    return _load(config.evaluation.judge, "evaluation.judge", config.evaluation.judge_threads)
-
-
-def load_pair_judge(config: RunConfig) -> "UserFunction | None":
-    """Load the function that `evaluation.pair_judge` names; return None if the key is null."""
-    return _load(config.evaluation.pair_judge, "evaluation.pair_judge", config.evaluation.judge_threads)
-
-
-def _load(where: str | None, key: str, threads: int) -> "UserFunction | None":
+def load_judge(config: RunConfig, key: Literal["judge", "pair_judge"] = "judge") -> "UserFunction | None":
+    """Load the function that a key of `evaluation` names; return None if the key is null."""
+    where = getattr(config.evaluation, key)
     if where is None:
         return None
     from pipeline.evaluation.user_function import load_function
 
-    return load_function(where, threads, key=key)
+    return load_function(where, config.evaluation.judge_threads, key=f"evaluation.{key}")
 
 
 def can_judge(prompts: Sequence[Prompt], judge: "UserFunction | None") -> bool:
