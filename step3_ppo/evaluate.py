@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from engine import Sampling, distributed
-from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
@@ -104,20 +103,18 @@ def finish(
     guard: Guard,
     stage: StageRun,
     *,
-    lora: LoraConfig,
-    export_best: bool,
     skipped: dict[str, int],
     pair_judge: "UserFunction | None" = None,
 ) -> None:
     """Export the model, write the answers of base, SFT and PPO model to samples.jsonl, and write summary.json.
 
-    `export_best` exports the best step also if the guard has not stopped the stage.
+    The model is that of the best step if `ppo.export` is "best", or if the guard has stopped the stage.
     """
     folder, actor = stage.folder, ppo.models.actor
-    if export_best or guard.stopped_step is not None:
+    if ppo.section.export == "best" or guard.stopped_step is not None:
         stage.take_best()
     with actor.averaged(), stage.clock.phase("export"):
-        export_policy(actor, sources.actor, ppo.tokenizer, folder / "model", lora=lora)
+        export_policy(actor, sources.actor, ppo.tokenizer, folder / "model", lora=ppo.section.lora)
     with actor.averaged(), stage.clock.phase("evaluate"):
         is_evaluated = ppo.evaluated_step == stage.exported_step  # not after a restart, or with an earlier best step
         evaluations = ppo.evaluations if is_evaluated else evaluator.evaluate(actor)

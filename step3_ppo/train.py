@@ -101,19 +101,7 @@ def run(config: RunConfig, folder: Path) -> None:
     ) as stage:
         resume(ppo, evaluator, guard, stage)
         train(ppo, evaluator, guard, stage)
-        export_best = config.ppo.export == "best"
-        pair_judge = load_judge(config, "pair_judge")
-        finish(
-            ppo,
-            sources,
-            evaluator,
-            guard,
-            stage,
-            lora=config.ppo.lora,
-            export_best=export_best,
-            skipped=skipped,
-            pair_judge=pair_judge,
-        )
+        finish(ppo, sources, evaluator, guard, stage, skipped=skipped, pair_judge=load_judge(config, "pair_judge"))
 
 
 def restore(ppo: Ppo, guard: Guard, state: dict[str, Any]) -> None:

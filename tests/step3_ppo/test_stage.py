@@ -434,8 +434,7 @@ def test_evaluations_are_of_the_averaged_weights(run_folder: Path) -> None:
 
 
 def test_the_exported_weights_are_evaluated_once(run_folder: Path) -> None:
-    made = config(run_folder)
-    sources = load_models(made, run_folder)
+    sources = load_models(config(run_folder), run_folder)
     ppo, stage = ppo_of(run_folder)
     answered = []
 
@@ -451,7 +450,7 @@ def test_the_exported_weights_are_evaluated_once(run_folder: Path) -> None:
     stage.folder.mkdir()
     evaluate_policy(ppo, Evaluations(), guard, stage, stage.last_step, {})
     for expected in (1, 2):
-        finish(ppo, sources, Evaluations(), guard, stage, lora=made.ppo.lora, export_best=False, skipped={})
+        finish(ppo, sources, Evaluations(), guard, stage, skipped={})
         assert len(answered) == expected
         assert f"answer {expected}" in (stage.folder / "samples.jsonl").read_text()
         ppo.evaluated_step = stage.last_step - 1  # of other weights
