@@ -1,6 +1,6 @@
 """Check the engine's keys, of the run and of each of PPO's models, for combinations that are not supported."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,14 @@ from pipeline.config.stages import stages_to_run
 from pipeline.installation import pip_install
 
 TRAINED = ("actor_engine", "critic_engine")
+# The engine keys that one model of PPO cannot have for itself.
+STAGE_KEYS = {
+    "tensor_parallel": "all models of PPO are split the same way: set engine.tensor_parallel",
+    "sequence_parallel": "all models of PPO process the same rows: set engine.sequence_parallel",
+    "hang_seconds": "a stage has one watchdog for all models: set engine.hang_seconds",
+    "memory_check": "the memory of all models is checked together: set engine.memory_check",
+    "pipeline_parallel": "PPO does not support pipeline parallelism: remove the key",
+}
 
 # The engine settings that pipeline parallelism and weights in 4 bits both need.
 PLAIN: dict[str, Any] = {
@@ -54,16 +62,7 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
                 yield from _offload_mistakes(f"ppo.{name}", merged, trains=name in TRAINED)
                 yield from _number_mistakes(f"ppo.{name}", merged)
                 yield from _deepspeed_mistakes(f"ppo.{name}", merged, own, trains=name in TRAINED)
-        if "tensor_parallel" in getattr(config.ppo, name):
-            yield f"ppo.{name}.tensor_parallel: all models of PPO are split the same way: set engine.tensor_parallel"
-        if "sequence_parallel" in getattr(config.ppo, name):
-            yield f"ppo.{name}.sequence_parallel: all models of PPO process the same rows: set engine.sequence_parallel"
-        if "hang_seconds" in getattr(config.ppo, name):
-            yield f"ppo.{name}.hang_seconds: a stage has one watchdog for all models: set engine.hang_seconds"
-        if "memory_check" in getattr(config.ppo, name):
-            yield f"ppo.{name}.memory_check: the memory of all models is checked together: set engine.memory_check"
-        if "pipeline_parallel" in getattr(config.ppo, name):
-            yield f"ppo.{name}.pipeline_parallel: PPO does not support pipeline parallelism: remove the key"
+        yield from (f"ppo.{name}.{key}: {reason}" for key, reason in STAGE_KEYS.items() if key in own)
     yield from _offload_mistakes("engine", config.engine, trains=True)
     yield from _number_mistakes("engine", config.engine)
     yield from _deepspeed_mistakes("engine", config.engine, _changed(config.engine), trains=True)
@@ -86,11 +85,7 @@ def _vllm_mistakes(config: RunConfig) -> Iterable[str]:
         )
     needed: dict[str, dict[str, Any]] = {"rollout": {"stream": False, "tensor_parallel": 1}}
     needed |= {"engine": {"pipeline_parallel": 1}, "model": {"quantize": "none", "trust_remote_code": False}}
-    for name, values in needed.items():
-        for field, value in values.items():
-            if (actual := getattr(getattr(config, name), field)) != value:
-                key = f"{name}.{field}"
-                yield f"{vllm} does not support {key}={as_written(actual)}: remove {key}, or remove rollout.generator"
+    yield from _excluded(config, vllm, needed)
 
 
 def _quantize_mistakes(config: RunConfig) -> Iterable[str]:
@@ -109,18 +104,24 @@ def _quantize_mistakes(config: RunConfig) -> Iterable[str]:
                 f"{key} freezes the model, so each stage trains adapters, but {stage}.lora.rank=0: set {stage}=lora, "
                 f"or {stage}.lora.rank=16"
             )
-    needed = {**PLAIN, "tensor_parallel": 1, "pipeline_parallel": 1}
-    for name, own in {"engine": {}, **{f"ppo.{role}": getattr(config.ppo, role) for role in ROLE_ENGINES}}.items():
-        values = own or (config.engine.model_dump() if name == "engine" else {})
-        for field, value in needed.items():
-            if values.get(field, value) != value:
-                yield f"{key} needs {name}.{field}={as_written(value)}, not {values[field]}: remove {name}.{field}"
-        if values.get("zero_stage") == 3:
+    sections = {"engine": config.engine.model_dump()}
+    sections |= {f"ppo.{role}": getattr(config.ppo, role) for role in ROLE_ENGINES}
+    needed: dict[str, dict[str, Any]] = {"rollout": {"tensor_parallel": 1, "stream": False}}
+    needed |= {name: {**PLAIN, "tensor_parallel": 1, "pipeline_parallel": 1} for name in sections}
+    yield from _excluded(config, key, needed)
+    for name, settings in sections.items():
+        if settings.get("zero_stage") == 3:
             yield f"{key} does not shard the weights in 4 bits: set {name}.zero_stage=2 instead of 3"
-    if config.rollout.tensor_parallel > 1:
-        yield f"{key} needs rollout.tensor_parallel=1, because the weights in 4 bits cannot be split"
-    if config.rollout.stream:
-        yield f"{key} needs rollout.stream=false, because training and generation share the weights in 4 bits"
+
+
+def _excluded(config: RunConfig, feature: str, needed: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """Yield a message for each key that has another value than a feature needs. `needed`: the values by section."""
+    settings = config.model_dump()
+    for name, values in needed.items():
+        section = settings["ppo"][name.removeprefix("ppo.")] if name.startswith("ppo.") else settings[name]
+        for key in (key for key, value in values.items() if section.get(key, value) != value):
+            actual, value = as_written(section[key]), as_written(values[key])
+            yield f"{feature} needs {name}.{key}={value}, not {actual}: remove one of the two"
 
 
 def _offload_mistakes(key: str, settings: EngineSettings, *, trains: bool) -> Iterable[str]:
@@ -154,23 +155,16 @@ def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
         yield f"{pipeline} supports only SFT: set stage=sft, then run the other stages without it"
     if settings.zero_stage == 3:
         yield f"{pipeline} does not support sharded parameters: set engine=zero0, zero1 or zero2"
-    needed = {**PLAIN, "states": "fp32", "tensor_parallel": 1}
-    for key, value in needed.items():
-        if getattr(settings, key) != value:
-            yield f"{pipeline} needs engine.{key}={as_written(value)}"
-    if config.rollout.tensor_parallel > 1:
-        yield f"{pipeline} needs rollout.tensor_parallel=1, because each rank answers held-out prompts on its own"
+    needed = {"engine": {**PLAIN, "states": "fp32", "tensor_parallel": 1}, "rollout": {"tensor_parallel": 1}}
+    yield from _excluded(config, pipeline, needed)
 
 
 def _sequence_mistakes(config: RunConfig) -> Iterable[str]:
     """Yield messages about keys that sequence parallelism does not support."""
-    sequence, settings = f"engine.sequence_parallel={config.engine.sequence_parallel}", config.engine
-    for key, value in {"tensor_parallel": 1, "pipeline_parallel": 1, "compile_blocks": False}.items():
-        if getattr(settings, key) != value:
-            yield f"{sequence} needs engine.{key}={as_written(value)}"
-    for name in ROLE_ENGINES:
-        if getattr(config.ppo, name).get("compile_blocks"):
-            yield f"{sequence} needs ppo.{name}.compile_blocks=false"
+    sequence = f"engine.sequence_parallel={config.engine.sequence_parallel}"
+    needed: dict[str, dict[str, Any]] = {f"ppo.{name}": {"compile_blocks": False} for name in ROLE_ENGINES}
+    needed["engine"] = {"tensor_parallel": 1, "pipeline_parallel": 1, "compile_blocks": False}
+    yield from _excluded(config, sequence, needed)
     if not config.sft.packing and "sft" in stages_to_run(config):
         yield f"{sequence} splits packed rows: set sft.packing=true"
 

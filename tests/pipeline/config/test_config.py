@@ -381,7 +381,9 @@ def test_the_estimator_sets_where_the_kl_counts_by_default():
 
 def test_critic_warm_up_needs_a_critic():
     line = refusal("ppo.advantage=grpo", "ppo.samples=4", "ppo.critic_warmup=2")
-    assert line.startswith("ppo.critic_warmup=2 has no effect without ppo.advantage=gae: set ppo.advantage=gae, or remove")
+    assert line.startswith(
+        "ppo.critic_warmup=2 has no effect without ppo.advantage=gae: set ppo.advantage=gae, or remove"
+    )
 
 
 def test_minibatches_divide_all_answers_of_a_rollout():

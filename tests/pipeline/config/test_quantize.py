@@ -25,7 +25,7 @@ def test_every_stage_with_adapters_is_accepted() -> None:
         (["reward=default"], "nf4 freezes the model, so each stage trains adapters, but reward.lora.rank=0"),
         (["engine=zero3"], "nf4 does not shard the weights in 4 bits: set engine.zero_stage=2 instead of 3"),
         (["engine.tensor_parallel=2"], "nf4 needs engine.tensor_parallel=1, not 2"),
-        (["engine.compile_blocks=true"], "nf4 needs engine.compile_blocks=false, not True"),
+        (["engine.compile_blocks=true"], "nf4 needs engine.compile_blocks=false, not true"),
         (["engine.deepspeed={zero_optimization: {stage: 1}}"], "nf4 needs engine.deepspeed=null"),
         (["ppo.critic_engine={offload_optimizer: cpu}"], "nf4 needs ppo.critic_engine.offload_optimizer=none"),
         (["ppo.reward_engine={zero_stage: 3}"], "nf4 does not shard the weights in 4 bits: set ppo.reward_engine."),

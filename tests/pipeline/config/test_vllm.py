@@ -29,15 +29,15 @@ def test_the_default_is_the_built_in_generator() -> None:
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["rollout.stream=true"], "rollout.stream=true: remove rollout.stream"),
-        (["rollout.tensor_parallel=2"], "rollout.tensor_parallel=2: remove rollout.tensor_parallel"),
-        (["engine.pipeline_parallel=2", "stage=sft"], "engine.pipeline_parallel=2: remove engine.pipeline_parallel"),
-        (["model.trust_remote_code=true"], "model.trust_remote_code=true: remove model.trust_remote_code"),
-        (["model.quantize=nf4", "sft=lora", "reward=lora", "ppo=lora"], "model.quantize=nf4: remove model.quantize"),
+        (["rollout.stream=true"], "rollout.stream=false, not true"),
+        (["rollout.tensor_parallel=2"], "rollout.tensor_parallel=1, not 2"),
+        (["engine.pipeline_parallel=2", "stage=sft"], "engine.pipeline_parallel=1, not 2"),
+        (["model.trust_remote_code=true"], "model.trust_remote_code=false, not true"),
+        (["model.quantize=nf4", "sft=lora", "reward=lora", "ppo=lora"], "model.quantize=none, not nf4"),
     ],
 )  # fmt: skip
 def test_what_vllm_does_not_support_is_refused(words: list[str], key: str) -> None:
-    assert refusal(*words) == [f"rollout.generator=vllm does not support {key}, or remove rollout.generator"]
+    assert refusal(*words) == [f"rollout.generator=vllm needs {key}: remove one of the two"]
 
 
 def test_a_key_without_effect_is_named() -> None:
