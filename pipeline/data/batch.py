@@ -119,7 +119,9 @@ def _span(documents: Documents, index: int) -> Tensor:
 
 
 class Movable:
-    """Base of dataclasses with a method that copies their tensors to a device."""
+    """Base of micro-batches: dataclasses with a method that copies their tensors to a device."""
+
+    input_ids: Tensor
 
     def to(self, device: torch.device | str) -> Self:
         """Return a copy with all tensors on `device`."""

@@ -5,22 +5,13 @@ A `SupervisedTask` contains the loss, the batches and the evaluation of a stage.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Generic, TypeVar
 
 from engine import Engine, LossFn, Update
+from pipeline.data.batch import Movable
 from pipeline.stages.stage_run import StageRun
 
-
-class TokenIds(Protocol):
-    """A micro-batch with its token ids."""
-
-    @property
-    def input_ids(self) -> Tensor: ...
-
-
-Batch = TypeVar("Batch", bound=TokenIds)
+Batch = TypeVar("Batch", bound=Movable)
 
 
 @dataclass(frozen=True)
@@ -34,11 +25,6 @@ class StepBatch(Generic[Batch]):
     microbatches: Sequence[Batch]
     count: int
     tokens: int
-
-    @property
-    def input_ids(self) -> list[Tensor]:
-        """The token ids of each micro-batch."""
-        return [each.input_ids for each in self.microbatches]
 
 
 @dataclass(frozen=True)
@@ -75,7 +61,7 @@ def train_supervised(stage: StageRun, task: SupervisedTask[Batch]) -> None:
         with stage.clock.phase("train"):
             update = task.engine.update(batch.microbatches, task.loss, batch.count)
         stage.clock.tokens += batch.tokens
-        stage.require_finite(step, update.loss, batch.input_ids)
+        stage.require_finite(step, update.loss, [each.input_ids for each in batch.microbatches])
         metrics = _update_metrics(task.engine, update, batch.count)
         if stage.evaluates(step):
             with stage.clock.phase("evaluate"):
