@@ -89,11 +89,16 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
         return problem.status
     except KeyboardInterrupt as problem:
         print("stopped; run the same command again to resume", file=sys.stderr)
-        return _stop_status(problem)
+        return _status_of(problem)
 
 
-def _stop_status(problem: KeyboardInterrupt) -> int:
-    return STOPPED if isinstance(problem, Stopped) else INTERRUPTED
+def _status_of(problem: BaseException) -> int:
+    """Return the exit status of a run that ends with an exception."""
+    if isinstance(problem, KeyboardInterrupt):
+        return STOPPED if isinstance(problem, Stopped) else INTERRUPTED
+    if isinstance(problem, StageFailed):
+        return problem.status
+    return USER_ERROR if isinstance(problem, UserError) else CRASHED
 
 
 def _run(arguments: list[str], stage: str | None) -> int:
@@ -116,7 +121,6 @@ def _run(arguments: list[str], stage: str | None) -> int:
     control = Control(ranks)
     if not ranks.leads:
         return _follow(ranks, control)
-    status = CRASHED
     try:
         for config in configs:
             check_paths(config)
@@ -127,17 +131,10 @@ def _run(arguments: list[str], stage: str | None) -> int:
         for line in dict.fromkeys(_rate_warnings(jobs, configs)):
             print(f"warning: {line}", file=sys.stderr)
         status = _lead(jobs, configs, ranks, control)
-    except UserError:
-        status = USER_ERROR
+    except BaseException as problem:
+        control.finish(_status_of(problem))
         raise
-    except StageFailed as problem:
-        status = problem.status
-        raise
-    except KeyboardInterrupt as problem:
-        status = _stop_status(problem)
-        raise
-    finally:
-        control.finish(status)
+    control.finish(status)
     return status
 
 
@@ -179,11 +176,11 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             runs[job.label] = last, _run_job(config, job.label, ranks, control)
             statuses.append(0)
         except (UserError, StageFailed) as problem:
-            if len(jobs) == 1 or getattr(problem, "status", 0) in ENDED_EARLY or not control.is_complete:
+            if len(jobs) == 1 or _status_of(problem) in ENDED_EARLY or not control.is_complete:
                 raise
             if isinstance(problem, UserError):
                 print(f"error: {problem}", file=sys.stderr)
-            statuses.append(getattr(problem, "status", USER_ERROR))
+            statuses.append(_status_of(problem))
             runs[job.label] = last, None
     if len(jobs) > 1 and configs[-1].stage != "plan":
         print(compare_runs(runs), flush=True)
