@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline.report.axes import MINUS, Axis, axis, format_number
 from pipeline.report.html import Child, Markup, element
 from pipeline.report.svg import (
@@ -111,7 +113,8 @@ def histogram_chart(
     if not shown:
         return None
     across = axis([value for one in shown for value in values[one.label]])
-    counts = {one.label: bin_counts(values[one.label], across.low, across.high, bins) for one in shown}
+    span = across.low, across.high
+    counts = {one.label: np.histogram(values[one.label], bins, span)[0].tolist() for one in shown}
     up = axis([0, *(count for found in counts.values() for count in found)])
     right = WIDTH - 16
     parts: list[Child] = [scaffold(across, up, right, x_name, "answers")]
@@ -135,14 +138,6 @@ def _legend(groups: Sequence[Series], right: float) -> list[Markup]:
         labels.append(element("text", one.label, x=right, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
         right -= 6.5 * len(one.label) + 12
     return labels
-
-
-def bin_counts(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:
-    """Return how many values each of `bins` equal parts of [low, high] holds. The last part includes `high`."""
-    counts = [0] * bins
-    for value in values:
-        counts[min(bins - 1, max(0, math.floor((value - low) / (high - low) * bins)))] += 1
-    return counts
 
 
 def meter(share: float, tone: str) -> Markup:

@@ -6,7 +6,6 @@ import pytest
 
 from pipeline.report.charts import (
     Interval,
-    bin_counts,
     histogram_chart,
     interval_chart,
     scatter_chart,
@@ -116,7 +115,6 @@ def test_a_line_connects_the_dots_of_a_sparse_group() -> None:
 
 
 def test_a_histogram_counts_the_values_of_each_group_in_the_same_bins() -> None:
-    assert bin_counts([0.0, 0.24, 0.25, 0.99, 1.0], 0.0, 1.0, 4) == [2, 1, 0, 2]
     before = Series("SFT", [(0, 0.0), (1, 1.0), (2, 1.0), (3, math.nan)], "sft")
     after = Series("PPO", [(0, 4.0)], "ppo")
     page = histogram_chart("t", [before, after], x_name="score", bins=4)
