@@ -165,7 +165,7 @@ def test_a_config_of_another_version_is_one_message(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_and_a_pickle_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="reward model"):
+    with pytest.raises(UserError, match=r"not a language model .*for example RUN/sft"):
         load(ChatModel("reward", run / "reward" / "model"))
     config = json.loads((run / "sft" / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -484,7 +484,7 @@ def test_lines_from_a_pipe_are_turns(
     [
         (["nowhere"], "no such folder"),
         (["nowhere", "--compare", "sft,ppo"], "nowhere: there is no such folder"),
-        (["{run}/reward"], "reward model"),
+        (["{run}/reward"], "not a language model"),
         (["{run}", "--compare", "sft,nose"], "--compare nose: neither a stage that answers"),
         (["{run}", "--temperature", "-1"], "temperature must be"),
         (["{run}", "--prompt", "good morning " * 400], "too long"),

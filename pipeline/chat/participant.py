@@ -103,11 +103,6 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
     else:
         settings = ModelConfig(name=model.name, trust_remote_code=trust_remote_code)
         source, tokenizer = resolve(settings, 0, folder=model.folder), None
-    kind = next(iter(source.config.architectures or []), "")
-    if kind.endswith("ForSequenceClassification"):
-        raise UserError(
-            f"{model.folder} has a reward model ({kind}), which cannot generate answers: set the folder of a chat model"
-        )
     check_kind(source, wanted="ForCausalLM")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = _random_module(source) if source.folder is None else _stored_module(source)

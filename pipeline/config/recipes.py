@@ -133,9 +133,6 @@ def read_recipe(name: str, reason: str) -> Recipe:
     file = CONF / "recipe" / f"{name}.yaml"
     try:
         settings = _read_settings(file)
-    except FileNotFoundError:
-        options = ", ".join(groups().get("recipe", []))
-        raise UserError(f"recipe={name} is not an option of recipe. Options: {options}") from None
     except (OSError, yaml.YAMLError) as problem:
         raise UserError(f"{file} cannot be read as YAML: {problem}") from problem
     if not isinstance(settings, dict):

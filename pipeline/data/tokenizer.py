@@ -302,11 +302,8 @@ def _unreadable(name: str, folder: Path | None, error: Exception) -> str:
 
 
 def _template_text(path: str) -> str:
-    found = find(path)
-    if found is None or not found.is_file():
-        raise UserError(f"model.chat_template={path}: there is no such file.")
     try:
-        text = found.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"model.chat_template={path}: cannot be read as UTF-8 text: {error}.") from error
     if not text.strip():

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,17 +42,11 @@ class Capacity:
 
 
 def measure_capacity(settings: EngineSettings, ranks: int) -> Capacity:
-    """Measure this machine: the smallest device, and one rank's share of host memory and of the NVMe tiers' disk.
-
-    Raises FileNotFoundError where `settings.nvme_path` does not exist.
-    """
-    folder = settings.nvme_path
-    if folder is not None and not Path(folder).exists():
-        raise FileNotFoundError(f"engine.nvme_path={folder}: the folder does not exist; make it, or name another one")
+    """Measure this machine: the smallest device, and one rank's share of host memory and of the NVMe tiers' disk."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # The launcher counts the ranks of this machine. Slurm may show each of them its own GPU only.
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, devices) if devices else ranks))
-    disk = shutil.disk_usage(folder or tempfile.gettempdir()).free // local_ranks
+    disk = shutil.disk_usage(settings.nvme_path or tempfile.gettempdir()).free // local_ranks
     host = host_memory().total // local_ranks
     # `mem_get_info` would create a CUDA context, about half a GiB, on the devices of all other ranks.
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(devices)]

@@ -104,7 +104,7 @@ def test_the_reference_recipe_is_the_named_one_or_that_of_the_model():
     assert [recipe and recipe.name for recipe, _ in found] == ["3b-to-15b", "tiny", "3b-to-15b"]
     assert [is_selected for _, is_selected in found] == [True, False, False]
     with pytest.raises(UserError, match="recipe=nope is not an option of recipe"):
-        find_recipe(["recipe=nope"])
+        compose(["recipe=nope"])
 
 
 def test_the_reference_recipe_is_for_the_model_and_the_data_of_the_run_of_the_actor(tmp_path):

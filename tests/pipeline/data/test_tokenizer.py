@@ -195,7 +195,7 @@ def test_a_chat_template_file_replaces_the_tokenizers_own(trained: ChatTokenizer
     other = load_tokenizer(str(tmp_path / "tok"), chat_template=str(tmp_path / "t.jinja"))
     assert other.hf.decode(other.encode_prompt(chat("a"))) == "<user>a<|end|><assistant>"
     assert other.fingerprint() != trained.fingerprint()
-    with pytest.raises(UserError, match=r"model\.chat_template=.*no such file"):
+    with pytest.raises(UserError, match=r"model\.chat_template=.*No such file"):
         load_tokenizer(str(tmp_path / "tok"), chat_template=str(tmp_path / "absent.jinja"))
     for content, output in ((b"\xff\xfe{{", "cannot be read as UTF-8 text"), (b" \n", "the file is empty")):
         (tmp_path / "t.jinja").write_bytes(content)
