@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config.messages import inner_section
+from pipeline.config.messages import as_written, inner_section
 from pipeline.config.overrides import default_options, groups
 from pipeline.config.schema import RunConfig
 from pipeline.installation import CHAT, TRAIN
@@ -181,12 +181,7 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "from the option"
-    value = field.get_default()
-    if isinstance(value, bool) or value is None:
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value) if not isinstance(value, list | dict) or value else type(value)().__repr__()
+    return "from the option" if field.is_required() else as_written(field.get_default())
 
 
 if __name__ == "__main__":
