@@ -137,7 +137,7 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     tokens = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
     recipe, is_selected = find_recipe(overrides)
     store = ConfigStore.instance()
-    store.store("schema", _merged(defaults(RunConfig), inherited), provider="schema")
+    store.store("schema", OmegaConf.merge(defaults(RunConfig), inherited), provider="schema")
     if recipe is not None and is_selected:
         store.store("chosen", recipe.settings, group="recipe", package="_global_", provider="recipe")
         tokens.append("recipe=chosen")
@@ -180,15 +180,6 @@ def defaults(section: type[BaseModel]) -> dict[str, Any]:
         elif not field.is_required():
             found[key] = field.get_default()
     return found
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: _merged(base[key], over[key])
-        for key in base.keys() & over.keys()
-        if isinstance(over[key], dict) and isinstance(base[key], dict)
-    }
-    return {**base, **over, **both}
 
 
 def _real_data(overrides: Sequence[str], skip: bool) -> list[str]:
