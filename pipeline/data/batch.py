@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from engine import distributed, kernels
 from pipeline.data.encode import PairItem, TokenItem
@@ -251,11 +252,8 @@ def _labels(items: Sequence[PairItem]) -> tuple[Tensor, tuple[str, ...]]:
 
 def padded(rows: Sequence[Any], pad_id: int) -> tuple[Tensor, list[int]]:
     """Return right-padded rows (B, T) long and their lengths. Without rows: one padding token."""
-    lengths = [len(row) for row in rows] or [1]
-    ids = torch.full((len(lengths), max(lengths)), pad_id, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = _long(row)
-    return ids, lengths
+    tensors = [_long(row) for row in rows or [[pad_id]]]
+    return pad_sequence(tensors, batch_first=True, padding_value=pad_id), [len(tensor) for tensor in tensors]
 
 
 def true_indices(counts: Tensor) -> Tensor:
