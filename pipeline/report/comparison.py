@@ -16,7 +16,6 @@ from pipeline.report.verdict import Change, Measure, Verdict, change, judge, sta
 from pipeline.report.win_rate import rate_cells, win_rate
 
 LONGEST_TEXT = 4000
-DEFAULT_ROWS = 16
 OPEN_CARDS = 6  # prompts that are shown at once
 EXTREMES = 3  # of the best and of the worst answers
 SCORED = {
@@ -152,8 +151,7 @@ def answers_section(run: RunReading) -> Markup | None:
     """Build the section with the answers of each model to the first held-out prompts, in file order."""
     if not run.temperatures:
         return None
-    configured = run.setting("evaluation", "table_rows")
-    count = configured if isinstance(configured, int) and configured > 0 else DEFAULT_ROWS
+    count = run.setting("evaluation", "table_rows")
     by_prompt: dict[tuple[Message, ...], list[Sample]] = {}
     for temperature in run.temperatures:
         for sample in run.samples(temperature):
@@ -200,27 +198,26 @@ def answer_card(samples: Sequence[Sample], labels: Mapping[str, str]) -> Markup:
         element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.content), dir="auto"))
         for turn in samples[0].prompt
     ]
-    found = dict.fromkeys(model for sample in samples for model in sample.answers)
-    order = sorted(found, key=lambda model: SHOWN_MODELS.index(model) if model in SHOWN_MODELS else len(SHOWN_MODELS))
-    answers = [_answer(sample, model, labels) for model in order for sample in samples if model in sample.answers]
+    answers = [
+        _answer(sample, model, labels[model]) for model in SHOWN_MODELS for sample in samples if model in sample.answers
+    ]
     return element(
         "article", element("div", turns, class_="prompt"), element("div", answers, class_="answers"), class_="card"
     )
 
 
-def _answer(sample: Sample, model: str, labels: Mapping[str, str]) -> Markup:
-    tone = model if model in SHOWN_MODELS else "plain"
+def _answer(sample: Sample, model: str, label: str) -> Markup:
     figures: list[Child] = []
     if model in sample.gold:
         gold = sample.gold[model]
-        figures += [element("span", f"gold {gold:.2f}", class_="score"), meter(gold, tone)]
+        figures += [element("span", f"gold {gold:.2f}", class_="score"), meter(gold, model)]
     if model in sample.scores:
         figures.append(element("span", f"reward {format_signed(sample.scores[model])}", class_="score"))
     answer = sample.answers[model]
     if model in sample.function:
         figures.append(element("span", f"function {format_signed(sample.function[model])}", class_="score"))
     text = element("p", _cut(answer), dir="auto", class_="text") if answer else element("p", "(empty)", class_="empty")
-    head = element("h3", f"{labels.get(model, model)}, temperature {sample.temperature:g}", class_=f"tone-{tone}")
+    head = element("h3", f"{label}, temperature {sample.temperature:g}", class_=f"tone-{model}")
     return element("div", element("div", head, figures, class_="who"), text, class_="answer")
 
 
