@@ -59,26 +59,23 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     loaded: list[StageRecords] = []
 
     def load() -> dict[str, int]:
-        if not is_generated(config.data, stage):
+        generated = is_generated(config.data, stage)
+        if not generated:
             print(f"{stage}: reading the data", flush=True)
-        loaded.append(_load(config, stage))
-        return loaded[0].skipped
-
-    skipped = on_rank_zero(load)
-    records = loaded[0] if loaded else StageRecords([], [], skipped)
-    unusable = {reason: count for reason, count in records.skipped.items() if reason not in (RESERVED, GREETING)}
-    if distributed.is_rank_zero() and unusable:
-        print(f"{stage}: skipped rows: {_counted(unusable)}", flush=True)
-    if distributed.is_rank_zero() and GREETING in records.skipped:
-        count = records.skipped[GREETING]
-        begin = f"{count:,} conversations begin" if count > 1 else "1 conversation begins"
-        first = "their first turn" if count > 1 else "its first turn"
-        print(f"{stage}: {begin} with the assistant; {first} is removed", flush=True)
-    if distributed.is_rank_zero() and not is_generated(config.data, stage):
-        repeats = len(records.train) - len(set(records.train))
+        records = _load(config, stage)
+        loaded.append(records)
+        unusable = {reason: count for reason, count in records.skipped.items() if reason not in (RESERVED, GREETING)}
+        if unusable:
+            print(f"{stage}: skipped rows: {_counted(unusable)}", flush=True)
+        if greeted := records.skipped.get(GREETING):
+            print(f"{stage}: rows that begin with the assistant: {greeted:,}; their first turn is removed", flush=True)
+        repeats = 0 if generated else len(records.train) - len(set(records.train))
         if repeats:
             print(f"{stage}: {repeats} of {len(records.train)} rows are repeated, and each copy counts", flush=True)
-    return records
+        return records.skipped
+
+    skipped = on_rank_zero(load)
+    return loaded[0] if loaded else StageRecords([], [], skipped)
 
 
 def examples(

@@ -103,7 +103,7 @@ def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys
     counts = {stage: load_stage(config.data, stage, seed=1) for stage in ("sft", "reward", "ppo")}
     rows_of = {stage: len(each.train) for stage, each in counts.items()}
     lines = capsys.readouterr().out.splitlines()
-    assert "sft: 1 conversation begins with the assistant; its first turn is removed" in lines
+    assert "sft: rows that begin with the assistant: 1; their first turn is removed" in lines
     assert not any("skipped" in line for line in lines)
     title = lines.index("data: several stages read the same file; each prompt belongs to one of them")
     table = [line.split() for line in lines[title + 1 :]]
