@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -81,14 +81,6 @@ def stages_of(form: Form, *, labels: bool) -> tuple[str, ...]:
     return (*STAGES_BY_FORM[form], "reward") if labels and form == "labelled" else STAGES_BY_FORM[form]
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """Records of one table, and the number of skipped rows by reason."""
-
-    records: list[Record]
-    skipped: Counter[str]
-
-
 def detect(columns: Collection[str], name: str = "the data") -> Form:
     """Return the form of a table from its columns.
 
@@ -140,8 +132,10 @@ def _form(found: set[str], name: str) -> Form:
 
 def to_records(
     table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False, labels: bool = False
-) -> Parsed:
-    """Convert the rows of a table to records of a stage: Conversation (sft), Preference (reward, dpo), Prompt (ppo).
+) -> tuple[list[Record], Counter[str]]:
+    """Return the records of a stage in a table, and the number of skipped rows by reason.
+
+    The records are Conversation (sft), Preference (reward, dpo) or Prompt (ppo).
 
     rows: prompts store the row that they were read from
     labels: dpo also reads labelled answers (LabelledAnswer), and sft leaves out the undesirable ones
@@ -173,7 +167,7 @@ def to_records(
         first.setdefault(fault, position)
     if sum(skipped.values()) > bad_row_limit * (len(table.rows) + len(table.broken)):
         raise UserError(_refusal(table, stage, skipped, first, bad_row_limit))
-    return Parsed(records, skipped + unused)
+    return records, skipped + unused
 
 
 def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, str], limit: float) -> str:

@@ -157,11 +157,11 @@ class _Loading:
 
     def _parse(self, each: Source, table: Table) -> list[Record]:
         limit = self.data.bad_row_limit
-        parsed = to_records(table, self.stage, each.name, limit, rows=self.rows, labels=self.labels)
-        self.skipped.update(parsed.skipped)
+        records, skipped = to_records(table, self.stage, each.name, limit, rows=self.rows, labels=self.labels)
+        self.skipped.update(skipped)
         if self.kind == "reward" or detect(table.columns) not in ("preferences", "labelled"):
-            return parsed.records
-        return self._once(parsed.records, "repeats another row")  # they often share their prompt, and chosen answer
+            return records
+        return self._once(records, "repeats another row")  # they often share their prompt, and chosen answer
 
     def _once(self, records: list[Record], reason: str) -> list[Record]:
         """Return the records without duplicates, and count the duplicates under `reason`."""
@@ -244,7 +244,7 @@ def _every_held_out(each: Source) -> Iterator[Record]:
         return
     for stage in each.config.stages if each.dedicated else each.config.stages[:1]:
         for table in each.held_out(stage):
-            yield from to_records(table, "ppo", each.name, bad_row_limit=1.0).records  # every row has a first turn
+            yield from to_records(table, "ppo", each.name, bad_row_limit=1.0)[0]  # every row has a first turn
 
 
 def _at_least_one(evaluation: _Evaluation, turns: Set[bytes], name: str) -> _Evaluation:

@@ -23,9 +23,9 @@ from pipeline.errors import UserError
 
 
 def one(row: dict[str, Any], stage: str) -> Any:
-    parsed = to_records(table_of("t", [row]), stage, "s", bad_row_limit=0.0)
-    assert not parsed.skipped
-    return parsed.records[0]
+    records, skipped = to_records(table_of("t", [row]), stage, "s", bad_row_limit=0.0)
+    assert not skipped
+    return records[0]
 
 
 def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
@@ -86,8 +86,8 @@ def test_broken_lines_count_as_bad_rows() -> None:
     rows = [{"prompt": f"q {n}", "completion": "a"} for n in range(38)]
     broken = [(f"line {n}", "a line is not a JSON object") for n in (7, 9)]
     table = table_of("t", rows, broken=broken)
-    parsed = to_records(table, "sft", "s", bad_row_limit=0.05)  # 2 of 40
-    assert len(parsed.records) == 38 and parsed.skipped == {"a line is not a JSON object": 2}
+    records, skipped = to_records(table, "sft", "s", bad_row_limit=0.05)  # 2 of 40
+    assert len(records) == 38 and skipped == {"a line is not a JSON object": 2}
     with pytest.raises(UserError, match=r"2 of 39 rows cannot .*: 2 x a line is not a JSON object \(first: line 7\)"):
         to_records(table_of("t", rows[:-1], broken=broken), "sft", "s", bad_row_limit=0.05)
 
@@ -258,16 +258,16 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
 )
 def test_bad_rows_are_counted_by_reason(row: dict[str, Any], reason: str) -> None:
     stage = "reward" if "chosen" in row else "sft"
-    parsed = to_records(Table("t", [row], frozenset(row), [1]), stage, "s", bad_row_limit=1.0)
-    assert not parsed.records
-    (actual,) = parsed.skipped
+    records, skipped = to_records(Table("t", [row], frozenset(row), [1]), stage, "s", bad_row_limit=1.0)
+    assert not records
+    (actual,) = skipped
     assert reason in actual
 
 
 def test_too_many_bad_rows_are_refused_with_counts_and_places() -> None:
     good = {"prompt": "a", "chosen": "g", "rejected": "b"}
     rows = [good] * 94 + [good | {"chosen": "b"}] * 4 + [good | {"chosen": ""}] * 2
-    assert to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.06).skipped.total() == 6
+    assert to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.06)[1].total() == 6
     output = r"t: 6 of 100 rows.*4 x chosen equals rejected \(first: row 95\), 2 x empty answer \(first: row 99\)"
     with pytest.raises(UserError, match=output + r".*data\.bad_row_limit=0\.05"):
         to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.05)
@@ -275,7 +275,7 @@ def test_too_many_bad_rows_are_refused_with_counts_and_places() -> None:
 
 def test_columns_of_nulls_are_ignored() -> None:
     row = {"prompt": "a", "completion": "b", "chosen": None, "rejected": None, "messages": None}
-    assert len(to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0).records) == 1
+    assert len(to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)[0]) == 1
 
 
 def test_adjacent_messages_of_one_role_are_joined() -> None:
@@ -298,9 +298,9 @@ HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "g"}
     ],
 )
 def test_a_greeting_of_the_assistant_is_removed_and_counted(row: dict[str, Any], expected: tuple[Message, ...]) -> None:
-    parsed = to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
-    assert parsed.records == [Conversation(expected, "s")]
-    assert parsed.skipped == {GREETING: 1}
+    records, skipped = to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
+    assert records == [Conversation(expected, "s")]
+    assert skipped == {GREETING: 1}
 
 
 def test_text_before_the_first_turn_is_refused() -> None:
@@ -314,14 +314,14 @@ def test_labelled_answers_for_each_stage() -> None:
     rows = [{"prompt": "q", "completion": f"a {i}", "label": label} for i, label in enumerate(texts)]
     desirable = [Conversation(chat("q", f"a {i}"), "s") for i in (0, 2)]
     table = table_of("t", rows)
-    read = to_records(table, "dpo", "s", bad_row_limit=0.0, labels=True)
-    assert read.records == [LabelledAnswer(chat("q", f"a {i}"), i % 2 == 0, "s") for i in range(4)]
-    sft = to_records(table, "sft", "s", bad_row_limit=0.0, labels=True)
-    assert sft.records == desirable and sft.skipped == {"label is false, for dpo": 2}
+    read, _ = to_records(table, "dpo", "s", bad_row_limit=0.0, labels=True)
+    assert read == [LabelledAnswer(chat("q", f"a {i}"), i % 2 == 0, "s") for i in range(4)]
+    sft, skipped = to_records(table, "sft", "s", bad_row_limit=0.0, labels=True)
+    assert sft == desirable and skipped == {"label is false, for dpo": 2}
     with pytest.raises(UserError, match=r"2 of 4 rows .* for sft: 2 x label is false, and only method=dpo dpo=kto"):
         to_records(table, "sft", "s", bad_row_limit=0.49)
-    assert to_records(table, "sft", "s", bad_row_limit=0.5).records == desirable
-    assert to_records(table, "ppo", "s", bad_row_limit=0.0).records == [Prompt(chat("q"), "s")] * 4
+    assert to_records(table, "sft", "s", bad_row_limit=0.5)[0] == desirable
+    assert to_records(table, "ppo", "s", bad_row_limit=0.0)[0] == [Prompt(chat("q"), "s")] * 4
 
 
 @pytest.mark.parametrize(("label", "reason"), [("good", "write true or false"), (2, "neither")])
