@@ -29,17 +29,6 @@ REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence
 
 
 @dataclass(frozen=True)
-class Command:
-    """The flags and the overrides of a command line, before any value is checked."""
-
-    overrides: tuple[str, ...]
-    help: bool = False
-    show: bool = False
-    package: str | None = None
-    multirun: bool = False
-
-
-@dataclass(frozen=True)
 class Job:
     """One run of a command line. `label` ("seed=1") identifies a job of a multirun; otherwise it is empty.
 
@@ -58,8 +47,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({TRAIN} --help lists the flags)")
 
 
-def parse_command(argv: Sequence[str]) -> Command:
-    """Split flags from overrides. Raises UserError for a flag that does not exist."""
+def parse_command(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the flags of a command line, and its other words as `overrides`. Raises UserError for an unknown flag."""
     parser = _Parser(add_help=False, allow_abbrev=False, prog=TRAIN)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
@@ -67,10 +56,11 @@ def parse_command(argv: Sequence[str]) -> Command:
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     flags, overrides = parser.parse_known_args(list(argv))
-    return Command(tuple(overrides), flags.help, flags.cfg is not None, flags.package, flags.multirun)
+    flags.overrides = tuple(overrides)
+    return flags
 
 
-def compose_jobs(command: Command) -> list[Job]:
+def compose_jobs(command: argparse.Namespace) -> list[Job]:
     """Return the configuration of each job, before validation. Without -m there is one job."""
     if not command.multirun:
         return [_job(command.overrides)]

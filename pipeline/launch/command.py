@@ -108,7 +108,7 @@ def _run(arguments: list[str], stage: str | None) -> int:
         return 0
     jobs = compose_jobs(command)
     configs = [_validated(job, stage) for job in jobs]
-    if command.show:
+    if command.cfg:
         shown = configs[0].model_dump(mode="json")
         for key in command.package.split(".") if command.package else []:
             if not isinstance(shown, dict) or key not in shown:
