@@ -35,7 +35,6 @@ class StageReading:
     summary: Mapping[str, Any] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
     config: str = ""
-    bad_lines: int = 0
     planned: Mapping[str, Any] = field(default_factory=dict)
     grades: Sequence[StepGrades] = ()
     rollouts: Sequence[tuple[float, float, float]] = ()
@@ -170,14 +169,12 @@ def read_run(run_dir: Path) -> RunReading:
 
 
 def _read_stage(folder: Path, name: str) -> StageReading:
-    rows, bad_lines = _read_metrics(folder / METRICS)
     return StageReading(
         name=name,
-        rows=rows,
+        rows=_read_metrics(folder / METRICS),
         summary=read_object(folder / SUMMARY),
         samples=read_samples(folder / SAMPLES),
         config=_read_text(folder / CONFIG),
-        bad_lines=bad_lines,
         planned=read_object(folder / PLAN),
         grades=read_grades(folder / GRADES),
         rollouts=_read_rollouts(folder / ROLLOUTS),
@@ -195,22 +192,19 @@ def _read_rollouts(path: Path) -> list[tuple[float, float, float]]:
     return found
 
 
-def _read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
-    """Return the numbers of each step in order, and the count of malformed lines. Lines of one step are merged."""
-    steps: dict[float, dict[str, float]] = {}
-    bad_lines = 0
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the numbers of each step. A line that a killed run left incomplete is left out."""
+    steps = []
     for row in json_lines(path):
-        if not is_number(row.get("step")):
-            bad_lines += 1
-            continue
         # JSON has no NaN, so a metric that was not finite is null.
         numbers = {
             key: math.nan if value is None else float(value)
             for key, value in row.items()
             if value is None or is_number(value)
         }
-        steps.setdefault(numbers["step"], {}).update(numbers)
-    return [steps[step] for step in sorted(steps)], bad_lines
+        if "step" in numbers:
+            steps.append(numbers)
+    return steps
 
 
 def _read_text(path: Path) -> str:

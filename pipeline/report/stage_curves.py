@@ -260,8 +260,6 @@ def stage_section(
     notes = []
     if not stage.finished:
         notes.append(f"Unfinished: the last logged step is {stage.last_step}.")
-    if stage.bad_lines:
-        notes.append(f"{stage.bad_lines} unreadable line(s) of metrics.jsonl are ignored.")
     exported, steps = stage.number("exported_step"), stage.number("steps")
     if exported is not None and exported != steps:
         notes.append(f"The exported model is that of step {exported:.0f}, the best of the evaluations.")
