@@ -128,16 +128,16 @@ def gaming_section(run: RunReading) -> Markup | None:
 
     The charts and the answers are about the first temperature of the evaluation, by default that of the rollouts.
     """
-    ppo, samples = run.stage("ppo"), run.samples(run.temperatures[0]) if run.temperatures else ()
-    at = f" At temperature {run.temperatures[0]:g}." if run.temperatures else ""
+    if not run.temperatures:
+        return None
+    ppo, samples = run.stage("ppo"), run.samples(run.temperatures[0])
+    at = f" At temperature {run.temperatures[0]:g}."
     reward, gold = dict(ppo.series("eval_score")), ppo.series("gold_score")
     path = [(step, reward[step], value) for step, value in gold if step in reward]
     judged = [_points(samples, model, run.labels[model]) for model in ("sft", "ppo")]
     if not path and not any(group.points for group in judged):
         return None
-    found = Verdict("open", "Unknown.", "This folder has no held-out answers.")
-    if run.temperatures:
-        found = combine({temperature: gaming_at(run, temperature) for temperature in run.temperatures})
+    found = combine({temperature: gaming_at(run, temperature) for temperature in run.temperatures})
     lengths = [Series(g.label, [(len(s.answers[g.tone]), s.scores[g.tone]) for s in _graded(samples, g.tone)], g.tone)
                for g in judged]  # fmt: skip
     figures = (
