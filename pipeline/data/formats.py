@@ -305,10 +305,7 @@ def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
     chosen, rejected = in_order(start + chosen), in_order(start + rejected)
     if chosen[:-1] != rejected[:-1]:
         raise BadRow("chosen and rejected answer different prompts")
-    prompt = _with_system(row, chosen[:-1])
-    if not prompt or prompt[-1].role != "user":
-        raise BadRow("prompt does not end with a user's turn")
-    return prompt, chosen[-1].content, rejected[-1].content
+    return _with_system(row, chosen[:-1]), chosen[-1].content, rejected[-1].content
 
 
 def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
