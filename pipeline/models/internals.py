@@ -45,7 +45,8 @@ def add_classifier(config: PretrainedConfig) -> None:
     named score, for each token.
     """
     family = type(config)
-    if family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or family not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    is_causal = family in MODEL_FOR_CAUSAL_LM_MAPPING and family in MODEL_MAPPING
+    if family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not is_causal:
         return
     base: Any = MODEL_MAPPING[family]
     parent = base.__mro__[1]  # the family's PreTrainedModel

@@ -16,6 +16,7 @@ from transformers import (
     BertConfig,
     LlamaConfig,
     PretrainedConfig,
+    TrOCRConfig,
 )
 
 from engine import Engine
@@ -285,7 +286,11 @@ SMALL_BERT = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads
 
 @pytest.mark.parametrize(
     ("config", "what"),
-    [(OwnConfig(), "no sequence classification of own"), (SMALL_BERT, "no linear head named score")],
+    [
+        (OwnConfig(), "no sequence classification of own"),
+        (TrOCRConfig(), "no sequence classification of trocr"),  # transformers has no base model of it
+        (SMALL_BERT, "no linear head named score"),
+    ],
 )
 def test_families_that_cannot_score(config: PretrainedConfig, what: str) -> None:
     with pytest.raises(UserError, match=what) as error:
