@@ -9,6 +9,7 @@ Two kinds of keys are excluded:
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def hash_tree(path: Path) -> str:
     """Return the SHA-256 over names and contents of all files of a folder, without hidden files; or of one file."""
     if path.is_file():
         return hash_file(path)
-    return digest({name: hash_file(file) for name, file in _visible_files(path).items()})
+    files = _visible_files(path)
+    with ThreadPoolExecutor() as threads:  # one thread reads and hashes 0.5 to 2 GB per second
+        return digest(dict(zip(files, threads.map(hash_file, files.values()), strict=True)))
 
 
 def _visible_files(folder: Path) -> dict[str, Path]:
