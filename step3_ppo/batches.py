@@ -21,9 +21,9 @@ class Microbatch(Movable):
 
     indices: which sequences of the rollout
     input_ids: (b, T) long, padded on the right; with `documents` (1, T), all sequences in one row without padding
-    scored: (N,) long, positions of the response tokens in the flattened ids
+    scored: (N,) long, positions of the response tokens in the flattened ids, without those of messages
     ends: (b,) long, position of the last token of each sequence
-    response_lengths: number of response tokens of each sequence
+    response_lengths: number of scored tokens of each sequence
     """
 
     indices: list[int]
@@ -41,12 +41,14 @@ def collate(
     pad_id: int,
     *,
     packing: bool = False,
+    sampled: Sequence[Sequence[bool]] | None = None,
 ) -> Microbatch:
     """Return the sequences at `indices` on the host.
 
+    sampled: which tokens of each response the policy sampled; None: all
+
     Without sequences the micro-batch is one padding token, so that a rank without work takes part in collectives.
     """
-    response_lengths = [len(responses[i]) for i in indices]
     sequences = [prompts[i] + responses[i] for i in indices] or [[pad_id]]
     lengths = [len(sequence) for sequence in sequences]
     if packing:
@@ -55,9 +57,11 @@ def collate(
     else:
         documents, input_ids = None, padded(sequences, pad_id)[0]
         ends = [row * input_ids.shape[1] + length - 1 for row, length in enumerate(lengths)]
-    spans = [torch.arange(end + 1 - length, end + 1) for end, length in zip(ends, response_lengths, strict=False)]
+    spans = [torch.arange(end + 1 - len(responses[i]), end + 1) for end, i in zip(ends, indices, strict=False)]
+    if sampled is not None:
+        spans = [span[torch.tensor(sampled[i])] for span, i in zip(spans, indices, strict=True)]
     scored = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
-    return Microbatch(list(indices), input_ids, scored, torch.tensor(ends), response_lengths, documents)
+    return Microbatch(list(indices), input_ids, scored, torch.tensor(ends), list(map(len, spans)), documents)
 
 
 def local_microbatches(
@@ -68,9 +72,10 @@ def local_microbatches(
     budget: int,
     *,
     packing: bool = False,
+    sampled: Sequence[Sequence[bool]] | None = None,
 ) -> list[Microbatch]:
     """Return this rank's micro-batches of the sequences at `indices`, on its device. All ranks get equally many."""
-    make = partial(collate, prompts, responses, pad_id=pad_id, packing=packing)
+    make = partial(collate, prompts, responses, pad_id=pad_id, packing=packing, sampled=sampled)
     lengths = [len(prompts[i]) + len(responses[i]) for i in indices]
     return microbatches.local_microbatches(indices, lengths, make, budget=budget, packing=packing)[0]
 

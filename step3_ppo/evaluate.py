@@ -1,13 +1,15 @@
 """The start and the end of PPO, and its evaluation on held-out prompts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine import Sampling, distributed
+from engine import Engine, Sampling, distributed
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
-from pipeline.evaluation.samples import BEST_OF, GRADES
+from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, read_samples
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking import metrics
@@ -19,6 +21,7 @@ from step3_ppo.rollout import score_answers
 from step3_ppo.setup import Ppo
 
 if TYPE_CHECKING:
+    from pipeline.evaluation.episodes import Episode
     from pipeline.evaluation.user_function import UserFunction
 
 
@@ -48,6 +51,53 @@ def build_evaluator(
 
     scorer = score if models.has_rewards else None
     return Evaluator(prompts, tokenizer, sampling, temperatures, judge, scorer, keep, candidates)
+
+
+def with_episodes(evaluator: Evaluator, models: Models, folder: Path) -> Evaluator:
+    """Return the evaluator, which plays episodes if the reward function takes turns. `folder` is RUN/ppo."""
+    function, tokenizer, prompts = models.function, evaluator.tokenizer, evaluator.prompts
+    if function is None or not function.takes_turns:
+        return evaluator
+    from pipeline.evaluation.episodes import play_episodes
+
+    played = PlayedEpisodes(models, prompts, folder)
+    token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+    rows = [prompt.row or {} for prompt in prompts]
+
+    def answer(engine: Engine, settings: Sequence[Sampling]) -> list[list[str]]:
+        return played.texts(play_episodes(engine, function, tokenizer, token_ids, rows, settings, keep=evaluator.keep))
+
+    return replace(evaluator, score=played.scores, answer=answer)
+
+
+class PlayedEpisodes:
+    """The scores of episodes on held-out prompts. A text alone cannot be scored again.
+
+    The scores of an earlier start of the stage are read from samples.jsonl in `folder`.
+    """
+
+    def __init__(self, models: Models, prompts: Sequence[Prompt], folder: Path) -> None:
+        self._models, self._prompts = models, prompts
+        self._scores = {
+            (sample.prompt, sample.answers[name]): score
+            for sample in read_samples(folder / SAMPLES)
+            for name, score in sample.scores.items()
+        }
+
+    def texts(self, played: "Sequence[Sequence[Episode]]") -> list[list[str]]:
+        """Record the scores of one episode per prompt for each of several settings, and return the texts."""
+        for episodes in played:
+            rewards = [episode.rewards for episode in episodes]
+            scores = score_answers(self._models, [], [], pad_id=0, budget=1, played=rewards).total
+            for prompt, episode, score in zip(self._prompts, episodes, scores, strict=True):
+                self._scores[prompt.messages, episode.text] = score
+        return [[episode.text for episode in episodes] for episodes in played]
+
+    def scores(self, texts: Sequence[str]) -> tuple[list[float] | None, None]:
+        """Return the score of each text; None if any text is not that of a recorded episode."""
+        found = [self._scores.get((prompt.messages, text)) for prompt, text in zip(self._prompts, texts, strict=True)]
+        known = [score for score in found if score is not None]
+        return (known if len(known) == len(found) else None), None
 
 
 def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:

@@ -86,7 +86,7 @@ def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float
         found["explained_variance"] = explained_variance(rollout.values, advantages.returns, mask)
     means = torch.stack([value.double() for value in found.values()])
     values = torch.cat([means, rollout.scores.double()]).tolist()  # waits for the device once
-    by_length = rank_correlation([len(each) for each in rollout.responses], values[len(found) :])
+    by_length = rank_correlation(rollout.lengths, values[len(found) :])
     rewards = rollout.rewards if len(rollout.rewards) > 1 else {}
     metrics = dict(zip(found, values, strict=False)) | {f"reward_{name}": mean for name, mean in rewards.items()}
     return metrics if by_length is None else metrics | {"length_correlation": by_length}
@@ -164,7 +164,7 @@ def log_lines(
     numbers = {name: tables.pop(name) for name in ("score", "finished", "function_score") if name in tables}
     lines = []
     for i in range(count):
-        length = len(rollout.responses[i])
+        length = rollout.lengths[i]
         row = {name: table[i, :length] for name, table in tables.items()}
         line = {
             "prompt": text(rollout.prompts[i]),
@@ -181,6 +181,8 @@ def log_lines(
             line["kl"] = kl_k1(row["logprobs"], row["reference"]).sum().item()
         if tokens:
             line["token_ids"] = rollout.responses[i]
+            if rollout.sampled is not None:
+                line["sampled"] = rollout.sampled[i]
             line |= {name: [float(f"{value:.6g}") for value in values.tolist()] for name, values in row.items()}
         lines.append(line)
     return lines

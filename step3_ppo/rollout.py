@@ -7,6 +7,7 @@ each rank can train on any sequence, and whitening needs no collective. The rank
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -16,7 +17,7 @@ from engine import Engine, Generation, Sampling, distributed
 from pipeline.data.microbatches import gather_by_index, gather_rows
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import SharedError
-from pipeline.evaluation.judge import Call, function_rewards
+from pipeline.evaluation.judge import Call, function_rewards, rewards_by_name
 from step3_ppo.batches import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.models import REWARD_MODEL, Models
 
@@ -59,7 +60,8 @@ class Rollout:
 
     prompts, responses: token ids of B sequences; a response contains its end token
     finished: (B,) bool, whether the response has an end token
-    response_mask: (B, R) bool; the tables below are (B, R) fp32 and zero outside the mask
+    response_mask: (B, R) bool; the tables below are (B, R) fp32 and zero outside the mask. They have no place for
+        messages
     scores: (B,) fp32, the score of the reward model less its mean over reference answers, plus that of the function;
         without either, the log-ratio of the reference (the teacher) and the policy, summed over the tokens
     logprobs: log-probabilities under the policy, by the trainer's forward
@@ -70,6 +72,7 @@ class Rollout:
     rewards: the mean of each reward by name, before weighting
     batches: this rank's micro-batches, as the models scored them
     separate_logprobs: `logprobs` by a forward that no update shares; None unless requested
+    sampled: which tokens of each response the policy sampled; None: all. The others are messages (`Episode`)
     """
 
     prompts: list[list[int]]
@@ -85,14 +88,20 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     batches: list[Microbatch] = field(default_factory=list)
     separate_logprobs: Tensor | None = None
+    sampled: list[list[bool]] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The number of sampled tokens of each response."""
+        return [*map(len, self.responses)] if self.sampled is None else [*map(sum, self.sampled)]
+
     def tokens(self, indices: Sequence[int] | None = None) -> int:
-        """Return the number of response tokens, of all sequences or of those at `indices`."""
+        """Return the number of sampled tokens, of all sequences or of those at `indices`."""
         chosen = range(len(self)) if indices is None else indices
-        return sum(len(self.responses[i]) for i in chosen)
+        return sum(self.lengths[i] for i in chosen)
 
 
 def generate(
@@ -162,6 +171,7 @@ def collect(
     scores: Scores | None = None,
     shared_forwards: Collection[str] = (),
     score_separately: bool = False,
+    sampled: list[list[bool]] | None = None,
 ) -> Rollout:
     """Score one answer per prompt with all models, by the trainer's forward, with dropout off.
 
@@ -169,9 +179,12 @@ def collect(
     shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring, if their
         engines support it (`Engine.score_to_learn`)
     score_separately: whether the actor also scores by a forward of its own (`Rollout.separate_logprobs`)
+    sampled: as in `Rollout`
     """
     responses = [generation.token_ids for generation in generations]
-    batches = local_microbatches(prompts, responses, range(len(prompts)), pad_id, budget, packing=models.packing)
+    batches = local_microbatches(
+        prompts, responses, range(len(prompts)), pad_id, budget, packing=models.packing, sampled=sampled
+    )
 
     def logprobs(module: nn.Module, batch: Microbatch) -> Results:
         return _by_sequence(batch, policy_logprobs(module, batch, temperature)[0])
@@ -198,7 +211,7 @@ def collect(
     tables = {name: gather_rows(rows) for name, rows in local.items()}
     tables["generator"] = {i: torch.tensor(generation.logprobs) for i, generation in enumerate(generations)}
     table = {name: distributed.to_device(_table(rows, len(prompts)), device) for name, rows in tables.items()}
-    lengths = torch.tensor([len(response) for response in responses])
+    lengths = torch.tensor([len(generation.logprobs) for generation in generations])
     if models.has_rewards:
         totals = distributed.to_device(torch.tensor(scores.total), device)
     else:
@@ -217,6 +230,7 @@ def collect(
         rewards={name: sum(values) / len(values) for name, values in scores.rewards.items()},
         batches=batches,
         separate_logprobs=table.get("separate_logprobs"),
+        sampled=sampled,
     )
 
 
@@ -245,6 +259,7 @@ def score_answers(
     *,
     pad_id: int,
     budget: int,
+    played: Sequence[dict[str, float]] | None = None,
 ) -> Scores:
     """Return the scores of one answer per prompt, on every rank: the weighted sum of all rewards.
 
@@ -252,9 +267,12 @@ def score_answers(
 
     answers: the token ids that the reward models score
     calls: the arguments of the reward function, one for each answer
+    played: the rewards of episodes, instead of calls
     """
     rewards: dict[str, list[float]] = {}
-    if models.function is not None:
+    if models.function is not None and played is not None:
+        rewards = rewards_by_name(models.function, played)
+    elif models.function is not None:
         rewards = function_rewards(models.function, calls)
     names = list(rewards)
     if models.rewards:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from heapq import nlargest
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from engine import Generation
 from pipeline.config.schema import RunConfig
@@ -31,7 +32,16 @@ from step3_ppo.advantages import (
 from step3_ppo.batches import largest_microbatch
 from step3_ppo.log import UpdateMetrics, write_rollout_log
 from step3_ppo.models import ModelSources, build_models
-from step3_ppo.rollout import Answered, Rollout, Scores, collect, ended_answers, generate, score_answers
+from step3_ppo.rollout import (
+    Answered,
+    Rollout,
+    Scores,
+    check_generator,
+    collect,
+    ended_answers,
+    generate,
+    score_answers,
+)
 from step3_ppo.update import (
     Minibatch,
     PtxMix,
@@ -42,6 +52,9 @@ from step3_ppo.update import (
     update_critic,
     update_policy,
 )
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.episodes import Episode
 
 _ROUND = 2**32  # more than the steps of a run: each round of dynamic sampling has sample seeds of its own
 
@@ -77,6 +90,8 @@ class Ppo:
         updates = self.epochs * self.minibatch_count
         actor_steps = (self.steps - self.critic_warmup) * updates
         self.models = build_models(config, sources, actor_steps=actor_steps, critic_steps=self.steps * updates)
+        function = self.models.function
+        self._takes_turns = function is not None and function.takes_turns
         prepare_generation(self.models.actor, rollout)
         if ppo.ema is not None:
             self.models.actor.start_averaging(ppo.ema)
@@ -84,9 +99,10 @@ class Ppo:
         self.kl = KlController(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         self.shaping = reward_shaping(ppo, unit=self.models.score_unit)
         self._estimate = advantage_estimator(ppo)
+        self._rollout, self._sampling = rollout, sampling(rollout, sources.tokenizer, seed=config.seed)
         self._generate = partial(
             generate,
-            sampling=sampling(rollout, sources.tokenizer, seed=config.seed),
+            sampling=self._sampling,
             batch_size=rollout.batch_size or DECODE_BATCH,
             keep=rollout.keep,
             park_optimizer=rollout.park_optimizer,
@@ -144,6 +160,7 @@ class Ppo:
                 scores=answered.scores,
                 shared_forwards=shared_forwards,
                 score_separately=compare,
+                sampled=[episode.sampled for episode in self._episodes(answered.generations)] or None,
             )
             if rollout.separate_logprobs is not None:
                 deviation = (rollout.logprobs - rollout.separate_logprobs).exp() - 1.0
@@ -157,16 +174,22 @@ class Ppo:
         def answer(prompts: list[int], number: int) -> list[Generation]:
             first_seed = (number * _ROUND + step) * self.batch_size * self.samples
             with stage.clock.phase("generate"):
-                generations = self._generate(self.models, [self.prompts[i] for i in prompts], first_seed=first_seed)
+                if self._takes_turns:
+                    generations = self._play(self._repeated(prompts), first_seed)
+                else:
+                    generations = self._generate(self.models, [self.prompts[i] for i in prompts], first_seed=first_seed)
             stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
             return generations
 
         def score(prompts: list[int], generations: list[Generation]) -> Scores:
             ids, ended = self._repeated(prompts), self._ended(generations)
             texts, calls = [self.prompts[i] for i in ids], self._calls(ids, generations)
+            played = [episode.rewards for episode in self._episodes(generations)] or None
             with stage.clock.phase("score"):
                 pad_id = self.tokenizer.pad_id
-                return score_answers(self.models, texts, ended, calls, pad_id=pad_id, budget=stage.budget)
+                return score_answers(
+                    self.models, texts, ended, calls, pad_id=pad_id, budget=stage.budget, played=played
+                )
 
         prompts = batch_indices(len(self.prompts), self.batch_size, self.seed, step - 1)
         generations = answer(prompts, 0)
@@ -178,6 +201,31 @@ class Ppo:
             answered = replace_uniform(answered, answer, score, self.shaping, seed=(self.seed, step), **bound)
             self.replaced = answered.replaced
         return answered
+
+    def _play(self, prompts: list[int], first_seed: int) -> list[Generation]:
+        """Return one episode for each of `prompts`."""
+        from pipeline.evaluation.episodes import play_episodes
+
+        models, rollout = self.models, self._rollout
+        assert models.function is not None
+        [episodes] = play_episodes(
+            models.actor,
+            models.function,
+            self.tokenizer,
+            [self.prompts[i] for i in prompts],
+            [self.rows[i] for i in prompts],
+            [self._sampling],
+            first_seed=first_seed,
+            batch_size=rollout.batch_size or DECODE_BATCH,
+            keep=rollout.keep,
+            park_optimizer=rollout.park_optimizer,
+        )
+        check_generator(models.actor)
+        return [*episodes]
+
+    def _episodes(self, generations: Sequence[Generation]) -> "list[Episode]":
+        """Return the generations as episodes; empty if the reward function does not take turns."""
+        return cast("list[Episode]", list(generations)) if self._takes_turns else []
 
     def _repeated(self, prompts: Sequence[int]) -> list[int]:
         """Return the prompt of each answer."""

@@ -11,7 +11,7 @@ from pipeline.models.stage_models import require_context
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import open_stage, plan_stage, sampling
 from step3_ppo.advantages import Advantages
-from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish, resume
+from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish, resume, with_episodes
 from step3_ppo.guard import Guard, evaluation_metrics, open_guard
 from step3_ppo.log import UpdateMetrics, log_generator_gap, rollout_metrics
 from step3_ppo.models import load_models
@@ -86,6 +86,7 @@ def run(config: RunConfig, folder: Path) -> None:
         judge=load_judge(config),
         candidates=config.evaluation.best_of,
     )
+    evaluator = with_episodes(evaluator, ppo.models, folder)
     guard = open_guard(config, folder, has_judge=evaluator.has_judge)
     with open_stage(
         plan,

@@ -85,7 +85,9 @@ def minibatches(
         indices = sorted(order[first::count])
         if not indices:  # a step without answers would move the parameters by momentum and weight decay
             continue
-        batches = local_microbatches(rollout.prompts, rollout.responses, indices, pad_id, budget, packing=packing)
+        batches = local_microbatches(
+            rollout.prompts, rollout.responses, indices, pad_id, budget, packing=packing, sampled=rollout.sampled
+        )
         result.append(Minibatch(batches, rollout.tokens(indices), len(indices)))
     return result
 
@@ -258,7 +260,7 @@ def _token_values(table: Tensor, rollout: Rollout, indices: Sequence[int]) -> Te
     """Return (N,) the values of the response tokens of some sequences, in the order of the models' outputs."""
     if not indices:
         return table.new_empty(0)
-    return torch.cat([table[i, : len(rollout.responses[i])] for i in indices])
+    return torch.cat([table[i, : rollout.lengths[i]] for i in indices])
 
 
 def means(update: Update, tokens: int) -> dict[str, float]:
@@ -300,7 +302,8 @@ def find_cause(models: Models, rollout: Rollout, *, temperature: float, pad_id: 
         with models.actor.scoring() as module:
             module.train(training)
             for group in groups:
-                batch = collate(rollout.prompts, rollout.responses, group, pad_id, packing=packing)
+                sampled = rollout.sampled
+                batch = collate(rollout.prompts, rollout.responses, group, pad_id, packing=packing, sampled=sampled)
                 found.append(policy_logprobs(module, batch.to(models.actor.device), temperature)[0])
         return torch.cat(found)
 

@@ -11,7 +11,7 @@ from pipeline.data.files import find, missing
 from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
-from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
+from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, UserFunction, load_function
 from pipeline.models.folder import check_configuration, model_folder
 from pipeline.tracking.trackers import require_tensorboard
 
@@ -71,11 +71,26 @@ def check_paths(config: RunConfig) -> None:
         if find(location) is None:
             raise UserError(missing(location, key))
     if config.ppo.reward_function is not None and "ppo" in stages_to_run(config):
-        load_function(config.ppo.reward_function)
+        _check_turns(config, load_function(config.ppo.reward_function))
     if config.evaluation.judge is not None and set(ANSWERING) & set(stages_to_run(config)):
         load_function(config.evaluation.judge, key=JUDGE)
     if config.evaluation.pair_judge is not None and set(POLICIES) & set(stages_to_run(config)):
         load_function(config.evaluation.pair_judge, key=PAIR_JUDGE)
+
+
+def _check_turns(config: RunConfig, function: UserFunction) -> None:
+    """Raise UserError if a reward function that sends messages is combined with settings that do not support it."""
+    unsupported = {
+        "ppo.reward_model=true": (config.ppo.reward_model, "set ppo.reward_model=false"),
+        f"rollout.tensor_parallel={config.rollout.tensor_parallel}": (config.rollout.tensor_parallel > 1, "remove it"),
+        "rollout.stream=true": (config.rollout.stream, "remove it"),
+    }
+    for setting, (is_set, remedy) in unsupported.items():
+        if function.takes_turns and is_set:
+            raise UserError(
+                f"ppo.reward_function={function.where} yields messages to the policy, which {setting} does not "
+                f"support: {remedy}"
+            )
 
 
 def hub_data(config: RunConfig, words: Sequence[str]) -> list[str]:

@@ -200,7 +200,7 @@ class PpoSection(StageSection):
     )
     reward_function: FilePath | None = Field(
         None,
-        description="FILE.py:NAME, a function (answer, row) -> number, or a dictionary of numbers, that scores answers; with a reward model, the scores are added",
+        description="FILE.py:NAME, a function (answer, row) -> number, or a dictionary of numbers, that scores answers; with a reward model, the scores are added. A generator function talks with the policy for several turns",
     )
     reward_weights: dict[str, float] = Field(
         {},

@@ -94,6 +94,11 @@ class ChatTemplate:
         last = self._render(("user", "assistant"), generation_prompt=False)[-1]
         return last if isinstance(last, str) else ""
 
+    def between_answers(self) -> tuple[Fragment, ...]:
+        """Return the fragments between two answers. Fragment 2 is the user's message."""
+        fragments = self._prompt(("user", "assistant", "user"))
+        return fragments[fragments.index(1) + 1 :]
+
     def layout(self, roles: tuple[str, ...]) -> tuple[Segment, ...]:
         """Return the segments of a prompt with its generation prompt. `roles` must not end with the assistant.
 

@@ -116,6 +116,17 @@ class ChatTokenizer:
             for (ids, counts), answer in zip(prompts, answers, strict=True)
         ]
 
+    def encode_message(self, message: str) -> list[int]:
+        """Return the ids between an answer with its end token and the next answer: a message of the user."""
+        fragments = self._template.between_answers()
+        if self._end_text is not None and isinstance(fragments[0], str):
+            fragments = (fragments[0].removeprefix(self._end_text), *fragments[1:])
+        own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
+        segment = _Segment(fragments, False, False, self._controls(self._encode([own])[0]))
+        messages = [Message("user", ""), Message("assistant", ""), Message("user", message)]
+        ids = self._encode([segment.text(messages)])[0]
+        return ids if self._controls(ids) == segment.control else self._encode_separately(segment, messages)
+
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts without turns, each with eos, and with bos if the tokenizer writes it."""
         empty = self.hf("", return_attention_mask=False)["input_ids"]

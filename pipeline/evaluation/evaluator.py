@@ -61,8 +61,10 @@ def metrics_of(evaluations: Evaluations) -> dict[str, float]:
     }
 
 
-Scorer = Callable[[Sequence[str]], tuple[list[float], list[float] | None]]
+Scorer = Callable[[Sequence[str]], tuple[list[float] | None, list[float] | None]]
 """Maps one answer per held-out prompt to the scores, and to the reward function's share of them (see `Evaluation`)."""
+Answers = Callable[[Engine, Sequence[Sampling]], list[list[str]]]
+"""Maps a policy and settings to one answer per held-out prompt for each of the settings."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Evaluator:
 
     temperatures: the temperatures at which the policy answers, instead of that of `sampling`
     judge: returns the gold score; None uses the gold scorer of the demo's prompts
-    score: returns the scores that PPO is trained on
+    score: returns the scores that PPO is trained on; None for answers that it cannot score
+    answer: returns the answers, instead of `answers_of`
     keep: whether the generator's weights and cache remain in memory for the next evaluation
     candidates: the number of answers from which `evaluate_best` selects one
     """
@@ -84,6 +87,7 @@ class Evaluator:
     score: Scorer | None = None
     keep: bool = False
     candidates: int = 1
+    answer: Answers | None = None
 
     @property
     def has_judge(self) -> bool:
@@ -93,7 +97,7 @@ class Evaluator:
     def evaluate(self, engine: Engine) -> dict[float, Evaluation]:
         """Generate and grade the answers of the policy in `engine` at each temperature."""
         settings = [replace(self.sampling, temperature=temperature) for temperature in self.temperatures]
-        answers = answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
+        answers = self._answers(engine, settings)
         return {temperature: self.grade(texts) for temperature, texts in zip(self.temperatures, answers, strict=True)}
 
     def evaluate_best(self, engine: Engine, evaluations: Evaluations) -> dict[float, Evaluation]:
@@ -113,12 +117,11 @@ class Evaluator:
         ]
         first = evaluations[temperature]
         assert first.scores is not None
-        others = answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
+        others = self._answers(engine, settings)
         candidates = [first.answers, *others]
         graded = [(first.scores, first.function), *map(self.score, others)]
-        best = [
-            max(range(count), key=column.__getitem__) for column in zip(*(scores for scores, _ in graded), strict=True)
-        ]
+        columns = [scores for scores, _ in graded if scores is not None]
+        best = [max(range(count), key=column.__getitem__) for column in zip(*columns, strict=True)]
 
         def select(columns: Sequence[Sequence[Any]]) -> list[Any]:
             return [columns[number][index] for index, number in enumerate(best)]
@@ -127,11 +130,16 @@ class Evaluator:
         functions = [function for _, function in graded if function is not None]
         evaluation = Evaluation(
             answers,
-            select([scores for scores, _ in graded]),
+            select(columns),
             judged(self.prompts, answers, self.judge),
             select(functions) if functions else None,
         )
         return {temperature: evaluation}
+
+    def _answers(self, engine: Engine, settings: Sequence[Sampling]) -> list[list[str]]:
+        if self.answer is not None:
+            return self.answer(engine, settings)
+        return answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
 
     def grade(self, answers: Sequence[str]) -> Evaluation:
         """Grade one answer per prompt."""

@@ -88,9 +88,13 @@ def judged(prompts: Sequence[Prompt], answers: Sequence[str], judge: "UserFuncti
 def function_rewards(function: "UserFunction", calls: Sequence[Call]) -> dict[str, list[float]]:
     """Return the function's rewards of each call by name, on every rank. The calls are distributed over ranks.
 
-    Raise SharedError on every rank if a call fails on any rank, or if the names differ from call to call.
+    Raise SharedError on every rank if a call fails on any rank, or as `rewards_by_name` does.
     """
-    rewards = _on_all_ranks(function, function.rewards, calls)
+    return rewards_by_name(function, _on_all_ranks(function, function.rewards, calls))
+
+
+def rewards_by_name(function: "UserFunction", rewards: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """Return the rewards of all answers by name. Raise SharedError if the names differ from answer to answer."""
     names = list(rewards[0]) if rewards else []
     for each in rewards:
         if each.keys() != rewards[0].keys():
@@ -113,8 +117,13 @@ def _on_all_ranks(
         local = dict(zip(indices, function.map(method, [calls[index] for index in indices]), strict=True))
     except UserError as problem:
         failure = problem
+    raise_on_all_ranks(failure)
+    return gather_by_index(local)
+
+
+def raise_on_all_ranks(failure: UserError | None) -> None:
+    """Raise SharedError on every rank if `failure` is an error on any rank. Every rank calls."""
     gathered = distributed.gather_objects(None if failure is None else str(failure))
     errors = [text for text in gathered if text is not None]
     if errors:
         raise SharedError(errors[0]) from failure
-    return gather_by_index(local)

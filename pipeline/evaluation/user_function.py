@@ -4,6 +4,7 @@
     def NAME(first: str, second: str, row: dict) -> float | None      # evaluation.pair_judge
 
 A reward function may return several rewards instead, as a dictionary {name: number}; `ppo.reward_weights` weighs them.
+A reward function that is a generator talks with the policy for several turns (`episodes.py`).
 
 `ppo.reward_function` is the reward that PPO is trained on. `evaluation.judge` judges held-out answers and is never used
 for training. `evaluation.pair_judge` compares two held-out answers. A function is called in as many threads as
@@ -18,7 +19,7 @@ import copy
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,11 @@ class UserFunction:
     threads: int = 1
     key: str = REWARD
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the function is a generator, which answers with messages (`episodes.py`)."""
+        return inspect.isgeneratorfunction(self.call)
+
     def map(self, method: Callable[..., _Result], calls: Sequence[tuple[Any, ...]]) -> list[_Result]:
         """Return the results of `score`, `rewards` or `prefer` for several calls, in order.
 
@@ -89,12 +95,15 @@ class UserFunction:
 
         Raise UserError as `score` does.
         """
-        result = self._call((answer,), row)
+        return self.named(self._call((answer,), row), answer, row)
+
+    def named(self, result: Any, answer: str, row: Row) -> dict[str, float]:
+        """Return a result of the function as rewards by name. Raise UserError if it is not a valid one."""
         if not isinstance(result, Mapping):
             return {SINGLE: self._number(result, answer, row)}
         if not result or not all(isinstance(name, str) and name.isidentifier() for name in result):
             names = _cut(repr(list(result)))
-            raise UserError(self._error_message(f"returned a dictionary with the keys {names}, not names", answer, row))
+            raise self.error(f"returned a dictionary with the keys {names}, not names", answer, row)
         return {name: self._number(value, answer, row) for name, value in result.items()}
 
     def prefer(self, first: str, second: str, row: Row) -> float | None:
@@ -110,31 +119,66 @@ class UserFunction:
             return self.call(*answers, copy.deepcopy(dict(row)))
         except (Exception, SystemExit) as problem:
             answer = "\n---\n".join(answers)
-            raise UserError(self._error_message(f"raised {_describe(problem, self.file)}", answer, row)) from problem
+            raise self.error(f"raised {_describe(problem, self.file)}", answer, row) from problem
 
     def _number(self, value: Any, answer: str, row: Row) -> float:
         """Return the result of the function as a number. Raise UserError if it is not a valid one."""
         if not hasattr(type(value), "__float__"):
-            raise UserError(self._error_message(f"returned {type(value).__name__}, not a number", answer, row))
+            raise self.error(f"returned {type(value).__name__}, not a number", answer, row)
         try:
             number = float(value)
         except Exception as problem:
-            raise UserError(
-                self._error_message(f"returned {_cut(repr(value))}, not a number", answer, row)
-            ) from problem
+            raise self.error(f"returned {_cut(repr(value))}, not a number", answer, row) from problem
         lowest, highest = BOUNDS[self.key]
         if not lowest <= number <= highest:
-            raise UserError(self._error_message(f"returned {number}, not a {RETURN_TYPES[self.key]}", answer, row))
+            raise self.error(f"returned {number}, not a {RETURN_TYPES[self.key]}", answer, row)
         return number
 
-    def _error_message(self, what: str, answer: str, row: Row) -> str:
+    def error(self, what: str, answer: str, row: Row) -> UserError:
+        """Return the error that the function did something wrong for an answer to a row."""
         shown = ", ".join(f"{name}: {_cut(repr(value))}" for name, value in row.items())
-        return (
+        return UserError(
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
             f"{{{_cut(shown, LONGEST_ROW)}}}. The function must return a "
             f"{RETURN_TYPES[self.key]} for any text, also for an empty one. "
             f"{ADVICE if self.key == REWARD else ADVICE_ON_JUDGES}"
         )
+
+
+class Dialogue:
+    """One call of a reward function that is a generator (`takes_turns`). `rewards` are its results after the end."""
+
+    def __init__(self, function: UserFunction, row: Row) -> None:
+        self.rewards: dict[str, float] = {}
+        self._function, self._row = function, row
+        self._turns: Generator[Any, str | None, Any] | None = None
+        self._answer = ""
+
+    def reply(self, answer: str | None) -> str | None:
+        """Give the next answer to the function, and return its message; None if it has returned its rewards.
+
+        The answer None means that no tokens are left for another one. Raise UserError if the function raises, yields
+        something else than a text or a message after the answer None, or returns no valid number.
+        """
+        function, row = self._function, self._row
+        self._answer = self._answer if answer is None else answer
+        try:
+            if self._turns is None:
+                self._turns = function.call(answer, copy.deepcopy(dict(row)))
+                message = next(self._turns)
+            else:
+                message = self._turns.send(answer)
+        except StopIteration as end:
+            self.rewards = function.named(end.value, self._answer, row)
+            return None
+        except (Exception, SystemExit) as problem:
+            raise function.error(f"raised {_describe(problem, function.file)}", self._answer, row) from problem
+        if not isinstance(message, str):
+            raise function.error(f"yielded {type(message).__name__}, not a text,", self._answer, row)
+        if answer is None:
+            what = "yielded a message after it got None (no tokens are left for another answer) instead of a return"
+            raise function.error(what, self._answer, row)
+        return message
 
 
 def _noted(result: _Result) -> _Result:
@@ -166,6 +210,8 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
             f"{key}={where}: {name} is asynchronous (async def), and nothing awaits its result; write {signature}, and "
             f"set {keys}=32 for calls that wait at the same time"
         )
+    if inspect.isgeneratorfunction(call) and key != REWARD:
+        raise UserError(f"{key}={where}: {name} yields messages, which only ppo.reward_function may; write {signature}")
     if not _accepts(call, 3 if key in SIGNATURES else 2):
         raise UserError(f"{key}={where}: {name} can't be called with {answers} and a row; write {signature}")
     return UserFunction(where, file, call, threads, key)

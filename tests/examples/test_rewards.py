@@ -16,7 +16,7 @@ from pipeline.demo import rows_of
 from pipeline.errors import UserError
 from pipeline.evaluation.judge import compare_pairs
 from pipeline.evaluation.samples import Sample
-from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, load_function
+from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, Dialogue, load_function
 from pipeline.report.win_rate import win_rate
 
 REWARDS = Path(__file__).resolve().parents[2] / "examples" / "rewards"
@@ -258,3 +258,20 @@ def test_a_judge_that_always_prefers_the_first_position_gives_ties(service: Serv
     actual = win_rate(samples, "ppo")
     assert actual is not None
     assert (actual.plain.mean, actual.ties, actual.inconsistent, actual.unusable) == (0.5, 7, 7, 1)
+
+
+def test_the_guessed_number_is_found_by_its_hints() -> None:
+    function = load_function(f"{REWARDS}/guess_number.py:guess")
+    scores = []
+    for number in range(20):
+        dialogue, low, high, answers = Dialogue(function, {"prompt": number}), 0, 9, 0
+        while not dialogue.rewards:
+            guess, answers = (low + high) // 2, answers + 1
+            hint = dialogue.reply(f"It is {guess}.")
+            low, high = (guess + 1, high) if hint == "Higher." else (low, guess - 1)
+        assert dialogue.rewards == {"function": 1.0 - (answers - 1) / 4}
+        scores.append(answers)
+    assert {*scores} == {1, 2, 3, 4}  # binary search finds one of ten numbers in four guesses
+    for answers in (["none"], ["no 12", None], [""]):
+        dialogue = Dialogue(function, {"prompt": 1})
+        assert [dialogue.reply(answer) for answer in answers][-1] is None and dialogue.rewards == {"function": 0.0}
