@@ -23,12 +23,13 @@ OTHER_NAMES = {
     "rollout.selfcheck_every": "it is now called rollout.parity_check_every",
 }
 """Keys of other tools and renamed keys -> what to write instead."""
-GENERATION_KEYS = {
+ENGINE_NAMES = {
     r"(?<![\w.])generator=engine": "rollout.generator=engine",
     r"(?<![\w.])tensor_parallel(?==\d+ for generation)": "rollout.tensor_parallel",
     r"(?<![\w.])stream=[Tt]rue": "rollout.stream=true",
+    r"(?<![\w.])tensor_plan": "model.tensor_plan",
 }
-"""Settings of the generator in messages of the engine -> configuration keys."""
+"""Names in messages of the engine whose keys are in other sections -> configuration keys."""
 OTHER_LEAVES = {
     "learning_rate": "lr",
     "num_train_epochs": "epochs",
@@ -85,8 +86,8 @@ def in_keys(message: str) -> str:
     """Return an error message of the engine with configuration keys for the fields of the engine: dtype=fp16 becomes
     engine.dtype=fp16.
     """
-    for field, key in GENERATION_KEYS.items():
-        message = re.sub(field, key, message)
+    for name, key in ENGINE_NAMES.items():
+        message = re.sub(name, key, message)
     fields = "|".join(EngineSettings.model_fields)
     return re.sub(rf"(?<![\w.])({fields})(?= ?=|\b must be\b)", r"engine.\1", message)
 

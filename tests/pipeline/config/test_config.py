@@ -683,6 +683,7 @@ def test_messages_of_the_engine_name_configuration_keys() -> None:
     assert in_keys("...; generate with stream=true, which uses no graphs") == (
         "...; generate with rollout.stream=true, which uses no graphs"
     )
+    assert in_keys("Set tensor_plan to {PATTERN: STYLE}") == "Set model.tensor_plan to {PATTERN: STYLE}"
     assert in_keys("engine.dtype=fp16 and my_dtype=1 stay") == "engine.dtype=fp16 and my_dtype=1 stay"
 
 
