@@ -1,5 +1,6 @@
 """Unusual behaviour of model families is detected before training, and supported or refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,16 @@ def test_lengths_that_change_all_positions_are_refused(tmp_path: Path) -> None:
 def test_a_model_that_cannot_run_is_refused_with_its_reason(tmp_path: Path) -> None:
     engine, _ = policy_of("xglm", tmp_path, "bf16")
     with pytest.raises(UserError, match=r"XGLMForCausalLM cannot run .* in bf16; try engine\.dtype=fp32"):
+        verify(engine, max_length=32)
+
+
+def test_a_model_that_cannot_run_in_4_bits_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    fields = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 4}
+    config = AutoConfig.for_model("mamba2", vocab_size=VOCABULARY, **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    source = replace(source_in(tmp_path), quantize="nf4", attention="eager")
+    engine = build_policy(source, trained(lora=LoraConfig(rank=2)))
+    with pytest.raises(UserError, match=r"Mamba2ForCausalLM cannot run a row of tokens; try model\.quantize=none"):
         verify(engine, max_length=32)
 
 
