@@ -28,6 +28,7 @@ from pipeline.models.stage_models import (
     require_context,
     require_given_models,
     require_scorer,
+    require_tokenizer,
     run_tokenizer,
 )
 from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, log_divided, stage_records
@@ -142,6 +143,7 @@ def _check_model(config: RunConfig, source: ModelSource, tokenizer: ChatTokenize
     require_context(config, "sft", source)
     require_scorer(config, source)
     require_given_models(config)
+    require_tokenizer(config, tokenizer)
     require_adapters(config, source)
 
 

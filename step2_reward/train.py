@@ -13,7 +13,6 @@ from pipeline.data.batch import PairBatch
 from pipeline.data.encode import encode_preferences
 from pipeline.data.microbatches import longer_side
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
-from pipeline.errors import UserError
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.checks import verify
@@ -23,6 +22,7 @@ from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     actor_folder,
     adopt_special_ids,
+    check_base_tokenizer,
     check_vocabulary,
     require_context,
     run_tokenizer,
@@ -98,11 +98,7 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     if config.reward_model is None:
         return resolve(config.model, config.seed), tokenizer
     source = resolve(config.reward_model, config.seed)
-    if source.folder is not None and load_tokenizer(str(source.folder)).fingerprint() != tokenizer.fingerprint():
-        raise UserError(
-            f"reward_model={source.name} has another tokenizer than the policy, so it would score other text than the "
-            "policy generates: select a model of the policy's family, or remove reward_model"
-        )
+    check_base_tokenizer(source, tokenizer)
     return source, tokenizer
 
 

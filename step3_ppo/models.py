@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from engine import Engine
 from pipeline.config.schema import RunConfig
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
-from pipeline.errors import UserError
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
-from pipeline.models.folder import model_folder
 from pipeline.models.internals import adapters_off
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, resolve
-from pipeline.models.stage_models import actor_folder, policy_to_tune
+from pipeline.models.stage_models import (
+    actor_folder,
+    check_reward_tokenizer,
+    check_teacher_tokenizer,
+    policy_to_tune,
+)
 from pipeline.stages.start import optimizer_config
 
 if TYPE_CHECKING:
@@ -122,14 +125,7 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     for folder in (first, *map(Path, config.ppo.reward_ensemble)):
         reward = resolve(config.reward_model or config.model, config.seed, folder=folder)
         check_kind(reward, wanted="ForSequenceClassification")
-        reward_tokenizer = load_tokenizer(str(model_folder(folder)), chat_template=None)
-        if reward_tokenizer.fingerprint() != tokenizer.fingerprint():
-            raise UserError(
-                f"the reward model in {folder} has another tokenizer or chat template than the actor in "
-                f"{policy_folder}, so it would score other text than the actor writes; train it with the actor's "
-                "tokenizer (stage=reward in the same run), or serve it and score with ppo.reward_function "
-                "(examples/rewards/service.py)"
-            )
+        check_reward_tokenizer(folder, tokenizer)
         rewards.append(reward)
     return ModelSources(actor, rewards[0], tokenizer, rewards)
 
@@ -138,13 +134,8 @@ def load_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> ModelSource | N
     """Return the model that `teacher=` names; None if the key is null. Raises UserError for another tokenizer."""
     if config.teacher is None:
         return None
-    teacher, own = policy_to_tune(config, Path(config.teacher))
-    if own.fingerprint() != tokenizer.fingerprint():
-        raise UserError(
-            f"teacher={config.teacher} has another tokenizer than the student, so their probabilities are of different "
-            "tokens: train the student with model.tokenizer of the teacher, or select another teacher"
-        )
-    return teacher
+    check_teacher_tokenizer(config.teacher, tokenizer)
+    return policy_to_tune(config, Path(config.teacher))[0]
 
 
 def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:

@@ -165,6 +165,49 @@ def require_given_models(config: RunConfig) -> None:
         check_kind(resolve(config.model, config.seed, folder=Path(config.teacher)), wanted="ForCausalLM")
 
 
+def require_tokenizer(config: RunConfig, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if a reward model or the teacher of this run has another tokenizer than the policy.
+
+    The check runs before SFT. A reward model on a hub is not checked.
+    """
+    stages = stages_to_run(config)
+    if "reward" in stages and config.reward_model is not None and config.reward_model.hub is None:
+        check_base_tokenizer(resolve(config.reward_model, config.seed), tokenizer)
+    if "ppo" in stages:
+        for folder in filter(None, (config.reward_path, *config.ppo.reward_ensemble)):
+            check_reward_tokenizer(Path(folder), tokenizer)
+        if config.teacher is not None:
+            check_teacher_tokenizer(config.teacher, tokenizer)
+
+
+def check_base_tokenizer(source: ModelSource, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if the base of a separate reward model has another tokenizer than the policy."""
+    if source.folder is not None and load_tokenizer(str(source.folder)).fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"reward_model={source.name} has another tokenizer than the policy, so it would score other text than the "
+            "policy generates: select a model of the policy's family, or remove reward_model"
+        )
+
+
+def check_reward_tokenizer(folder: Path, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if a trained reward model has another tokenizer than the actor."""
+    if load_tokenizer(str(model_folder(folder))).fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"the reward model in {folder} has another tokenizer or chat template than the actor, so it would score "
+            "other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run), or "
+            "serve it and score with ppo.reward_function (examples/rewards/service.py)"
+        )
+
+
+def check_teacher_tokenizer(teacher: str, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if the teacher has another tokenizer than the student."""
+    if load_tokenizer(str(model_folder(Path(teacher)))).fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"teacher={teacher} has another tokenizer than the student, so their probabilities are of different "
+            "tokens: train the student with model.tokenizer of the teacher, or select another teacher"
+        )
+
+
 def require_adapters(config: RunConfig, source: ModelSource) -> None:
     """Raise UserError if the LoRA targets of a stage after SFT match no module of its model.
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import BertConfig, LlamaConfig
 
 from pipeline.config.stage_sections import DpoSection, LoraConfig, PpoSection, RewardSection
-from pipeline.data.tokenizer import train_tokenizer
+from pipeline.data.tokenizer import load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import stage_models
 from pipeline.models.source import ModelSource
@@ -14,6 +14,7 @@ from pipeline.models.stage_models import (
     require_context,
     require_given_models,
     require_scorer,
+    require_tokenizer,
     run_tokenizer,
 )
 from pipeline.stages.data import stage_records
@@ -103,6 +104,25 @@ def test_given_models_of_another_kind_are_refused_before_sft(tmp_path: Path) -> 
             require_given_models(given)
         require_given_models(given.model_copy(update={"stage": "sft"}))
     require_given_models(config.model_copy(update={"reward_path": reward, "teacher": sft}))
+
+
+def test_models_with_another_tokenizer_are_refused_before_sft(tmp_path: Path) -> None:
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    train_tokenizer(["aa ab"], 300).save(tmp_path)
+    policy, other = load_tokenizer(str(tmp_path)), train_tokenizer(["ba bb"], 300)
+    config, folder = tiny_config(), str(tmp_path)
+    base = config.model.model_copy(update={"weights": "pretrained", "path": folder, "architecture": None})
+    for changes, reason in (
+        ({"reward_model": base}, "reward_model=.* has another tokenizer than the policy"),
+        ({"reward_path": folder}, "the reward model in .* has another tokenizer or chat template than the actor"),
+        ({"ppo": PpoSection(reward_ensemble=[folder])}, "the reward model in .* has another tokenizer"),
+        ({"teacher": folder}, "teacher=.* has another tokenizer than the student"),
+    ):
+        given = config.model_copy(update=changes)
+        require_tokenizer(given, policy)
+        require_tokenizer(given.model_copy(update={"stage": "sft"}), other)
+        with pytest.raises(UserError, match=reason):
+            require_tokenizer(given, other)
 
 
 def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path) -> None:
