@@ -181,8 +181,11 @@ def require_tokenizer(config: RunConfig, tokenizer: ChatTokenizer) -> None:
 
 
 def check_base_tokenizer(source: ModelSource, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if the base of a separate reward model has another tokenizer than the policy."""
-    if source.folder is not None and load_tokenizer(str(source.folder)).fingerprint() != tokenizer.fingerprint():
+    """Raise UserError if the base of a separate reward model has another vocabulary than the policy's tokenizer.
+
+    The reward model reads the ids of the policy's tokenizer and chat template, so its own template has no effect.
+    """
+    if source.folder is not None and load_tokenizer(str(source.folder)).hf.get_vocab() != tokenizer.hf.get_vocab():
         raise UserError(
             f"reward_model={source.name} has another tokenizer than the policy, so it would score other text than the "
             "policy generates: select a model of the policy's family, or remove reward_model"
