@@ -67,8 +67,8 @@ def log_step(
 def run(config: RunConfig, folder: Path) -> None:
     """Set up, train, evaluate and export. `folder` is RUN/ppo."""
     sources = load_models(config, folder.parent)
-    require_context(config, "ppo", sources.actor)
-    require_context(config, "ppo", sources.critic)
+    for source in filter(None, (sources.actor, sources.critic, *sources.rewards, sources.teacher)):
+        require_context(config, "ppo", source)
     prompts, evaluation_prompts, skipped = load_prompts(config, sources)
     plan = plan_stage(
         config, "ppo", folder, prompts.ids, policy=sources.actor, reward=next(iter(sources.rewards), None)

@@ -138,20 +138,24 @@ def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
 
 
 def require_scorer(config: RunConfig, source: ModelSource) -> None:
-    """Raise UserError if a stage of this run needs a reward model or critic that cannot be built.
+    """Raise UserError if a stage of this run needs a reward model or critic that cannot be built, or if a separate
+    reward model has too few positions.
 
     The check runs before SFT. A reward model on a hub is not checked.
     """
     stages = stages_to_run(config)
     if "reward" in stages and config.reward_model is not None:
         if config.reward_model.hub is None:  # a hub model would have to be downloaded first
-            check_scores(resolve(config.reward_model, config.seed))
+            reward = resolve(config.reward_model, config.seed)
+            check_scores(reward)
+            require_context(config, "reward", reward)
     elif "reward" in stages or ("ppo" in stages and not config.ppo.reward_model and config.ppo.advantage == "gae"):
         check_scores(source)
 
 
 def require_given_models(config: RunConfig) -> None:
-    """Raise UserError if a folder that `reward`, `ppo.reward_ensemble` or `teacher` names has another kind of model.
+    """Raise UserError if a folder that `reward`, `ppo.reward_ensemble` or `teacher` names has another kind of model, or
+    a model with too few positions.
 
     The check runs before SFT.
     """
@@ -161,8 +165,11 @@ def require_given_models(config: RunConfig) -> None:
         reward = resolve(config.reward_model or config.model, config.seed, folder=Path(folder))
         check_kind(reward, wanted="ForSequenceClassification")
         check_scores(reward)
+        require_context(config, "ppo", reward)
     if config.teacher is not None:
-        check_kind(resolve(config.model, config.seed, folder=Path(config.teacher)), wanted="ForCausalLM")
+        teacher = resolve(config.model, config.seed, folder=Path(config.teacher))
+        check_kind(teacher, wanted="ForCausalLM")
+        require_context(config, "ppo", teacher)
 
 
 def require_tokenizer(config: RunConfig, tokenizer: ChatTokenizer) -> None:

@@ -32,6 +32,7 @@ from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
 from step3_ppo.rollout import collect, score_answers
 from step3_ppo.setup import Ppo
+from step3_ppo.train import run
 from step3_ppo.update import PtxMix
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
 from tests.step3_ppo.example_rollouts import learn
@@ -241,6 +242,16 @@ def test_a_teacher_with_another_tokenizer_is_refused(run_folder: Path) -> None:
     tokenizer("zzz zzz zzz zzz zzz zzz").save(run_folder / "teacher" / "model")
     with pytest.raises(UserError, match=r"teacher=.* has another tokenizer than the student"):
         load_models(distillation(run_folder), run_folder)
+
+
+def test_a_reward_model_of_an_ensemble_needs_enough_positions(run_folder: Path) -> None:
+    shutil.copytree(run_folder / "reward", run_folder / "second")
+    file = run_folder / "second" / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 21}))
+    made = config(run_folder, reward_ensemble=[str(run_folder / "second")])
+    made = made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_prompt_tokens": 16})})
+    with pytest.raises(UserError, match=r"has 21 positions .* rollout\.max_prompt_tokens=16"):
+        run(made, run_folder / "ppo")
 
 
 def test_the_missing_end_costs_standard_deviations_of_the_score(run_folder: Path) -> None:

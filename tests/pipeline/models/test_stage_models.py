@@ -7,7 +7,7 @@ from pipeline.config.stage_sections import DpoSection, LoraConfig, PpoSection, R
 from pipeline.data.tokenizer import load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import stage_models
-from pipeline.models.source import ModelSource
+from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     check_base_tokenizer,
     policy_to_tune,
@@ -89,9 +89,10 @@ def test_a_family_without_reward_models_is_refused_before_sft() -> None:
 
 
 def test_given_models_of_another_kind_are_refused_before_sft(tmp_path: Path) -> None:
-    language_model(config_of("llama")).save_pretrained(tmp_path / "sft")
-    classifier(config_of("llama")).save_pretrained(tmp_path / "reward")
-    classifier(config_of("llama"), labels=3).save_pretrained(tmp_path / "three")
+    long = config_of("llama", max_position_embeddings=256)
+    language_model(long).save_pretrained(tmp_path / "sft")
+    classifier(long).save_pretrained(tmp_path / "reward")
+    classifier(long, labels=3).save_pretrained(tmp_path / "three")
     sft, reward, three = (str(tmp_path / name) for name in ("sft", "reward", "three"))
     config = tiny_config()
     for changes, reason in (
@@ -105,6 +106,22 @@ def test_given_models_of_another_kind_are_refused_before_sft(tmp_path: Path) -> 
             require_given_models(given)
         require_given_models(given.model_copy(update={"stage": "sft"}))
     require_given_models(config.model_copy(update={"reward_path": reward, "teacher": sft}))
+
+
+def test_other_models_with_few_positions_are_refused_before_sft(tmp_path: Path) -> None:
+    few = config_of("llama", max_position_embeddings=256)
+    language_model(few).save_pretrained(tmp_path / "sft")
+    classifier(few).save_pretrained(tmp_path / "reward")
+    sft, reward = str(tmp_path / "sft"), str(tmp_path / "reward")
+    config = tiny_config()
+    long = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": 256})})
+    for changes in ({"reward_path": reward}, {"ppo": PpoSection(reward_ensemble=[reward])}, {"teacher": sft}):
+        require_given_models(config.model_copy(update=changes))
+        with pytest.raises(UserError, match=r"has 256 positions .* rollout\.max_new_tokens=256"):
+            require_given_models(long.model_copy(update=changes))
+    short = config.model.model_copy(update={"architecture": few.to_dict()})
+    with pytest.raises(UserError, match=r"has 256 positions .* rollout\.max_new_tokens=256"):
+        require_scorer(long.model_copy(update={"reward_model": short}), resolve(config.model, 1))
 
 
 def test_models_with_another_tokenizer_are_refused_before_sft(tmp_path: Path) -> None:
