@@ -94,7 +94,6 @@ def write_adapter(stage: TrainedStage, output: Path, licence: str | None, base: 
 def upload(stage: TrainedStage, options: argparse.Namespace) -> str:
     """Upload the folder or the adapters to the hub; return the address. Raises UserError if the hub refuses."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if not options.repo:
         raise UserError("--to hub needs the name of a repository: set --repo OWNER/NAME")
@@ -116,7 +115,7 @@ def upload(stage: TrainedStage, options: argparse.Namespace) -> str:
             api.upload_folder(
                 repo_id=repository.repo_id, folder_path=folder, commit_message=f"Upload the {stage.name} model"
             )
-        except (HfHubHTTPError, HFValidationError, OSError) as problem:
+        except Exception as problem:  # no network, no access, a bad name: the client raises errors of several libraries
             reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
             raise UserError(
                 f"{options.repo} cannot be uploaded ({reason}): run `hf auth login` with a token that may write, and "

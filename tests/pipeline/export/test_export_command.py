@@ -163,6 +163,9 @@ def test_a_refused_upload_is_one_clear_message(
     assert main([str(run), "--to", "hub", "--repo", "me/mine"]) == 2
     error = capsys.readouterr().err
     assert "401" in error and "run `hf auth login`" in error and not hub.uploads.models
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nobody listens
+    assert main([str(run), "--to", "hub", "--repo", "me/mine"]) == 2
+    assert "me/mine cannot be uploaded" in capsys.readouterr().err
 
 
 def test_gguf_runs_the_converter_or_prints_the_commands(
