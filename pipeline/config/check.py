@@ -162,34 +162,99 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
 
 
-# A key, what it needs to have an effect, and whether its section has that.
-NEEDS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
-    ("ppo.reward_ensemble", "ppo.reward_model=true", lambda ppo: ppo.reward_model),
-    ("ppo.ensemble_score", "ppo.reward_ensemble=[FOLDER]", lambda ppo: ppo.reward_ensemble),
-    ("ppo.critic_warmup", "ppo.advantage=gae", lambda ppo: ppo.advantage == "gae"),
-    ("ppo.pair_beta", "ppo.advantage=online_dpo", lambda ppo: ppo.advantage == "online_dpo"),
-    ("ppo.divide_by_std", "ppo.advantage=grpo", lambda ppo: ppo.advantage == "grpo"),
-    ("ppo.resample", "ppo.advantage=grpo", lambda ppo: ppo.advantage not in ("gae", "reinforce", "distill")),
-    ("ppo.importance_weights", "ppo.importance_cap=2", lambda ppo: ppo.importance_cap is not None),
-    ("ppo.length_free", "ppo.length_penalty=0.01", lambda ppo: ppo.length_penalty),
-    ("ppo.length_penalty", "another ppo.advantage than distill", lambda ppo: ppo.advantage != "distill"),
-    ("ppo.score_clip", "another ppo.advantage than distill", lambda ppo: ppo.advantage != "distill"),
-    ("dpo.label_smoothing", "dpo.loss=sigmoid", lambda dpo: dpo.loss in ("sigmoid", "length_normalized")),
-    ("dpo.margin", "dpo.loss=simpo", lambda dpo: dpo.loss == "simpo"),
-    ("dpo.undesirable_weight", "dpo.loss=kto", lambda dpo: dpo.loss == "kto"),
-    ("dpo.sft_coef", "another dpo.loss than kto", lambda dpo: dpo.loss != "kto"),
+# A key, why it has no effect, a setting with which it has one, and whether its section has such a setting.
+NEEDS: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
+    (
+        "ppo.reward_ensemble",
+        "ppo.reward_model=false scores answers without reward models",
+        "ppo.reward_model=true",
+        lambda ppo: ppo.reward_model,
+    ),
+    (
+        "ppo.ensemble_score",
+        "ppo.reward_ensemble lists no reward models",
+        "ppo.reward_ensemble=[FOLDER]",
+        lambda ppo: ppo.reward_ensemble,
+    ),
+    (
+        "ppo.critic_warmup",
+        "only ppo.advantage=gae trains a critic",
+        "ppo.advantage=gae",
+        lambda ppo: ppo.advantage == "gae",
+    ),
+    (
+        "ppo.pair_beta",
+        "only ppo.advantage=online_dpo compares pairs of answers",
+        "ppo.advantage=online_dpo",
+        lambda ppo: ppo.advantage == "online_dpo",
+    ),
+    (
+        "ppo.divide_by_std",
+        "only ppo.advantage=grpo divides by a standard deviation",
+        "ppo.advantage=grpo",
+        lambda ppo: ppo.advantage == "grpo",
+    ),
+    (
+        "ppo.resample",
+        "gae, reinforce and distill do not compare the answers to one prompt",
+        "ppo.advantage=grpo",
+        lambda ppo: ppo.advantage not in ("gae", "reinforce", "distill"),
+    ),
+    (
+        "ppo.importance_weights",
+        "without ppo.importance_cap the loss has no importance weights",
+        "ppo.importance_cap=2",
+        lambda ppo: ppo.importance_cap is not None,
+    ),
+    (
+        "ppo.length_free",
+        "ppo.length_penalty=0 subtracts nothing",
+        "ppo.length_penalty=0.01",
+        lambda ppo: ppo.length_penalty,
+    ),
+    (
+        "ppo.length_penalty",
+        "ppo.advantage=distill has no scores",
+        "another ppo.advantage",
+        lambda ppo: ppo.advantage != "distill",
+    ),
+    (
+        "ppo.score_clip",
+        "ppo.advantage=distill has no scores",
+        "another ppo.advantage",
+        lambda ppo: ppo.advantage != "distill",
+    ),
+    (
+        "dpo.label_smoothing",
+        "only dpo.loss=sigmoid and dpo.loss=length_normalized smooth labels",
+        "dpo.loss=sigmoid",
+        lambda dpo: dpo.loss in ("sigmoid", "length_normalized"),
+    ),
+    ("dpo.margin", "only dpo.loss=simpo has a margin", "dpo.loss=simpo", lambda dpo: dpo.loss == "simpo"),
+    (
+        "dpo.undesirable_weight",
+        "only dpo.loss=kto reads answers with label=false",
+        "dpo.loss=kto",
+        lambda dpo: dpo.loss == "kto",
+    ),
+    (
+        "dpo.sft_coef",
+        "dpo.loss=kto has no chosen answers",
+        "another dpo.loss",
+        lambda dpo: dpo.loss != "kto",
+    ),
 )
 
 
 def _keys_without_effect(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:
     """Yield a message for each key that has another value than its default, and no effect."""
-    for key, needed, is_used in NEEDS:
+    for key, reason, needed, is_used in NEEDS:
         stage, _, name = key.partition(".")
         section = getattr(config, stage)
         value = getattr(section, name)
         is_set = value != type(section).model_fields[name].get_default()
         if stage in stages and is_set and not is_used(section):
-            yield f"{key}={as_written(value)} has no effect without {needed}: set {needed}, or remove {key}"
+            yield f"{key}={as_written(value)} has no effect, because {reason}: set {needed}, or remove {key}"
 
 
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
