@@ -74,7 +74,8 @@ def rewrite(tokens: Sequence[str]) -> list[str]:
     """
     options = groups()
     values = {key: value for _, key, value in map(split, tokens)}
-    if all(values.get(key) not in (None, "null") for key in ("data.path", "data.sources")):
+    is_set = {key for key, value in values.items() if value not in (None, "null")}
+    if "data.path" in is_set and any(f"{key}.".startswith("data.sources.") for key in is_set):
         raise UserError(
             f"data.path={values['data.path']} and data.sources are both set, but data.path replaces data.sources: "
             "remove one of them, or add the file to data.sources as {path: FILE}"

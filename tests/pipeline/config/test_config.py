@@ -196,6 +196,7 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         (__file__, f"'{__file__}' is not KEY=VALUE: did you mean data.path={__file__}?"),
         ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
         (["data.path=a", "data.sources=[{path: b}]"], "data.path=a and data.sources are both set, but"),
+        (["data.path=a", "data.sources.0.columns={q: prompt}"], "data.path=a and data.sources are both set, but"),
         ("rollout.repetition_penalty=1e6", "rollout.repetition_penalty=1000000.0: must be <= 100000"),
         ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),
         ("--stage", "write settings as KEY=VALUE, without dashes"),
