@@ -84,7 +84,8 @@ Short forms:
 - `reward_model=opt-350m` selects an option of `conf/model` for the reward model and the critic.
 - `model.path=FOLDER` and `model.hub=ID` replace the default option of `model`. `data.path=FILE` and
   `data.sources=[...]` replace that of `data`.
-- `actor=RUN/sft` uses the model, data and settings of that run. The command line overrides them.
+- `actor=RUN/sft` uses the model, data and settings of that run, except `ranks`, `tracking` and `profile`. The command
+  line overrides them.
 - `model.architecture={model_type: llama, ...}` replaces the architecture of the option;
   `model.architecture.hidden_size=64` changes one of its fields.
 - `recipe=NAME` selects a recipe.
