@@ -27,7 +27,7 @@ from pipeline.models.weights import fill, is_reward_model
 NO_SCORER = (
     "Set reward_model= to a model with such a head (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and the "
     "same tokenizer, or use a reward function without a critic (ppo.reward_model=false "
-    "ppo.reward_function=FILE.py:NAME ppo=grpo)"
+    "ppo.reward_function=FILE.py:NAME ppo=grpo), or method=dpo"
 )
 
 DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

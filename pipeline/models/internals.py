@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoModelForSequenceClassification,
@@ -45,10 +46,10 @@ def add_classifier(config: PretrainedConfig) -> None:
     named score, for each token.
     """
     family = type(config)
-    is_causal = family in MODEL_FOR_CAUSAL_LM_MAPPING and family in MODEL_MAPPING
-    if family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not is_causal:
+    base: Any = MODEL_MAPPING.get(family, None)
+    has_base = base not in (None, MODEL_FOR_MULTIMODAL_LM_MAPPING.get(family, None))  # Llama 4: the base has a head
+    if family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or family not in MODEL_FOR_CAUSAL_LM_MAPPING or not has_base:
         return
-    base: Any = MODEL_MAPPING[family]
     parent = base.__mro__[1]  # the family's PreTrainedModel
     name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
     fields = {"config_class": family, "base_model_prefix": parent.base_model_prefix, "__module__": base.__module__}

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -36,6 +37,7 @@ from pipeline.models.internals import adapters_off
 from pipeline.models.source import ModelSource
 from tests.pipeline.models.tiny import (
     FAMILIES,
+    MULTIMODAL,
     after_first,
     classifier,
     config_of,
@@ -289,6 +291,7 @@ SMALL_BERT = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads
     [
         (OwnConfig(), "no sequence classification of own"),
         (TrOCRConfig(), "no sequence classification of trocr"),  # transformers has no base model of it
+        (AutoConfig.for_model("llama4", **MULTIMODAL["llama4"]), "no sequence classification of llama4"),
         (SMALL_BERT, "no linear head named score"),
     ],
 )

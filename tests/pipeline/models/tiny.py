@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 
 from engine import OptimizerConfig
 from engine.loading import persistent_buffers
@@ -62,6 +68,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**LLAMA_LIKE, **MIXTURE, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24},
 }
 
+TEXT = LLAMA_LIKE | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "head_dim": 8}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES = {"image_size": 28, "patch_size": 14}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": TEXT | {"sliding_window": 6}, "vision_config": VISION | PATCHES},
+    # transformers has no class of these for `AutoModelForCausalLM`
+    "mistral3": {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": VISION | PATCHES | {"head_dim": 8}},
+    "qwen2_5_vl": {
+        "text_config": TEXT
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
+    },
+    # the class for `AutoModelForCausalLM` is the text model
+    "llama4": {
+        "text_config": TEXT | {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 32},
+        "vision_config": VISION
+        | PATCHES
+        | {"intermediate_size": 64, "pixel_shuffle_ratio": 1.0}
+        | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64),
+    },
+    "gemma4": {
+        "text_config": TEXT
+        | {"global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY}
+        | {"hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 8},
+    },
+}
+
 
 def config_of(family: str, **changes: Any) -> PretrainedConfig:
     """Return a configuration of the family with special tokens inside the vocabulary."""
@@ -83,6 +123,13 @@ def language_model(config: PretrainedConfig, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
     return shaken(model, seed)
+
+
+def multimodal_model(family: str, seed: int = 1) -> Any:
+    """Return a transformers model with a vision encoder, in fp32 and evaluation mode."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **MULTIMODAL[family])
+    return shaken(AutoModelForMultimodalLM.from_config(config, dtype=torch.float32), seed)
 
 
 def classifier(config: PretrainedConfig, seed: int = 1, labels: int = 1) -> Any:
