@@ -10,6 +10,7 @@ from transformers import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -25,7 +26,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 def supports_sdpa(config: PretrainedConfig) -> bool:
     """Return whether transformers has sdpa attention for the language models of a family."""
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = language_model_class(config)
     return model is None or bool(model._supports_sdpa)
 
 
@@ -37,6 +38,25 @@ def unused_patterns(model: PreTrainedModel) -> Sequence[str]:
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
     """Fill the parameters of one module of a model with random values."""
     model._init_weights(module)
+
+
+def add_multimodal(config: PretrainedConfig) -> None:
+    """Let `AutoModelForCausalLM` build a multimodal model with its image and audio encoders.
+
+    For most multimodal families, transformers has no such class. For others (Llama 4, Qwen 3.5) it has the class of the
+    text model, which would lose the encoders of a checkpoint.
+    """
+    family = type(config)
+    complete: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(family, None)
+    if complete is None:
+        return
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING or complete.__name__ in (config.architectures or []):
+        AutoModelForCausalLM.register(family, complete, exist_ok=True)
+
+
+def language_model_class(config: PretrainedConfig) -> Any:
+    """Return the class of a family's language models; None if `AutoModelForCausalLM` has none."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def add_classifier(config: PretrainedConfig) -> None:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline import progress
 from pipeline.errors import UserError
 from pipeline.models.folder import model_folder
-from pipeline.models.internals import add_classifier, supports_sdpa
+from pipeline.models.internals import add_classifier, add_multimodal, language_model_class, supports_sdpa
 
 if TYPE_CHECKING:
     from pipeline.config.schema import ModelConfig
@@ -56,6 +55,7 @@ class ModelSource:
     @classmethod
     def of(cls, model: "ModelConfig", config: PretrainedConfig, folder: Path | None, seed: int) -> "ModelSource":
         """Return a source with the options of a configured model."""
+        add_multimodal(config)
         return cls(
             model.name,
             config,
@@ -309,7 +309,7 @@ def check_kind(source: ModelSource, *, wanted: str) -> None:
     architectures = source.config.architectures or []
     endings: tuple[str, ...] = (wanted,)
     if wanted == "ForCausalLM":
-        endings = (wanted, "Model", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(source.config.model_type, wanted))
+        endings = (wanted, "Model", getattr(language_model_class(source.config), "__name__", wanted))
     if source.folder is not None and architectures and not any(name.endswith(endings) for name in architectures):
         kind, stage = ("language", "sft") if wanted == "ForCausalLM" else ("reward", "reward")
         raise UserError(

@@ -12,7 +12,13 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from engine import Engine
 from engine.parallel import dist, dtensors
@@ -22,6 +28,7 @@ from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import export
 from pipeline.models.build import build_policy, build_scorer
+from pipeline.models.checks import verify
 from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.source import resolve
 from tests.pipeline.models.tiny import (
@@ -31,6 +38,7 @@ from tests.pipeline.models.tiny import (
     frozen,
     ids_of,
     language_model,
+    multimodal_model,
     source_drawn,
     source_in,
     trained,
@@ -89,6 +97,25 @@ def test_a_trained_language_model_loads_with_equal_numbers(family: str, tmp_path
     assert (ours - loaded_logprobs(tmp_path / "base", ids)).abs().max() > 0.01
     again = build_policy(source_in(tmp_path / "out"), frozen())  # zerochat loads the export, too
     close(logprobs_of(again.module, ids), ours)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "llama4"])
+def test_a_multimodal_model_keeps_its_encoders(family: str, tmp_path: Path) -> None:
+    base = multimodal_model(family)
+    base.save_pretrained(tmp_path / "base")
+    source = resolve(ModelConfig(name="tiny", path=str(tmp_path / "base")), 1)
+    engine = build_policy(source, trained(lr=0.02))
+    verify(engine, max_length=16)
+    ids = ids_of(2, 9)
+    with torch.no_grad():
+        logs = torch.log_softmax(base(input_ids=ids.cpu()).logits[:, :-1], -1)
+    close(logprobs_of(engine.module, ids), logs.gather(-1, ids.cpu()[:, 1:, None]).flatten())
+    export_policy(moved(engine), source, tokenizer(), tmp_path / "out")
+    out, report = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    before, after = base.state_dict(), out.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "language_model" in name or name == "lm_head.weight"}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
