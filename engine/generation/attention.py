@@ -260,10 +260,12 @@ class AttentionByName:
 
     def __init__(self, module: nn.Module) -> None:
         configs = {id(config): vars(config) for m in module.modules() if (config := getattr(m, "config", None))}
-        inside = {"_attn_implementation_internal": NAME, "pad_token_id": None}
+        by_name = {"_attn_implementation_internal": NAME}
+        # The search reads the configuration of the module itself. Gemma 4 needs the token of its text configuration.
+        inside = {id(module.config): by_name | {"pad_token_id": None}}
         self._inside = [
-            (attributes, {key: value for key, value in inside.items() if key in attributes})
-            for attributes in configs.values()
+            (attributes, {key: value for key, value in inside.get(config, by_name).items() if key in attributes})
+            for config, attributes in configs.items()
         ]
 
     @contextmanager

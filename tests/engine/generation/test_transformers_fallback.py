@@ -44,6 +44,15 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("slots", _GROUPED | {"no_rope_layers": [1, 0]}),
     "cohere2": ("slots", _GROUPED | {"sliding_window": 6, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
     "modernbert-decoder": ("slots", _MODERN | {"local_attention": 6, "global_attn_every_n_layers": 2}),
+    "gemma4": (  # its forward needs the padding token of its text configuration
+        "slots",
+        {
+            "text_config": _GROUPED
+            | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+            | {"global_head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": _GROUPED,
+        },
+    ),
     "gpt_oss": ("padded", _GROUPED | {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "lfm2": ("padded", _GROUPED | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
     "diffllama": ("padded", _GROUPED),  # its attention calls the registered function twice a layer
