@@ -116,8 +116,11 @@ def _export(
             if generation is not None:
                 generation.save_pretrained(staging)
             tokenizer.save(staging)
-            if source.trust_remote_code and source.folder is not None:
-                for file in source.folder.glob("*.py"):  # transformers copies the code of the configuration only
+            if source.folder is not None:
+                processors = source.folder.glob("*processor_config.json")  # of images, videos and audio
+                # transformers copies the code of the configuration only
+                code = source.folder.glob("*.py") if source.trust_remote_code else ()
+                for file in (*processors, *code):
                     shutil.copy(file, staging)
 
 

@@ -103,6 +103,7 @@ def test_a_trained_language_model_loads_with_equal_numbers(family: str, tmp_path
 def test_a_multimodal_model_keeps_its_encoders(family: str, tmp_path: Path) -> None:
     base = multimodal_model(family)
     base.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
     source = resolve(ModelConfig(name="tiny", path=str(tmp_path / "base")), 1)
     engine = build_policy(source, trained(lr=0.02))
     verify(engine, max_length=16)
@@ -116,6 +117,7 @@ def test_a_multimodal_model_keeps_its_encoders(family: str, tmp_path: Path) -> N
     before, after = base.state_dict(), out.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "language_model" in name or name == "lm_head.weight"}
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mixtral"])
