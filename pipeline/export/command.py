@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.errors import UserError, exit_status
 from pipeline.export.model_card import model_card
 from pipeline.export.source import TrainedStage, find_stage
+from pipeline.files import read_object
 from pipeline.installation import EXPORT
 
 FORMATS = ("folder", "adapter", "hub", "gguf")
@@ -46,7 +47,9 @@ def _export(options: argparse.Namespace) -> int:
     output = options.output or Path(f"{stage.run.name}-{stage.name}{SUFFIXES.get(options.to, '')}")
     if options.to == "folder":
         write_folder(stage, output, options.license)
-        print(f"{output}: load it with AutoModelForCausalLM.from_pretrained, or serve it with vLLM")
+        architecture = read_object(output / "config.json").get("architectures", [""])[0]
+        auto = "MultimodalLM" if architecture.endswith("ForConditionalGeneration") else "CausalLM"
+        print(f"{output}: load it with AutoModelFor{auto}.from_pretrained, or serve it with vLLM")
     elif options.to == "adapter":
         write_adapter(stage, output, options.license, options.base)
         print(f"{output}: load it with PeftModel.from_pretrained on top of {options.base or stage.adapter_base}")

@@ -93,6 +93,18 @@ def test_a_folder_has_a_card_and_the_same_greedy_tokens(run: Path, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_the_message_names_the_class_that_loads_the_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    for architecture, auto in (("LlamaForCausalLM", "CausalLM"), ("LlavaForConditionalGeneration", "MultimodalLM")):
+        file = copy / "dpo" / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+        assert main([str(copy), "--to", "folder", "--output", str(tmp_path / auto)]) == 0
+        assert f"load it with AutoModelFor{auto}.from_pretrained" in capsys.readouterr().out
+
+
 def test_an_output_below_a_file_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "new"
