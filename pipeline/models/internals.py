@@ -15,6 +15,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
 
@@ -75,6 +76,9 @@ def add_classifier(config: PretrainedConfig) -> None:
     fields = {"config_class": family, "base_model_prefix": parent.base_model_prefix, "__module__": base.__module__}
     classifier = type(name, (GenericForSequenceClassification, parent), fields)
     AutoModelForSequenceClassification.register(family, classifier, exist_ok=True)
+    renamings = get_checkpoint_conversion_mapping(language_model_class(config).__name__)
+    if renamings is not None:  # Qwen 2.5 VL: transformers has them for the class of the language model only
+        register_checkpoint_conversion_mapping(name, renamings, overwrite=True)
 
 
 @contextmanager

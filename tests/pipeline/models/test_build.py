@@ -22,6 +22,7 @@ from transformers import (
 
 from engine import Engine
 from engine.parallel import dtensors
+from pipeline.config.schema import ModelConfig
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
 from pipeline.models.build import (
@@ -34,7 +35,7 @@ from pipeline.models.build import (
 )
 from pipeline.models.checks import verify
 from pipeline.models.internals import adapters_off
-from pipeline.models.source import ModelSource
+from pipeline.models.source import ModelSource, resolve
 from tests.pipeline.models.tiny import (
     FAMILIES,
     MULTIMODAL,
@@ -44,6 +45,7 @@ from tests.pipeline.models.tiny import (
     frozen,
     ids_of,
     language_model,
+    multimodal_model,
     shaken,
     source_drawn,
     source_in,
@@ -299,6 +301,18 @@ def test_families_that_cannot_score(config: PretrainedConfig, what: str) -> None
     with pytest.raises(UserError, match=what) as error:
         build_scorer(source_drawn(config), frozen(), pad_id=0)
     assert len(str(error.value)) < 420
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
+def test_a_scorer_has_the_weights_of_a_multimodal_checkpoint(family: str, tmp_path: Path) -> None:
+    model = multimodal_model(family)
+    model.save_pretrained(tmp_path)  # the names in the files are not those of the parameters
+    engine = build_scorer(resolve(ModelConfig(name="tiny", path=str(tmp_path)), 1), frozen(), pad_id=0)
+    parameters = {name.removeprefix("model."): value for name, value in engine.full_parameters()}
+    del parameters["score.weight"]
+    assert set(parameters) == {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
+    for name, value in parameters.items():
+        assert torch.equal(value.cpu(), model.state_dict()[name]), name
 
 
 def test_a_family_without_sdpa_names_the_key() -> None:
