@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from engine import Engine, distributed
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.files import explained_disk
+from pipeline.models.internals import reverse_conversion
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
 
@@ -46,7 +47,7 @@ def export_policy(
         pad_token_id=tokenizer.pad_id,
         do_sample=True,
     )
-    _export(engine, "lm.", type(policy.lm).__name__, source, config, tokenizer, folder, generation, extra={})
+    _export(engine, "lm.", policy.lm, source, config, tokenizer, folder, generation, extra={})
 
 
 def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folder: Path) -> None:
@@ -88,13 +89,13 @@ def export_scorer(
     assert isinstance(scorer, Scorer)
     config = type(source.config).from_dict(source.config.to_dict())
     config.num_labels = 1
-    _export(engine, "model.", type(scorer.model).__name__, source, config, tokenizer, folder, None, extra=extra)
+    _export(engine, "model.", scorer.model, source, config, tokenizer, folder, None, extra=extra)
 
 
 def _export(
     engine: Engine,
     prefix: str,
-    architecture: str,
+    module: PreTrainedModel,
     source: ModelSource,
     config: PretrainedConfig,
     tokenizer: ChatTokenizer,
@@ -106,9 +107,9 @@ def _export(
     """Write the files of a model. Collective."""
     leads = distributed.is_rank_zero()
     with _complete(folder) as staging:
-        _write_weights(_full_tensors(engine, prefix), staging, leads=leads)
+        _write_weights(_full_tensors(engine, prefix, module), staging, leads=leads)
         if leads:
-            config.architectures = [architecture.removeprefix("FSDP")]
+            config.architectures = [type(module).__name__.removeprefix("FSDP")]
             config.dtype = engine.dtype
             for key, value in extra.items():
                 setattr(config, key, value)
@@ -151,14 +152,16 @@ def _complete(folder: Path) -> Iterator[Path]:
     distributed.barrier()
 
 
-def _full_tensors(engine: Engine, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _full_tensors(engine: Engine, prefix: str, module: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the files, tensor on the CPU) of each parameter and persistent buffer on rank 0. Collective.
 
-    Parameters have the engine's dtype. `prefix` is removed from the names.
+    Parameters have the engine's dtype. `prefix` is removed from the names. The files have the tensors that transformers
+    writes for the family, such as one tensor per expert, because other programs read only these.
     """
     parameters = _on_rank_zero(engine.full_parameters(), engine.dtype)
+    revert = reverse_conversion(module)
     for name, tensor in chain(parameters, _on_rank_zero(engine.full_buffers())):
-        yield name.removeprefix(prefix), tensor
+        yield from revert(name.removeprefix(prefix), tensor)
 
 
 def _on_rank_zero(

@@ -1,10 +1,10 @@
 """Every private interface of transformers and peft that the pipeline uses, as `engine/internals.py` for the engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -15,7 +15,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
 
 
@@ -79,6 +84,30 @@ def add_classifier(config: PretrainedConfig) -> None:
     renamings = get_checkpoint_conversion_mapping(language_model_class(config).__name__)
     if renamings is not None:  # Qwen 2.5 VL: transformers has them for the class of the language model only
         register_checkpoint_conversion_mapping(name, renamings, overwrite=True)
+
+
+def reverse_conversion(model: PreTrainedModel) -> Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]:
+    """Return a function that turns a tensor of the model into those that transformers writes to files, by name.
+
+    A family whose files merge several tensors into one keeps its own tensors. Transformers reads both.
+    """
+    rules = [
+        rule
+        for rule in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(rule, PrefixChange)  # the prefix of the checkpoint that the model was loaded from
+    ]
+    merges = any(len(rule.reverse_transform().source_patterns) > 1 for rule in rules)
+    if not rules or merges:
+        return lambda name, tensor: [(name, tensor)]
+
+    def revert(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        holder: Any = model
+        holder._weight_conversions = rules  # as from_pretrained sets it
+        found = revert_weight_conversion(model, {name: tensor})
+        # Parts of one tensor share its memory, which safetensors does not write.
+        return found.items() if len(found) == 1 else [(part, value.clone()) for part, value in found.items()]
+
+    return revert
 
 
 @contextmanager

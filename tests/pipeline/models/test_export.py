@@ -58,6 +58,10 @@ def logprobs_of(module: nn.Module, ids: Tensor) -> Tensor:
         return module(ids, after_first(ids))[0].cpu()
 
 
+def stored_names(folder: Path) -> set[str]:
+    return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+
+
 def loaded_logprobs(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
@@ -90,6 +94,7 @@ def test_a_trained_language_model_loads_with_equal_numbers(family: str, tmp_path
     source = source_in(tmp_path / "base")
     engine = moved(build_policy(source, trained(lr=0.02)))
     export_policy(engine, source, tokenizer(), tmp_path / "out")
+    assert stored_names(tmp_path / "out") == stored_names(tmp_path / "base")
     ids = ids_of(2, 9)
     with engine.scoring() as module:
         ours = logprobs_of(module, ids)
@@ -115,6 +120,7 @@ def test_a_multimodal_model_keeps_its_encoders(family: str, tmp_path: Path) -> N
     out, report = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     before, after = base.state_dict(), out.state_dict()
+    assert stored_names(tmp_path / "out") == stored_names(tmp_path / "base")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "language_model" in name or name == "lm_head.weight"}
     assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
@@ -126,6 +132,7 @@ def test_a_reward_model_loads_with_head_and_reference_level(family: str, tmp_pat
     source = source_in(tmp_path / "base")
     engine = build_scorer(source, frozen(), pad_id=0)
     export_scorer(engine, source, tokenizer(), tmp_path / "out", extra={"reward_mean": 0.25, "reward_std": 1.5})
+    assert stored_names(tmp_path / "out") == stored_names(tmp_path / "base")
     model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     ids = ids_of(3, 8)
     with torch.no_grad():
@@ -259,7 +266,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         with engine.scoring() as module:
             actual[family] = logprobs_of(module, ids)
         export_policy(moved(engine), source, made, folder / f"{family}-out")
-    actual["on the host"] = [name for name, _ in export._full_tensors(engine, "lm.")]
+    actual["on the host"] = [name for name, _ in export._full_tensors(engine, "lm.", engine.module.lm)]
     source = source_in(folder / "llama")
     engine = moved(build_policy(source, trained(zero_stage=3, lr=0.1, lora=LORA)))
     with engine.scoring() as module:
