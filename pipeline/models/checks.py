@@ -18,7 +18,6 @@ from pipeline.errors import UserError
 from pipeline.models.attention import use_documents
 from pipeline.models.internals import set_attention
 from pipeline.models.modules import Policy, Scorer
-from pipeline.models.quantized import quantized_layers
 from pipeline.models.source import own_field
 
 # The largest relative difference that rounding causes between two computations of the same numbers. A wrong mask or a
@@ -132,6 +131,8 @@ def _check_runs(module: Policy | Scorer, dtype: str) -> None:
         if oom.is_out_of_memory(problem) or isinstance(problem, UserError):
             raise
         advice = "" if dtype == "fp32" else f" in {dtype}; try engine.dtype=fp32"
+        from pipeline.models.quantized import quantized_layers  # here: benchmarks run without pydantic
+
         if quantized_layers(module):  # a forward that reads the weight of a linear layer does not find it
             advice += "; try model.quantize=none"
         reason = str(problem).strip().partition("\n")[0]
