@@ -55,17 +55,19 @@ def build_evaluator(
 
 def with_episodes(evaluator: Evaluator, models: Models, folder: Path) -> Evaluator:
     """Return the evaluator, which plays episodes if the reward function takes turns. `folder` is RUN/ppo."""
-    function, tokenizer, prompts = models.function, evaluator.tokenizer, evaluator.prompts
+    function = models.function
     if function is None or not function.takes_turns:
         return evaluator
     from pipeline.evaluation.episodes import play_episodes
 
-    played = PlayedEpisodes(models, prompts, folder)
-    token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    rows = [prompt.row or {} for prompt in prompts]
+    played = PlayedEpisodes(models, evaluator.prompts, folder)
 
-    def answer(engine: Engine, settings: Sequence[Sampling]) -> list[list[str]]:
-        return played.texts(play_episodes(engine, function, tokenizer, token_ids, rows, settings, keep=evaluator.keep))
+    def answer(
+        engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], settings: Sequence[Sampling], *, keep: bool
+    ) -> list[list[str]]:
+        token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+        rows = [prompt.row or {} for prompt in prompts]
+        return played.texts(play_episodes(engine, function, tokenizer, token_ids, rows, settings, keep=keep))
 
     return replace(evaluator, score=played.scores, answer=answer)
 

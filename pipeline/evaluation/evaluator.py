@@ -63,88 +63,6 @@ def metrics_of(evaluations: Evaluations) -> dict[str, float]:
 
 Scorer = Callable[[Sequence[str]], tuple[list[float] | None, list[float] | None]]
 """Maps one answer per held-out prompt to the scores, and to the reward function's share of them (see `Evaluation`)."""
-Answers = Callable[[Engine, Sequence[Sampling]], list[list[str]]]
-"""Maps a policy and settings to one answer per held-out prompt for each of the settings."""
-
-
-@dataclass(frozen=True)
-class Evaluator:
-    """Generate and grade the answers of a policy to the held-out prompts. All policies use the same sampling noise.
-
-    temperatures: the temperatures at which the policy answers, instead of that of `sampling`
-    judge: returns the gold score; None uses the gold scorer of the demo's prompts
-    score: returns the scores that PPO is trained on; None for answers that it cannot score
-    answer: returns the answers, instead of `answers_of`
-    keep: whether the generator's weights and cache remain in memory for the next evaluation
-    candidates: the number of answers from which `evaluate_best` selects one
-    """
-
-    prompts: Sequence[Prompt]
-    tokenizer: ChatTokenizer
-    sampling: Sampling
-    temperatures: Sequence[float]
-    judge: "UserFunction | None" = None
-    score: Scorer | None = None
-    keep: bool = False
-    candidates: int = 1
-    answer: Answers | None = None
-
-    @property
-    def has_judge(self) -> bool:
-        """Whether answers to these prompts get a gold score."""
-        return can_judge(self.prompts, self.judge)
-
-    def evaluate(self, engine: Engine) -> dict[float, Evaluation]:
-        """Generate and grade the answers of the policy in `engine` at each temperature."""
-        settings = [replace(self.sampling, temperature=temperature) for temperature in self.temperatures]
-        answers = self._answers(engine, settings)
-        return {temperature: self.grade(texts) for temperature, texts in zip(self.temperatures, answers, strict=True)}
-
-    def evaluate_best(self, engine: Engine, evaluations: Evaluations) -> dict[float, Evaluation]:
-        """Sample `candidates` answers per prompt, and return the evaluation of those with the highest scores.
-
-        `evaluations` are those of the same policy. Their answers are the first candidates. The others are sampled at
-        the first temperature that is not 0. The result is empty if there is none, if there are no scores, or if
-        `candidates` is 1.
-        """
-        count = self.candidates
-        temperature = next((temperature for temperature in self.temperatures if temperature > 0), None)
-        if temperature is None or self.score is None or count == 1 or not self.prompts:
-            return {}
-        settings = [
-            replace(self.sampling, temperature=temperature, seed=self.sampling.seed + number)
-            for number in range(1, count)
-        ]
-        first = evaluations[temperature]
-        assert first.scores is not None
-        others = self._answers(engine, settings)
-        candidates = [first.answers, *others]
-        graded = [(first.scores, first.function), *map(self.score, others)]
-        columns = [scores for scores, _ in graded if scores is not None]
-        best = [max(range(count), key=column.__getitem__) for column in zip(*columns, strict=True)]
-
-        def select(columns: Sequence[Sequence[Any]]) -> list[Any]:
-            return [columns[number][index] for index, number in enumerate(best)]
-
-        answers = select(candidates)
-        functions = [function for _, function in graded if function is not None]
-        evaluation = Evaluation(
-            answers,
-            select(columns),
-            judged(self.prompts, answers, self.judge),
-            select(functions) if functions else None,
-        )
-        return {temperature: evaluation}
-
-    def _answers(self, engine: Engine, settings: Sequence[Sampling]) -> list[list[str]]:
-        if self.answer is not None:
-            return self.answer(engine, settings)
-        return answers_of(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
-
-    def grade(self, answers: Sequence[str]) -> Evaluation:
-        """Grade one answer per prompt."""
-        scores, function = (None, None) if self.score is None else self.score(answers)
-        return Evaluation(list(answers), scores, judged(self.prompts, answers, self.judge), function)
 
 
 def answers_of(
@@ -168,6 +86,81 @@ def answers_of(
         for sampling, local in zip(settings, results, strict=True)
     ]
     return [gather_by_index(by_index) for by_index in texts]
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Generate and grade the answers of a policy to the held-out prompts. All policies use the same sampling noise.
+
+    temperatures: the temperatures at which the policy answers, instead of that of `sampling`
+    judge: returns the gold score; None uses the gold scorer of the demo's prompts
+    score: returns the scores that PPO is trained on; None for answers that it cannot score
+    answer: returns the answers, as `answers_of` does
+    keep: whether the generator's weights and cache remain in memory for the next evaluation
+    candidates: the number of answers from which `evaluate_best` selects one
+    """
+
+    prompts: Sequence[Prompt]
+    tokenizer: ChatTokenizer
+    sampling: Sampling
+    temperatures: Sequence[float]
+    judge: "UserFunction | None" = None
+    score: Scorer | None = None
+    keep: bool = False
+    candidates: int = 1
+    answer: Callable[..., list[list[str]]] = answers_of
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether answers to these prompts get a gold score."""
+        return can_judge(self.prompts, self.judge)
+
+    def evaluate(self, engine: Engine) -> dict[float, Evaluation]:
+        """Generate and grade the answers of the policy in `engine` at each temperature."""
+        settings = [replace(self.sampling, temperature=temperature) for temperature in self.temperatures]
+        answers = self.answer(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
+        return {temperature: self.grade(texts) for temperature, texts in zip(self.temperatures, answers, strict=True)}
+
+    def evaluate_best(self, engine: Engine, evaluations: Evaluations) -> dict[float, Evaluation]:
+        """Sample `candidates` answers per prompt, and return the evaluation of those with the highest scores.
+
+        `evaluations` are those of the same policy. Their answers are the first candidates. The others are sampled at
+        the first temperature that is not 0. The result is empty if there is none, if there are no scores, or if
+        `candidates` is 1.
+        """
+        count = self.candidates
+        temperature = next((temperature for temperature in self.temperatures if temperature > 0), None)
+        if temperature is None or self.score is None or count == 1 or not self.prompts:
+            return {}
+        settings = [
+            replace(self.sampling, temperature=temperature, seed=self.sampling.seed + number)
+            for number in range(1, count)
+        ]
+        first = evaluations[temperature]
+        assert first.scores is not None
+        others = self.answer(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
+        candidates = [first.answers, *others]
+        graded = [(first.scores, first.function), *map(self.score, others)]
+        columns = [scores for scores, _ in graded if scores is not None]
+        best = [max(range(count), key=column.__getitem__) for column in zip(*columns, strict=True)]
+
+        def select(columns: Sequence[Sequence[Any]]) -> list[Any]:
+            return [columns[number][index] for index, number in enumerate(best)]
+
+        answers = select(candidates)
+        functions = [function for _, function in graded if function is not None]
+        evaluation = Evaluation(
+            answers,
+            select(columns),
+            judged(self.prompts, answers, self.judge),
+            select(functions) if functions else None,
+        )
+        return {temperature: evaluation}
+
+    def grade(self, answers: Sequence[str]) -> Evaluation:
+        """Grade one answer per prompt."""
+        scores, function = (None, None) if self.score is None else self.score(answers)
+        return Evaluation(list(answers), scores, judged(self.prompts, answers, self.judge), function)
 
 
 def compare_models(
