@@ -156,7 +156,7 @@ def _full_tensors(engine: Engine, prefix: str, module: PreTrainedModel) -> Itera
     """Yield (name in the files, tensor on the CPU) of each parameter and persistent buffer on rank 0. Collective.
 
     Parameters have the engine's dtype. `prefix` is removed from the names. The files have the tensors that transformers
-    writes for the family, such as one tensor per expert, because other programs read only these.
+    writes for the family, such as one tensor per expert. vLLM refuses other tensors.
     """
     parameters = _on_rank_zero(engine.full_parameters(), engine.dtype)
     revert = reverse_conversion(module)

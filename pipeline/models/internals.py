@@ -100,9 +100,10 @@ def reverse_conversion(model: PreTrainedModel) -> Callable[[str, Tensor], Iterab
     if not rules or merges:
         return lambda name, tensor: [(name, tensor)]
 
+    holder: Any = model
+    holder._weight_conversions = rules  # as from_pretrained sets it
+
     def revert(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        holder: Any = model
-        holder._weight_conversions = rules  # as from_pretrained sets it
         found = revert_weight_conversion(model, {name: tensor})
         # Parts of one tensor share its memory, which safetensors does not write.
         return found.items() if len(found) == 1 else [(part, value.clone()) for part, value in found.items()]
