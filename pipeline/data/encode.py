@@ -151,7 +151,9 @@ def encode_conversations(
                 if len(part) > 1:  # the loss begins with the second token
                     items.append(part, [True] * len(part))
         conversations = [record.messages for record in chunk if not isinstance(record, Document)]
-        for ids, answers in tokenizer.encode_conversations(conversations):
+        rows = tokenizer.encode_conversations(conversations, divide=loss_on == "assistant")
+        notes["earlier answers as examples of their own"] += len(rows) - len(conversations)
+        for ids, answers in rows:
             counts = answers[:max_length] if loss_on == "assistant" else [True] * min(len(ids), max_length)
             if not any(counts[1:]):
                 notes["no answer within max_length"] += 1
@@ -180,7 +182,8 @@ def encode_preferences(
     pairs = ExampleRows(PairItem, ("i", "i"))
     for chunk in _chunks(records, name):
         prompts = tokenizer.encode_prompts([record.prompt for record in chunk])
-        answers = tokenizer.encode_answers([text for record in chunk for text in (record.chosen, record.rejected)])
+        sides = [(*record.prompt, answer) for record in chunk for answer in (record.chosen, record.rejected)]
+        answers = tokenizer.encode_last_answers(sides)
         for record, prompt, chosen, rejected in zip(chunk, prompts, answers[::2], answers[1::2], strict=True):
             limit = max_length - len(prompt)
             if limit < 1:
@@ -190,8 +193,8 @@ def encode_preferences(
                 notes["answers equal within max_length"] += 1
                 continue
             notes["cut to max_length"] += len(chosen) > limit or len(rejected) > limit
-            sides = [*prompt, *chosen[:limit]], [*prompt, *rejected[:limit]]
-            pairs.append(*sides, labels=(record.margin, record.source, len(prompt), first_turn(record)[:8]))
+            rows = [*prompt, *chosen[:limit]], [*prompt, *rejected[:limit]]
+            pairs.append(*rows, labels=(record.margin, record.source, len(prompt), first_turn(record)[:8]))
     _check(pairs, records, f"{name} has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
 
@@ -208,7 +211,7 @@ def encode_labelled(
     items = ExampleRows(LabelledItem, ("i",))
     for chunk in _chunks(records, name):
         prompts = tokenizer.encode_prompts([record.messages[:-1] for record in chunk])
-        answers = tokenizer.encode_answers([record.messages[-1].content for record in chunk])
+        answers = tokenizer.encode_last_answers([record.messages for record in chunk])
         for record, prompt, answer in zip(chunk, prompts, answers, strict=True):
             limit = max_length - len(prompt)
             if limit < 1:

@@ -10,6 +10,8 @@
 | labelled | completions or messages, and label: whether the answer is desirable | sft, ppo; dpo if dpo.loss=kto |
 | prompts | prompt (or question, instruction) alone | ppo |
 | text | text alone: documents for continued pre-training and for ppo.ptx_coef | sft |
+
+Every form but the last may have the column tools.
 """
 
 import math
@@ -23,7 +25,6 @@ from typing import Any, Literal
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.records import (
-    TOOLS,
     AssistantFirst,
     BadRow,
     Conversation,
@@ -41,6 +42,7 @@ from pipeline.data.records import (
     question_of,
     text_of,
     turns_of,
+    with_tools,
     without_greeting,
 )
 from pipeline.errors import UserError
@@ -196,7 +198,7 @@ def _for_stage(record: Record, stage: str, *, labels: bool) -> Record:
         return record  # SFT learns its text; for other stages it is only held out
     if reads == "sft":
         if isinstance(record, Preference):
-            return Conversation((*record.prompt, Message("assistant", record.chosen)), record.source)
+            return Conversation((*record.prompt, record.chosen), record.source)
         if isinstance(record, Prompt):
             raise BadRow("no assistant's turn")
         return record
@@ -216,21 +218,22 @@ def _from_the_user(row: Row) -> Row:
     return {name: without_greeting(value) if name in columns else value for name, value in row.items()}
 
 
-def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _with_columns(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return a conversation with the system message and the tools of other columns."""
     system = _first(row, SYSTEM_COLUMNS)
     if isinstance(system, str) and system.strip() and messages[0].role != "system":
-        return (Message("system", text_of(system, "system message")), *messages)
-    return messages
+        messages = (Message("system", text_of(system, "system message")), *messages)
+    return with_tools(messages, next((row[name] for name in TOOL_COLUMNS if row.get(name)), None))
 
 
 def _prompt_of(row: Row) -> tuple[Message, ...]:
     """Return the prompt of a row. `input` or `context` follows an instruction or a question after an empty line."""
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
-    messages = _with_system(row, question_of(row.get(column or "")))
+    messages = question_of(row.get(column or ""))
     extra = _first(row, CONTEXT_COLUMNS)
     if column in ("instruction", "question") and isinstance(extra, str) and extra.strip():
         messages = (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{text_of(extra, 'context')}"))
-    return messages
+    return _with_columns(row, messages)
 
 
 def _prompt_row(row: Row, source: str) -> Record:
@@ -251,9 +254,7 @@ def _labelled_row(row: Row, source: str) -> Record:
 
 def _messages_row(row: Row, source: str) -> Record:
     """Return the conversation up to the last turn of the assistant, or a prompt if there is no such turn."""
-    if any(row.get(column) not in (None, "", "[]", []) for column in TOOL_COLUMNS):
-        raise BadRow(TOOLS)
-    messages = _with_system(row, messages_of(_first(row, MESSAGE_COLUMNS)))
+    messages = _with_columns(row, messages_of(_first(row, MESSAGE_COLUMNS)))
     last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=None)
     if last is not None:
         return Conversation(messages[: last + 1], source)
@@ -283,12 +284,11 @@ def _preference_row(row: Row, source: str) -> Record:
 def _openai_row(row: Row) -> Row:
     """Return the columns of a row in the format of OpenAI's preference fine-tuning under our names."""
     given = row["input"] if isinstance(row["input"], Mapping) else {}
-    if any(given.get(column) for column in TOOL_COLUMNS):
-        raise BadRow(TOOLS)
-    return {"prompt": given.get("messages")} | {ours: row[theirs] for theirs, ours in OPENAI_COLUMNS.items()}
+    answers = {ours: row[theirs] for theirs, ours in OPENAI_COLUMNS.items()}
+    return {"prompt": given.get("messages"), "tools": given.get("tools")} | answers
 
 
-def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
+def _sides(row: Row) -> tuple[tuple[Message, ...], Message, Message]:
     """Return prompt, chosen answer and rejected answer of a row with or without a prompt column."""
     start: tuple[Message, ...]
     prompt_column = _first(row, PROMPT_COLUMNS)
@@ -305,7 +305,7 @@ def _sides(row: Row) -> tuple[tuple[Message, ...], str, str]:
     chosen, rejected = in_order(start + chosen), in_order(start + rejected)
     if chosen[:-1] != rejected[:-1]:
         raise BadRow("chosen and rejected answer different prompts")
-    return _with_system(row, chosen[:-1]), chosen[-1].content, rejected[-1].content
+    return _with_columns(row, chosen[:-1]), chosen[-1], rejected[-1]
 
 
 def _dialogue(value: Any, what: str) -> tuple[Message, ...]:

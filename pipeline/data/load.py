@@ -297,7 +297,11 @@ def first_turn(record: Record) -> bytes:
 
 
 def digest_of(messages: Sequence[Message]) -> bytes:
-    text = "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
+    texts = [
+        f"{message.role}\x1f{message.content}" + (f"\x1f{message.fields}" if message.fields else "")
+        for message in messages
+    ]
+    text = "\x1e".join(texts)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 

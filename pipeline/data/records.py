@@ -7,19 +7,60 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pipeline.data.tool_calls import (
+    CALL_ROLES,
+    RESULT_ROLES,
+    BadCall,
+    calls_in,
+    calls_of,
+    result_fields,
+    result_text,
+    tools_of,
+)
 
 Row = Mapping[str, Any]
 """A row of a data file: column name -> value."""
 
 
+Turn = str | tuple[str, str]
+"""What a chat template sees of a message besides its content: the role, or (role, fields)."""
+
+
 @dataclass(frozen=True)
 class Message:
-    """One turn. `role` is "system", "user" or "assistant"."""
+    """One turn. `role` is "system", "user", "assistant", or "tool" for the result of a call.
+
+    fields: other fields that chat templates read, as JSON of an object: `tool_calls` of an answer, `name` and
+    `tool_call_id` of a result, and in the first message `tools`, which the conversation may call. An empty `content`
+    among them replaces that of the message.
+    """
 
     role: str
     content: str
+    fields: str = ""
+
+    @property
+    def turn(self) -> Turn:
+        return (self.role, self.fields) if self.fields else self.role
+
+    @property
+    def text(self) -> str:
+        """The content and the calls, for people and for texts that a tokenizer learns from."""
+        calls = json.loads(self.fields).get("tool_calls", []) if self.fields else []
+        lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+        return "\n".join([self.content, *lines] if self.content else lines)
+
+
+def role_of(turn: Turn) -> str:
+    return turn if isinstance(turn, str) else turn[0]
+
+
+def fields_of(turn: Turn) -> dict[str, Any]:
+    """Return the fields of a turn other than its role."""
+    return {} if isinstance(turn, str) else json.loads(turn[1])
 
 
 @dataclass(frozen=True)
@@ -59,8 +100,8 @@ class Preference:
     """A preferred and a rejected answer to one prompt. `margin`: strength of the preference (0: unknown)."""
 
     prompt: tuple[Message, ...]
-    chosen: str
-    rejected: str
+    chosen: Message
+    rejected: Message
     source: str
     margin: float = 0.0
 
@@ -81,8 +122,8 @@ def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[Lab
         if isinstance(record, LabelledAnswer):
             answers.append(record)
             continue
-        for text, label in ((record.chosen, True), (record.rejected, False)):
-            answers.append(LabelledAnswer((*record.prompt, Message("assistant", text)), label, record.source))
+        for answer, label in ((record.chosen, True), (record.rejected, False)):
+            answers.append(LabelledAnswer((*record.prompt, answer), label, record.source))
     return answers
 
 
@@ -97,12 +138,9 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
+    **dict.fromkeys(CALL_ROLES, "assistant"),
+    **dict.fromkeys(RESULT_ROLES, "tool"),
 }
-TOOL_ROLES = {"tool", "function", "ipython", "observation", "tool_call", "tool_response", "function_call"}
-TOOL_KEYS = ("tool_calls", "function_call")
-TOOLS = (
-    "tool calls, which zerochat does not train on (remove these rows, or skip them with a higher data.bad_row_limit)"
-)
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
@@ -134,7 +172,10 @@ def replace_surrogates(text: str) -> str:
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:
-    """Parse a list of {"role", "content"} (or {"from", "value"}). Consecutive messages of one role are joined."""
+    """Parse a list of {"role", "content"} (or {"from", "value"}). Consecutive messages of one role are joined.
+
+    Results of tools are not joined.
+    """
     value = _list_of(value)
     if isinstance(value, (str, bytes)):
         raise BadRow("messages are not a list")
@@ -142,7 +183,7 @@ def messages_of(value: Any) -> tuple[Message, ...]:
         raise BadRow("no messages" if value is None else "neither a text nor a list of messages")
     if not value:
         raise BadRow("no messages")
-    return in_order([_message(item) for item in value])
+    return in_order([message_of(item) for item in value])
 
 
 def without_greeting(value: Any) -> Any:
@@ -153,7 +194,7 @@ def without_greeting(value: Any) -> Any:
     items = _list_of(value)
     if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
         return value
-    messages = [_message(item) for item in items]
+    messages = [message_of(item) for item in items]
     first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
     if first is None:
         return value
@@ -192,14 +233,17 @@ def turns_of(text: str) -> tuple[Message, ...]:
 
 
 def question_of(value: Any) -> tuple[Message, ...]:
-    """Parse a prompt: a question, a conversation as text, or a message list. It ends with the turn of the user."""
+    """Parse a prompt: a question, a conversation as text, or a message list.
+
+    It ends with the turn of the user, or with the result of a tool.
+    """
     if isinstance(value, str) and looks_like_turns(value):
         messages = turns_of(value)
     elif value is None or isinstance(value, str):
         messages = (Message("user", text_of(value, "prompt")),)
     else:
         messages = messages_of(value)
-    if messages[-1].role != "user":
+    if messages[-1].role not in ("user", "tool"):
         raise BadRow("prompt does not end with a user's turn")
     return messages
 
@@ -214,7 +258,7 @@ def answer_of(value: Any) -> tuple[Message, ...]:
         return (Message("assistant", text_of(value, "answer")),)
     if not isinstance(value, Sequence):
         raise BadRow("an answer that is neither a text nor a list of messages")
-    messages = [_message(item) for item in value]
+    messages = [message_of(item) for item in value]
     if not messages or messages[-1].role != "assistant":
         raise BadRow("answer does not end with the assistant's turn")
     return tuple(messages)
@@ -231,32 +275,61 @@ def label_of(value: Any) -> bool:
     return label
 
 
-def _message(item: Any) -> Message:
+def with_tools(messages: tuple[Message, ...], value: Any) -> tuple[Message, ...]:
+    """Return a conversation whose first message has the tools of a row."""
+    try:
+        tools = tools_of(value)
+    except BadCall as fault:
+        raise BadRow(str(fault)) from fault
+    if not tools:
+        return messages
+    first = messages[0]
+    return (replace(first, fields=_json({**fields_of(first.turn), "tools": tools})), *messages[1:])
+
+
+def message_of(item: Any) -> Message:
+    """Parse a message: {"role", "content"}, or {"from", "value"}, and calls or the name of a tool. Raises BadRow."""
     if not isinstance(item, Mapping):
         raise BadRow("a message is not an object")
     name = item.get("role", item.get("from"))
-    if (isinstance(name, str) and name.lower() in TOOL_ROLES) or any(item.get(key) for key in TOOL_KEYS):
-        raise BadRow(TOOLS)
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    name = name.lower() if isinstance(name, str) else name
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         shown = f"of the role {name[:20]!r}" if isinstance(name, str) else "without a role"
-        raise BadRow(f"a message {shown} (known are system, user, assistant)")
+        raise BadRow(f"a message {shown} (known are system, user, assistant, tool)")
     content = item.get("content", item.get("value"))
+    fields: dict[str, Any] = {}
+    try:
+        if role == "tool":
+            fields, content = result_fields(item), result_text(content)
+        elif role == "assistant" and (calls := calls_in(content) if name in CALL_ROLES else calls_of(item)):
+            fields, content = {"tool_calls": calls}, None if name in CALL_ROLES else content
+    except BadCall as fault:
+        raise BadRow(str(fault)) from fault
     if isinstance(content, list):  # parts, as chat services write them
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
             raise BadRow("a message with an image or another part that is not text")
         content = "".join(texts)
-    return Message(role, text_of(content, "answer" if role == "assistant" else "message"))
+    if (fields or role == "tool") and (content is None or (isinstance(content, str) and not content.strip())):
+        return Message(role, "", _json({"content": "", **fields}))
+    return Message(role, text_of(content, "answer" if role == "assistant" else "message"), _json(fields))
+
+
+def _json(fields: Mapping[str, Any]) -> str:
+    return replace_surrogates(json.dumps(fields, ensure_ascii=False)) if fields else ""
 
 
 def in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Join consecutive messages of one role, and check the order: optional system message, then user and assistant."""
+    """Join consecutive messages of one role, and check the order: optional system message, then user and assistant.
+
+    Results of tools follow an answer with calls.
+    """
     joined: list[Message] = []
     for message in messages:
-        if joined and joined[-1].role == message.role:
-            joined[-1] = Message(message.role, f"{joined[-1].content}\n\n{message.content}")
+        if joined and joined[-1].role == message.role != "tool":
+            joined[-1] = _join(joined[-1], message)
         else:
             joined.append(message)
     turns = joined[1:] if joined[0].role == "system" else joined
@@ -264,4 +337,20 @@ def in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
         raise BadRow("a system message after the start")
     if turns and turns[0].role == "assistant":
         raise AssistantFirst("the assistant speaks first")
+    for before, message in zip([None, *turns], turns, strict=False):
+        if message.role == "tool" and (before is None or not (before.role == "tool" or _calls(before))):
+            raise BadRow("the result of a tool without a call before it")
     return tuple(joined)
+
+
+def _join(first: Message, second: Message) -> Message:
+    content = "\n\n".join(message.content for message in (first, second) if message.content)
+    calls = _calls(first) + _calls(second)
+    fields = fields_of(first.turn) | fields_of(second.turn) | ({"tool_calls": calls} if calls else {})
+    if content:
+        fields.pop("content", None)
+    return Message(first.role, content, _json(fields))
+
+
+def _calls(message: Message) -> list[Any]:
+    return list(fields_of(message.turn).get("tool_calls", []))

@@ -3,11 +3,14 @@
 A template is rendered with a placeholder for the content of each message. The placeholders separate the text of the
 template (role marks, ends of turns) from the text of the messages. This has three effects:
 contents are tokenized as plain text, the answer is a separate segment, and one rendering serves all conversations with
-the same roles. The template never sees contents, so its operations on contents (removing reasoning, detecting tool
+the same turns. The template never sees contents, so its operations on contents (removing reasoning, detecting tool
 calls) have no effect.
+
+It sees tools and their calls (`Message.fields`), and what it writes of them is text of the template. An answer with
+calls is the text between its prompt and its end.
 """
 
-import logging
+import json
 import re
 import resource
 import sys
@@ -25,27 +28,34 @@ import jinja2
 import markupsafe
 from jinja2.sandbox import SandboxedEnvironment
 
-from pipeline.data.records import Message
+from pipeline.data.records import Message, Turn, fields_of, role_of
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
-
 # For tokenizers without a template (OPT, GPT-2, Pythia): roles in words, the end token after each answer. A line
 # break before the content lets it begin with the tokens that base models know from the start of a line.
+# Calls of tools have the form of the Hermes models, which servers can parse.
 DEFAULT_TEMPLATE = (
     "{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif -%}"
+    "{%- if tools -%}{{ 'Tools:\\n' }}"
+    "{%- for tool in tools -%}{{ tool.function | tojson }}{{ '\\n' }}{%- endfor -%}{{ '\\n' }}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{{ message.content }}{{ '\\n\\n' }}"
     "{%- elif message.role == 'user' -%}{{ 'Human:\\n' }}{{ message.content }}{{ '\\n\\n' }}"
-    "{%- else -%}{{ 'Assistant:\\n' }}{{ message.content }}{{ eos_token }}{{ '\\n\\n' }}"
+    "{%- elif message.role == 'tool' -%}{{ 'Tool:\\n' }}{{ message.content }}{{ '\\n\\n' }}"
+    "{%- else -%}{{ 'Assistant:\\n' }}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] -%}{{ '\\n' if message.content or not loop.first }}"
+    "{{ '<tool_call>\\n' }}{{ call.function | tojson }}{{ '\\n</tool_call>' }}{%- endfor -%}"
+    "{{ eos_token }}{{ '\\n\\n' }}"
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ 'Assistant:\\n' }}{%- endif -%}"
 )
 
-_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
+# Of the content of message i. Templates that write a result as JSON escape the quotation mark.
+_PLACEHOLDER = re.compile('\ue000(\\d+)(?:(\\\\)?"\ue001|\ue001)')
 # Some templates write today's date. A run that is resumed tomorrow must write the same one.
 _TODAY = "26 Jul 2024"
 _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
@@ -61,16 +71,30 @@ _one_at_a_time = threading.Lock()  # the limit of memory belongs to the process
 Fragment = str | int  # text of the template, or the index of a message
 
 
+class JsonText(int):
+    """The index of a message whose content the template writes inside of a JSON text."""
+
+
+def content_of(fragment: int, messages: Sequence[Message]) -> str:
+    """Return the content of a message as the template writes it."""
+    content = messages[fragment].content
+    return json.dumps(content, ensure_ascii=False)[1:-1] if isinstance(fragment, JsonText) else content
+
+
 @dataclass(frozen=True)
 class Segment:
-    """Fragments that are tokenized in one call. `is_answer`: one assistant content that counts as an answer."""
+    """Fragments that are tokenized in one call. `answer`: the index of the message whose answer they are, or None."""
 
     fragments: tuple[Fragment, ...]
-    is_answer: bool
+    answer: int | None = None
+
+    @property
+    def is_answer(self) -> bool:
+        return self.answer is not None
 
     def text(self, messages: Sequence[Message]) -> str:
         return "".join(
-            fragment if isinstance(fragment, str) else messages[fragment].content for fragment in self.fragments
+            fragment if isinstance(fragment, str) else content_of(fragment, messages) for fragment in self.fragments
         )
 
 
@@ -81,7 +105,6 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         text = tokenizer.get_chat_template()
         self._text = _FIXED_CLOCK + text if "strftime_now" in text else text
-        self._warned = False
         self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
 
     def own_text(self) -> str:
@@ -94,97 +117,120 @@ class ChatTemplate:
         last = self._render(("user", "assistant"), generation_prompt=False)[-1]
         return last if isinstance(last, str) else ""
 
-    def between_answers(self) -> tuple[Fragment, ...]:
-        """Return the fragments between two answers. Fragment 2 is the user's message."""
-        fragments = self._prompt(("user", "assistant", "user"))
-        return fragments[fragments.index(1) + 1 :]
+    def between(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
+        """Return the fragments between an answer and the next one. The content of turns[i] has the index 2 + i.
 
-    def layout(self, roles: tuple[str, ...]) -> tuple[Segment, ...]:
-        """Return the segments of a prompt with its generation prompt. `roles` must not end with the assistant.
+        An answer before results of tools has a call for each of them.
+        """
+        calls = []
+        for result in (fields_of(turn) for turn in turns if role_of(turn) == "tool"):
+            call = {"type": "function", "function": {"name": result.get("name", "function"), "arguments": {}}}
+            calls.append(call | ({"id": result["tool_call_id"]} if "tool_call_id" in result else {}))
+        answer: Turn = ("assistant", json.dumps({"content": "", "tool_calls": calls})) if calls else "assistant"
+        text, body = _joined(self._prompt(("user", answer, *turns))), _joined(self.answer(("user", answer)))
+        assert body in text
+        return _fragments(text.partition(body)[2])
+
+    def layout(self, turns: tuple[Turn, ...]) -> tuple[Segment, ...]:
+        """Return the segments of a prompt with its generation prompt. `turns` must not end with the assistant.
 
         An earlier assistant message is an answer if the text before it equals the prompt that generation would see.
-        If a template rewrites earlier turns (removes reasoning), earlier assistant messages belong to the prompt, and
-        only the last answer of a conversation counts.
+        If a template rewrites earlier turns (removes reasoning), earlier assistant messages belong to the prompt.
         """
         segments: list[Segment] = []
-        fragments = self._prompt(roles)
-        start = 0
-        for index, fragment in enumerate(fragments):
-            if not isinstance(fragment, int) or roles[fragment] != "assistant":
+        text, start = _joined(self._prompt(turns)), 0
+        for index, turn in enumerate(turns):
+            if role_of(turn) != "assistant" or index == 0:
                 continue
-            if fragment == 0 or fragments[:index] != self._prompt(roles[:fragment]):
-                self._warn()
-                continue
-            segments += [Segment(fragments[start:index], False), Segment((fragment,), True)]
-            start = index + 1
-        segments.append(Segment(fragments[start:], False))
+            prompt = _joined(self._prompt(turns[:index]))
+            end = prompt + _joined(self.answer(turns[: index + 1]))
+            if text.startswith(end):
+                segments += [
+                    Segment(_fragments(text[start : len(prompt)])),
+                    Segment(_fragments(text[len(prompt) : len(end)]), index),
+                ]
+                start = len(end)
+        segments.append(Segment(_fragments(text[start:])))
         return tuple(segment for segment in segments if segment.fragments)
 
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "The chat template renders earlier answers differently from new ones, so SFT trains only on the last "
-                "answer of a conversation with several turns."
+    def answer(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
+        """Return the fragments of the last turn, an answer, without the text that the template writes after it."""
+        if isinstance(turns[-1], str):
+            return (len(turns) - 1,)
+        prompt, text = _joined(self._prompt(turns[:-1])), _joined(self._render(turns, generation_prompt=False))
+        if not text.startswith(prompt):
+            raise UserError(
+                "The chat template does not begin an answer with a tool call like other answers. Set another template "
+                "with model.chat_template=FILE."
             )
+        return _fragments(text.removeprefix(prompt).removesuffix(self.after_answer()))
 
-    def _prompt_fragments(self, roles: tuple[str, ...]) -> tuple[Fragment, ...]:
+    def _prompt_fragments(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
         """Return all fragments before the next answer.
 
         The prompt includes text that the template writes between its generation prompt and the answer (for example an
         empty block of reasoning).
         """
-        prompt = self._render(roles, generation_prompt=True)
-        conversation = self._render((*roles, "assistant"), generation_prompt=False)
-        if len(roles) not in conversation:
+        prompt = self._render(turns, generation_prompt=True)
+        conversation = self._render((*turns, "assistant"), generation_prompt=False)
+        if len(turns) not in conversation:
             return prompt
-        before_answer = conversation[: conversation.index(len(roles))]
+        before_answer = conversation[: conversation.index(len(turns))]
         gap = _text_after(before_answer, prompt)
         return before_answer if gap is not None and gap.strip() else prompt
 
-    def _render(self, roles: tuple[str, ...], *, generation_prompt: bool) -> tuple[Fragment, ...]:
-        contents = [f"\ue000{index}\ue001" for index in range(len(roles))]
+    def _render(self, turns: tuple[Turn, ...], *, generation_prompt: bool) -> tuple[Fragment, ...]:
+        messages = [_message(index, turn) for index, turn in enumerate(turns)]
+        tools = next((message.pop("tools") for message in messages if "tools" in message), None)
         try:
-            return self._render_contents(roles, contents, generation_prompt)
+            return self._render_messages(messages, tools, generation_prompt)
         except jinja2.TemplateError as error:
-            if len(roles) < 2 or roles[:2] != ("system", "user"):
+            roles = [role_of(turn) for turn in turns]
+            if roles[:2] != ["system", "user"]:
                 raise UserError(self._refusal(roles, error)) from error
-            contents = [
-                f"{contents[0]}\n\n{contents[1]}",
-                *contents[2:],
-            ]  # no system role: its text precedes that of the user
+            # no system role: its text precedes that of the user
+            first = messages[1] | {"content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
             try:
-                return self._render_contents(roles[1:], contents, generation_prompt)
+                return self._render_messages([first, *messages[2:]], tools, generation_prompt)
             except jinja2.TemplateError:
                 raise UserError(self._refusal(roles, error)) from error
 
-    def _render_contents(
-        self, roles: Sequence[str], contents: Sequence[str], generation_prompt: bool
+    def _render_messages(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool
     ) -> tuple[Fragment, ...]:
-        """Render contents as texts, or as lists of content parts if the template supports only those.
+        """Render contents as texts or as lists of content parts, and arguments of calls as objects or as JSON texts.
 
-        Raises jinja2.TemplateError if the template rejects the turns or omits a content.
+        Raises jinja2.TemplateError if the template rejects the turns, or omits a content, the tools or a call.
         """
-        expected = {fragment for content in contents for fragment in _fragments(content) if isinstance(fragment, int)}
-        for values in (contents, [[{"type": "text", "text": content}] for content in contents]):
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
+        names = [tool["function"]["name"] for tool in tools or []] + [call["name"] for call in calls]
+        contents = "".join(message["content"] for message in messages if "tool_calls" not in message)
+        expected = {fragment for fragment in _fragments(contents) if isinstance(fragment, int)}
+        kinds: list[Callable[[dict[str, Any]], dict[str, Any]]] = [dict, _with_parts]
+        if calls:
+            kinds += [_with_json_arguments]
+        for kind in kinds:
             try:
-                fragments = _fragments(self._apply(roles, values, generation_prompt))
-            except TypeError:  # the template supports only the other kind
+                fragments = _fragments(self._apply(list(map(kind, messages)), tools, generation_prompt))
+            except TypeError:  # the template supports only another kind
                 continue
+            own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
+            if expected <= set(fragments) and not all(name in own for name in names):
+                raise jinja2.TemplateRuntimeError("it does not write the tools or their calls")
             if expected <= set(fragments):
                 return fragments
         raise jinja2.TemplateRuntimeError("it supports neither texts nor content parts, or it omits a content")
 
-    def _apply(self, roles: Sequence[str], contents: Sequence[Any], generation_prompt: bool) -> str:
+    def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:
         """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError.
 
         A template reads no files, so an OSError, such as too many open files, is not an error of the template.
         """
-        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
             with bounded():
                 rendered: Any = self._tokenizer.apply_chat_template(
                     messages,
+                    tools=tools,
                     chat_template=self._text,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
@@ -208,6 +254,24 @@ class ChatTemplate:
             f"The chat template does not support the turns {', '.join(roles)}: {str(error).rstrip('.')}. Change the "
             "data, or set another template with model.chat_template=FILE."
         )
+
+
+def _message(index: int, turn: Turn) -> dict[str, Any]:
+    """Return a message for a template, with a placeholder as its content."""
+    mark = '"' if role_of(turn) == "tool" else ""  # which a template escapes if it writes the content as JSON
+    return {"role": role_of(turn), "content": f"\ue000{index}{mark}\ue001", **fields_of(turn)}
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", [])
+    ]
+    return message | {"tool_calls": calls} if calls else message
 
 
 @contextmanager
@@ -303,8 +367,13 @@ def _compute(operator: str, function: Callable[[Any, Any], Any], left: Any, righ
 
 
 def _fragments(text: str) -> tuple[Fragment, ...]:
-    texts = _PLACEHOLDER.split(text)
-    fragments: list[Fragment] = [int(text) if index % 2 else text for index, text in enumerate(texts)]
+    fragments: list[Fragment] = []
+    end = 0
+    for match in _PLACEHOLDER.finditer(text):
+        index = int(match[1])
+        fragments += [text[end : match.start()], JsonText(index) if match[2] else index]
+        end = match.end()
+    fragments.append(text[end:])
     return tuple(fragment for fragment in fragments if fragment != "")
 
 
@@ -318,4 +387,9 @@ def _text_after(fragments: tuple[Fragment, ...], start: tuple[Fragment, ...]) ->
 
 
 def _joined(fragments: tuple[Fragment, ...]) -> str:
-    return "".join(fragment if isinstance(fragment, str) else f"\ue000{fragment}\ue001" for fragment in fragments)
+    return "".join(fragment if isinstance(fragment, str) else _placeholder(fragment) for fragment in fragments)
+
+
+def _placeholder(fragment: int) -> str:
+    mark = '\\"' if isinstance(fragment, JsonText) else ""
+    return f"\ue000{fragment}{mark}\ue001"

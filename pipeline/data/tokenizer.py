@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.data.files import find
-from pipeline.data.records import Message
-from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Segment
+from pipeline.data.records import Message, Turn
+from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Segment, content_of
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,8 +34,16 @@ _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
 PAD, END = "<|pad|>", "<|end|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
+    "{%- if tools -%}{{ '<|system|>' }}"
+    "{%- for tool in tools -%}{{ tool.function | tojson }}{{ '\\n' }}{%- endfor -%}{{ '<|end|>' }}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
+    "{%- if message.role == 'tool' -%}"
+    "{{ '<|user|><tool_response>' + message.content + '</tool_response><|end|>' }}"
+    "{%- else -%}{{ '<|' + message.role + '|>' + message.content }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{{ '<tool_call>' }}{{ call.function | tojson }}{{ '</tool_call>' }}{%- endfor -%}"
+    "{{ '<|end|>' }}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
@@ -46,8 +54,8 @@ SMALLEST_VOCABULARY = 256 + 2 + len(ROLE_TOKENS)
 class _Segment(Segment):
     """A segment of this tokenizer. `ends`: an end token follows; `control`: the control ids of the template's text."""
 
-    ends: bool
-    control: list[int]
+    ends: bool = False
+    control: tuple[int, ...] = ()
 
 
 class ChatTokenizer:
@@ -106,26 +114,45 @@ class ChatTokenizer:
             encoded.append([*(self._plain(answer) if names else ids), self.end_id])
         return encoded
 
-    def encode_conversations(self, conversations: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
-        """Return (ids, counts) of conversations that end with an answer. counts: True for answers and end tokens."""
+    def encode_last_answers(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Return the ids of the answer that ends each conversation, with its end token."""
+        texts = iter(
+            self.encode_answers([messages[-1].content for messages in conversations if not messages[-1].fields])
+        )
+        return [self._encode_calls(messages) if messages[-1].fields else next(texts) for messages in conversations]
+
+    def encode_conversations(
+        self, conversations: Sequence[Sequence[Message]], *, divide: bool = True
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Return (ids, counts) of conversations that end with an answer. counts: True for answers and end tokens.
+
+        Some templates render an answer differently if other turns follow. With `divide`, the conversation up to such
+        an answer is a row of its own after that of its conversation, in which only this answer counts.
+        """
         assert all(messages[-1].role == "assistant" for messages in conversations)
-        prompts = self._encode_segments([messages[:-1] for messages in conversations])
-        answers = self.encode_answers([messages[-1].content for messages in conversations])
+        rows = [part for messages in conversations for part in self._parts(messages, divide=divide)]
+        prompts = self._encode_segments([messages[:-1] for messages, _ in rows])
+        answers = self.encode_last_answers([messages for messages, _ in rows])
         return [
-            (ids + answer, counts + [True] * len(answer))
-            for (ids, counts), answer in zip(prompts, answers, strict=True)
+            (ids + answer, (counts if is_whole else [False] * len(ids)) + [True] * len(answer))
+            for (_, is_whole), (ids, counts), answer in zip(rows, prompts, answers, strict=True)
         ]
 
-    def encode_message(self, message: str) -> list[int]:
-        """Return the ids between an answer with its end token and the next answer: a message of the user."""
-        fragments = self._template.between_answers()
+    def _parts(self, messages: Sequence[Message], *, divide: bool) -> list[tuple[Sequence[Message], bool]]:
+        """Return (messages, whether it is complete) of a conversation, and of its parts up to answers left out."""
+        placed = {segment.answer for segment in self._layout(self._turns(messages[:-1]))}
+        answers = [index for index, message in enumerate(messages[:-1]) if message.role == "assistant" and index]
+        left_out = [index for index in answers if divide and index not in placed]
+        return [(messages, True), *((messages[: index + 1], False) for index in left_out)]
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids between an answer with its end token and the next answer: messages of the user or of tools."""
+        fragments = self._template.between(self._turns(messages))
         if self._end_text is not None and isinstance(fragments[0], str):
             fragments = (fragments[0].removeprefix(self._end_text), *fragments[1:])
-        own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
-        segment = _Segment(fragments, False, False, self._controls(self._encode([own])[0]))
-        messages = [Message("user", ""), Message("assistant", ""), Message("user", message)]
-        ids = self._encode([segment.text(messages)])[0]
-        return ids if self._controls(ids) == segment.control else self._encode_separately(segment, messages)
+        return self._encode_segment(
+            self._segment(fragments), [Message("user", ""), Message("assistant", ""), *messages]
+        )
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts without turns, each with eos, and with bos if the tokenizer writes it."""
@@ -194,10 +221,22 @@ class ChatTokenizer:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _make_layout(self, roles: tuple[str, ...]) -> list[_Segment]:
+    def _turns(self, messages: Sequence[Message]) -> tuple[Turn, ...]:
+        return tuple(
+            replace(message, fields=self._plain_fields(message.fields)).turn if message.fields else message.role
+            for message in messages
+        )
+
+    def _plain_fields(self, fields: str) -> str:
+        """Return fields whose texts contain no name of a control token: a space follows its first character."""
+        names = self._control_text.findall(fields)
+        self.divided.update(set(names))
+        return self._control_text.sub(lambda name: f"{name[0][0]} {name[0][1:]}", fields) if names else fields
+
+    def _make_layout(self, turns: tuple[Turn, ...]) -> list[_Segment]:
         """Return the segments of a prompt. The end token that the template writes after an answer is part of it."""
         segments: list[_Segment] = []
-        for segment in self._template.layout(roles):
+        for segment in self._template.layout(turns):
             fragments = segment.fragments
             end = self._end_text if segments and segments[-1].is_answer else None
             if end is not None and isinstance(fragments[0], str) and fragments[0].startswith(end):
@@ -205,13 +244,21 @@ class ChatTokenizer:
                 fragments = tuple(
                     fragment for fragment in (fragments[0].removeprefix(end), *fragments[1:]) if fragment != ""
                 )
-            own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
-            segments.append(_Segment(fragments, segment.is_answer, False, self._controls(self._encode([own])[0])))
+            segments.append(self._segment(fragments, segment.answer))
         return segments
+
+    def _segment(self, fragments: tuple[str | int, ...], answer: int | None = None) -> _Segment:
+        own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
+        return _Segment(fragments, answer, control=tuple(self._controls(self._encode([own])[0])))
+
+    def _encode_calls(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the last message, an answer with calls, with its end token."""
+        ids = self._encode_segment(self._segment(self._template.answer(self._turns(messages))), messages)
+        return ids if ids and ids[-1] in self._control else [*ids, self.end_id]
 
     def _encode_segments(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
         """Return (ids, counts) of each prompt. `counts` is True for earlier answers and their end tokens."""
-        layouts = [self._layout(tuple(message.role for message in messages)) for messages in prompts]
+        layouts = [self._layout(self._turns(messages)) for messages in prompts]
         encoded = iter(
             self._encode([s.text(messages) for messages, layout in zip(prompts, layouts, strict=True) for s in layout])
         )
@@ -221,17 +268,21 @@ class ChatTokenizer:
             counts: list[bool] = []
             for segment in layout:
                 ids = next(encoded)
-                if self._controls(ids) != segment.control:
+                if tuple(self._controls(ids)) != segment.control:
                     ids = self._encode_separately(segment, messages)
                 row += [*ids, self.end_id] if segment.ends else ids
                 counts += [segment.is_answer] * (len(row) - len(counts))
             rows.append((row, counts))
         return rows
 
+    def _encode_segment(self, segment: _Segment, messages: Sequence[Message]) -> list[int]:
+        ids = self._encode([segment.text(messages)])[0]
+        return ids if tuple(self._controls(ids)) == segment.control else self._encode_separately(segment, messages)
+
     def _encode_separately(self, segment: _Segment, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a segment whose contents include names of control tokens, encoded as plain text."""
         parts = [
-            self._encode([fragment])[0] if isinstance(fragment, str) else self._plain(messages[fragment].content)
+            self._encode([fragment])[0] if isinstance(fragment, str) else self._plain(content_of(fragment, messages))
             for fragment in segment.fragments
         ]
         return [token for part in parts for token in part]

@@ -4,9 +4,9 @@
         answer = yield "the next message"      # None: no tokens are left for another answer
         return 1.0                             # the reward, or a dictionary of rewards
 
-The function gets the first answer to a prompt as an argument. It yields a message of the user, and gets the next
-answer. Its return value is the reward of the episode. Messages count in `rollout.max_new_tokens`, and they are context:
-only the tokens that the policy sampled are trained on.
+The function gets the first answer to a prompt as an argument. It yields a message of the user, or results of tools, and
+gets the next answer. Its return value is the reward of the episode. Messages count in `rollout.max_new_tokens`, and
+they are context: only the tokens that the policy sampled are trained on.
 
 The next prompt contains the tokens of earlier answers as they were sampled, because other tokens of the same text would
 have other probabilities.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from engine import Engine, Generation, Generator, Sampling
 from pipeline.data.microbatches import gather_by_index
-from pipeline.data.records import Row
+from pipeline.data.records import Message, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.judge import raise_on_all_ranks
@@ -67,13 +67,13 @@ class _State:
         self.logprobs += answer.logprobs[: len(ids)]
         self.texts.append(text(ids))
 
-    def add_message(self, message: str, ids: Sequence[int]) -> bool:
-        """Add a message, if a token is left for the answer to it. Return whether it was added."""
+    def add_messages(self, messages: Sequence[Message], ids: Sequence[int]) -> bool:
+        """Add messages, if a token is left for the answer to them. Return whether they were added."""
         if not self.finished or len(ids) >= self.left:
             self.finished = False
             return False
         self._add(ids, sampled=False)
-        self.texts.append("\n".join(f"> {line}" for line in message.splitlines()))
+        self.texts.append("\n".join(f"> {line}" for message in messages for line in message.content.splitlines()))
         return True
 
     def _add(self, ids: Sequence[int], *, sampled: bool) -> None:
@@ -145,11 +145,11 @@ def _play(
                 states[i].add_answer(answer, lambda ids: tokenizer.decode(ids, sampling.stop))
         messages = function.map(Dialogue.reply, [(states[i].dialogue, states[i].texts[-1]) for i in active])
         continued, ended = list[int](), list[int]()
-        for i, message in zip(active, messages, strict=True):
-            if message is not None:
+        for i, turn_messages in zip(active, messages, strict=True):
+            if turn_messages is not None:
                 end = [] if states[i].token_ids[-1] in tokenizer.end_ids else [tokenizer.end_id]  # after a stop string
-                added = states[i].add_message(message, [*end, *tokenizer.encode_message(message)])
-                (continued if added else ended).append(i)
+                ids = [*end, *tokenizer.encode_messages(turn_messages)]
+                (continued if states[i].add_messages(turn_messages, ids) else ended).append(i)
         function.map(Dialogue.reply, [(states[i].dialogue, None) for i in ended])
         active, turn = continued, turn + 1
 

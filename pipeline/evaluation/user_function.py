@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pipeline import progress
-from pipeline.data.records import Row
+from pipeline.data.records import BadRow, Message, Row, message_of
 from pipeline.errors import UserError
 
 REWARD, JUDGE, PAIR_JUDGE = "ppo.reward_function", "evaluation.judge", "evaluation.pair_judge"
@@ -154,11 +154,12 @@ class Dialogue:
         self._turns: Generator[Any, str | None, Any] | None = None
         self._answer = ""
 
-    def reply(self, answer: str | None) -> str | None:
-        """Give the next answer to the function, and return its message; None if it has returned its rewards.
+    def reply(self, answer: str | None) -> tuple[Message, ...] | None:
+        """Give the next answer to the function, and return its messages; None if it has returned its rewards.
 
         The answer None means that no tokens are left for another one. Raise UserError if the function raises, yields
-        something else than a text or a message after the answer None, or returns no valid number.
+        something else than a text or messages of the user or of tools, yields after the answer None, or returns no
+        valid number.
         """
         function, row = self._function, self._row
         self._answer = self._answer if answer is None else answer
@@ -173,12 +174,27 @@ class Dialogue:
             return None
         except (Exception, SystemExit) as problem:
             raise function.error(f"raised {_describe(problem, function.file)}", self._answer, row) from problem
-        if not isinstance(message, str):
-            raise function.error(f"yielded {type(message).__name__}, not a text,", self._answer, row)
+        messages = _messages(message)
+        if messages is None:
+            what = f"yielded {message!r:.100}, not a text or messages of the roles user and tool,"
+            raise function.error(what, self._answer, row)
         if answer is None:
             what = "yielded a message after it got None (no tokens are left for another answer) instead of a return"
             raise function.error(what, self._answer, row)
-        return message
+        return messages
+
+
+def _messages(value: Any) -> tuple[Message, ...] | None:
+    """Return what a function yielded, a text or messages, as messages; None for anything else."""
+    if isinstance(value, str):
+        return (Message("user", value),)
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, Mapping) and item.get("role") in ("user", "tool") for item in items):
+        return None
+    try:
+        return tuple(message_of(item) for item in items)
+    except BadRow:
+        return None
 
 
 def _noted(result: _Result) -> _Result:

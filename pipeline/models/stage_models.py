@@ -64,8 +64,8 @@ def _records_or_none(config: RunConfig, stage: str) -> list[Record]:
 def _texts(record: Record) -> list[str]:
     """Return the texts of a record that the tokenizer is trained on."""
     if isinstance(record, Preference):
-        return [*(m.content for m in record.prompt), record.chosen]
-    return [m.content for m in record.messages]
+        return [message.text for message in (*record.prompt, record.chosen)]
+    return [message.text for message in record.messages]
 
 
 def actor_folder(config: RunConfig, run_dir: Path) -> Path:

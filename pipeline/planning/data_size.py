@@ -115,11 +115,11 @@ def _lengths(record: Any, tokenizer: ChatTokenizer | None) -> tuple[float, float
     elif isinstance(record, Prompt):
         prompt, answers = record.messages, []
     else:
-        prompt, answers = record.messages[:-1], [record.messages[-1].content]
+        prompt, answers = record.messages[:-1], [record.messages[-1]]
     if tokenizer is None:
-        counts = [len(answer) / CHARACTERS for answer in answers]
-        first = sum(len(message.content) for message in prompt) / CHARACTERS + TEMPLATE
+        counts = [len(answer.text) / CHARACTERS for answer in answers]
+        first = sum(len(message.text) for message in prompt) / CHARACTERS + TEMPLATE
     else:
-        counts = [float(len(tokenizer.encode_answer(answer))) for answer in answers]
+        counts = [float(len(ids)) for ids in tokenizer.encode_last_answers([(*prompt, each) for each in answers])]
         first = float(len(tokenizer.encode_prompt(prompt))) if prompt else 0.0
     return first, fmean(counts) if counts else None

@@ -195,7 +195,7 @@ def ranked(samples: Sequence[Sample], measure: Measure, model: str) -> list[Samp
 def answer_card(samples: Sequence[Sample], labels: Mapping[str, str]) -> Markup:
     """Build the card of one prompt. `samples` are its answers at each temperature, `labels` the names of the models."""
     turns = [
-        element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.content), dir="auto"))
+        element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.text), dir="auto"))
         for turn in samples[0].prompt
     ]
     answers = [

@@ -8,15 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.chat.answer_text import AnswerText
+from pipeline.data.tool_calls import split_calls
 from pipeline.serve.batcher import Token
 
 
 @dataclass
 class Choice:
-    """One answer of a response. `tokens` counts its tokens, the end token included."""
+    """One answer of a response. `tokens` counts its tokens, the end token included.
+
+    may_call: the answer may call tools, so its text is divided into content and calls when it is complete
+    """
 
     text: AnswerText
     describe: Callable[[Token], Any] | None  # returns the entry of a token in the log-probabilities
+    may_call: bool = False
     tokens: int = 0
     finish: str | None = None
     entries: list[Any] = field(default_factory=list)
@@ -27,7 +32,7 @@ class Choice:
         return self.text.text
 
     def take(self, token: Token) -> str:
-        """Add a token, and return the new text."""
+        """Add a token, and return the new text. The text of an answer that may call tools comes with its end."""
         self.tokens += 1
         self.finish = token.finish
         new = self.text.feed(token.token)
@@ -35,7 +40,17 @@ class Choice:
             new += self.text.finish()
         if self.describe is not None:
             self.entries.append(self.describe(token))
-        return new
+        if not self.may_call:
+            return new
+        return "" if token.finish is None else self.content
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Return the fields of a message with this text, and set the reason of the end to "tool_calls" if it calls."""
+        content, calls = split_calls(text) if self.may_call else (text, [])
+        if not calls:
+            return {"content": content}
+        self.finish = "tool_calls" if self.finish == "stop" else self.finish
+        return {"content": content or None, "tool_calls": [_call(call) for call in calls]}
 
     def drain_entries(self) -> list[Any]:
         """Return the entries since the last call."""
@@ -61,15 +76,23 @@ class Endpoint:
 
 
 def _chat_full(index: int, choice: Choice) -> dict[str, Any]:
-    message = {"role": "assistant", "content": choice.content, "refusal": None}
+    message = {"role": "assistant", **choice.message(choice.content), "refusal": None}
     logprobs = None if choice.describe is None else {"content": choice.drain_entries(), "refusal": None}
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
 
 def _chat_delta(index: int, choice: Choice, text: str) -> dict[str, Any]:
     logprobs = None if choice.describe is None else {"content": choice.drain_entries(), "refusal": None}
-    delta = {"content": text} if text or choice.finish is None else {}
+    delta = choice.message(text) if text or choice.finish is None else {}
+    for number, call in enumerate(delta.get("tool_calls", [])):
+        call["index"] = number
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.finish}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call in OpenAI's form: with an id, and its arguments as JSON text."""
+    function = call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _chat_opening(index: int) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class ServedModel:
     def choice(self, body: SharedFields) -> Choice:
         """Return an empty choice for a job of this request."""
         text = AnswerText(self.tokenizer.decode_unstripped, body.stops, strips=isinstance(body, ChatRequest))
-        return Choice(text, None if body.likeliest is None else self._describe)
+        may_call = isinstance(body, ChatRequest) and body.may_call
+        return Choice(text, None if body.likeliest is None else self._describe, may_call=may_call)
 
     def _jobs(self, body: SharedFields, ids: Sequence[int]) -> list[Job]:
         room = self.context - len(ids)

@@ -7,13 +7,13 @@ not get an answer to another question. Fields that only annotate a request are i
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from engine import Sampling
-from pipeline.data.records import BadRow, Message, messages_of, replace_surrogates
+from pipeline.data.records import BadRow, Message, messages_of, replace_surrogates, with_tools
 from pipeline.serve.errors import ServeError
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -118,6 +118,9 @@ class ChatRequest(SharedFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def limit(self) -> int | None:
@@ -133,10 +136,21 @@ class ChatRequest(SharedFields):
             messages = messages_of(self.messages)
         except BadRow as problem:
             raise ServeError(400, f"messages: {problem}", param="messages") from problem
-        if messages[-1].role != "user":
+        if messages[-1].role not in ("user", "tool"):
             raise ServeError(400, f"messages: the last message is from the {messages[-1].role}; end with a user's",
                              param="messages")  # fmt: skip
-        return messages
+        if self.may_call and not self.parallel_tool_calls:
+            raise ServeError(400, "parallel_tool_calls: false is not supported with tools; leave it out",
+                             param="parallel_tool_calls")  # fmt: skip
+        try:
+            return with_tools(messages, self.tools if self.may_call else None)
+        except BadRow as problem:
+            raise ServeError(400, f"tools: {problem}", param="tools") from problem
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice == "auto"
 
 
 class CompletionRequest(SharedFields):

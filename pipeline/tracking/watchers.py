@@ -208,7 +208,7 @@ def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:
     columns = ["prompt", "temperature", *names, *(f"{kind} {name}" for kind in kinds for name in names)]
     rows = []
     for sample in samples:
-        prompt = "\n".join(f"{turn.role}: {turn.content}" for turn in sample.prompt)
+        prompt = "\n".join(f"{turn.role}: {turn.text}" for turn in sample.prompt)
         answers = [sample.answers.get(name, "") for name in names]
         figures = [getattr(sample, kind).get(name) for kind in kinds for name in names]
         rows.append([prompt, sample.temperature, *answers, *figures])

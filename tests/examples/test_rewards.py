@@ -260,6 +260,28 @@ def test_a_judge_that_always_prefers_the_first_position_gives_ties(service: Serv
     assert (actual.plain.mean, actual.ties, actual.inconsistent, actual.unusable) == (0.5, 7, 7, 1)
 
 
+def test_the_calculator_answers_calls_and_the_right_number_is_rewarded() -> None:
+    function = load_function(f"{REWARDS}/calculator.py:calculate")
+    call = '<tool_call>{{"name": "{}", "arguments": {{"a": 12, "b": {}}}}}</tool_call>'
+
+    def played(*answers: str | None) -> tuple[list[str], float]:
+        dialogue, results = Dialogue(function, {"answer": 408}), list[str]()
+        for answer in answers:
+            messages = dialogue.reply(answer)
+            results += [message.content for message in messages or () if message.role == "tool"]
+        return results, dialogue.rewards["function"]
+
+    right, other = call.format("multiply", 34), call.format("add", 34)
+    assert played(right, "It is 408.") == (["408"], 1.0)
+    assert played(f"{other} and\n{right}", "It is 46.") == (["46", "408"], 0.0)
+    assert played("408") == ([], 1.0) and played("4080") == ([], 0.0)
+    assert played(right, None) == (["408"], 0.0)  # no tokens are left for an answer
+    assert played(*[right] * 5) == (["408"] * 4, 0.0)
+    for wrong in (call.format("divide", 34), call.format("add", '"x"'), "<tool_call>{</tool_call>"):
+        (result,), reward = played(wrong, "It is 408.")
+        assert result.startswith("error: ") and reward == 1.0
+
+
 def test_the_guessed_number_is_found_by_its_hints() -> None:
     function = load_function(f"{REWARDS}/guess_number.py:guess")
     scores = []
@@ -268,7 +290,7 @@ def test_the_guessed_number_is_found_by_its_hints() -> None:
         while not dialogue.rewards:
             guess, answers = (low + high) // 2, answers + 1
             hint = dialogue.reply(f"It is {guess}.")
-            low, high = (guess + 1, high) if hint == "Higher." else (low, guess - 1)
+            low, high = (guess + 1, high) if hint == (Message("user", "Higher."),) else (low, guess - 1)
         assert dialogue.rewards == {"function": 1.0 - (answers - 1) / 4}
         scores.append(answers)
     assert {*scores} == {1, 2, 3, 4}  # binary search finds one of ten numbers in four guesses

@@ -139,7 +139,9 @@ def test_unrelated_answers_belong_to_another_prompt() -> None:
 def test_a_pair_becomes_two_labelled_answers() -> None:
     prompt = (Message("user", "q"),)
     rated = LabelledAnswer((*prompt, Message("assistant", "x")), False, "s")
-    actual = labelled_answers([Preference(prompt, "good", "bad", "s"), rated])
+    actual = labelled_answers(
+        [Preference(prompt, Message("assistant", "good"), Message("assistant", "bad"), "s"), rated]
+    )
     assert [(each.messages[-1].content, each.label) for each in actual] == [
         ("good", True),
         ("bad", False),

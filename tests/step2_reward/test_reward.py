@@ -161,7 +161,8 @@ def test_the_reference_level_is_the_mean_of_chosen_answers() -> None:
 def test_undecided_pairs_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     prompt = (Message("user", "?"),)
     margins = {"scored": (2.0, 0.0, -1.0, 0.0), "unscored": (0.0,)}
-    pairs = [Preference(prompt, "a", "b", source, margin) for source, each in margins.items() for margin in each]
+    sides = Message("assistant", "a"), Message("assistant", "b")
+    pairs = [Preference(prompt, *sides, source, margin) for source, each in margins.items() for margin in each]
     log_undecided("reward", pairs)
     assert "2 of 5 pairs are ties, and in 1 the rejected answer is better" in capsys.readouterr().out
     log_undecided("reward", [pairs[0], pairs[-1]])

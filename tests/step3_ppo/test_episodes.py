@@ -100,6 +100,20 @@ def test_an_episode_has_the_tokens_that_the_template_gives_the_whole_conversatio
     assert engine.settings[1].max_new_tokens == 200 - (len(second) - len(prompt))
 
 
+def test_results_of_tools_are_turns_of_tools(tmp_path: Path) -> None:
+    text = (
+        "def talk(answer, row):\n"
+        "    answer = yield [{'role': 'tool', 'content': {'sum': 5}}, {'role': 'tool', 'content': '6'}]\n"
+        "    return 1.0"
+    )
+    engine, prompt, episode = scripted(tmp_path, text, ["words", "more"])
+    (context,) = engine.contexts[1]
+    first, second = (f"<|user|><tool_response>{text}</tool_response><|end|>" for text in ('{"sum": 5}', "6"))
+    expected = f"words<|end|>{first}{second}<|assistant|>"
+    assert engine.tokenizer.hf.decode(context[len(prompt) :]) == expected
+    assert episode.text == 'words\n\n> {"sum": 5}\n> 6\n\nmore' and episode.rewards == {"function": 1.0}
+
+
 def test_a_stop_string_is_followed_by_the_end_token(tmp_path: Path) -> None:
     engine: Any = ScriptedEngine(tokenizer(), ["", ""])
     made = engine.tokenizer
@@ -111,14 +125,14 @@ def test_a_stop_string_is_followed_by_the_end_token(tmp_path: Path) -> None:
     function = load_function(f"{tmp_path}/mine.py:talk")
     sampling = Sampling(max_new_tokens=200, stop=("wor",))
     episode = play_episodes(engine, function, made, [[7]], [{"number": 1}], [sampling], keep=True)[0][0]
-    assert engine.contexts[1] == [[7, *stopped, made.end_id, *made.encode_message("more 0")]]
+    assert engine.contexts[1] == [[7, *stopped, made.end_id, *made.encode_messages([Message("user", "more 0")])]]
     assert episode.text == "some\n\n> more 0\n\nsome" and episode.sampled[len(stopped)] is False
 
 
 @pytest.mark.parametrize("case", ["message", "answer", "cut"])
 def test_without_tokens_for_another_answer_the_function_gets_none(case: str, tmp_path: Path) -> None:
     made = tokenizer()
-    answer, message = len(made.encode_answer("words")), len(made.encode_message("more 0"))
+    answer, message = len(made.encode_answer("words")), len(made.encode_messages([Message("user", "more 0")]))
     longest = {"message": answer + message, "answer": answer - 1, "cut": 200}[case]
     _, _, episode = scripted(tmp_path, TEXT, ["words"], longest, cut=case == "cut")
     assert not episode.finished and episode.rewards == {"function": -1.0} and episode.text.startswith("w")
@@ -128,7 +142,10 @@ def test_without_tokens_for_another_answer_the_function_gets_none(case: str, tmp
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def talk(answer, row):\n    yield 5", "yielded int, not a text,"),
+        ("def talk(answer, row):\n    yield 5", "yielded 5, not a text or messages of the roles user and tool,"),
+        ("def talk(answer, row):\n    yield {'role': 'system', 'content': 'a'}", "yielded {'role': 'system'"),
+        ("def talk(answer, row):\n    yield [{'role': 'tool', 'content': [{'image': 1, 'text': 2}]}]", "yielded "),
+        ("def talk(answer, row):\n    yield []", r"yielded \[\], not a text or messages"),
         ("def talk(answer, row):\n    yield 'a'", "returned NoneType, not a number"),
         ("def talk(answer, row):\n    yield 'a'\n    raise KeyError('b')", r"raised KeyError: 'b' \(line 3\)"),
         ("def talk(answer, row):\n    while True: yield 'a' * 999", "yielded a message after it got None"),
@@ -275,6 +292,6 @@ def test_a_message_in_a_template_that_renders_earlier_answers_differently() -> N
     )
     qwen = ChatTokenizer(made.hf)
     expected = "<|user|>more <|end|><|assistant|>()"
-    assert qwen.hf.decode(qwen.encode_message("more ")) == expected
-    assert qwen.hf.decode(qwen.encode_message("<|end|>")) == expected.replace("more ", "<|end|>")
-    assert qwen.encode_message("<|end|>").count(qwen.end_id) == 1  # the name in the message is text
+    assert qwen.hf.decode(qwen.encode_messages([Message("user", "more ")])) == expected
+    assert qwen.hf.decode(qwen.encode_messages([Message("user", "<|end|>")])) == expected.replace("more ", "<|end|>")
+    assert qwen.encode_messages([Message("user", "<|end|>")]).count(qwen.end_id) == 1  # the name in the message is text

@@ -29,6 +29,27 @@ THINKING = (  # an empty reasoning block only before the last answer
     "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CALLS = (  # tools in a system turn, calls as tagged JSON, results as turns of the user
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<result>' + m.content + '</result><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STRICT_CALLS = (  # ids, a content or calls, arguments as texts, results as JSON
+    "{% if tools %}{{ '[TOOLS]' + tools | tojson }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    "{{ '[RESULT]' + m.content | tojson + '[/RESULT]' }}"
+    "{% elif m.tool_calls %}{{ '[CALL]' }}{% for call in m.tool_calls %}"
+    "{% if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    "{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}{{ eos_token }}"
+    "{% elif m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
 NO_GENERATION_PROMPT = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}"
 
 

@@ -52,7 +52,9 @@ def test_documents_are_divided_and_every_token_is_trained(bytewise: ChatTokenize
 
 def test_truncated_answers_have_no_end_token(bytewise: ChatTokenizer) -> None:
     def pair(prompt: str, chosen: str, rejected: str) -> Preference:
-        return Preference(tuple(chat(prompt)), chosen, rejected, "s", margin=0.5)
+        return Preference(
+            tuple(chat(prompt)), Message("assistant", chosen), Message("assistant", rejected), "s", margin=0.5
+        )
 
     records = [pair("a", "bc", "d"), pair("a", "bcdefg", "x"), pair("abcdef", "b", "c"), pair("a", "bcdeX", "bcdeY")]
     pairs, notes = encode_preferences(bytewise, records, max_length=6)

@@ -34,6 +34,10 @@ def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
     return ((Message("system", system), *turns)) if system else turns
 
 
+def pair(chosen: str, rejected: str, *prompt: str) -> Preference:
+    return Preference(chat(*prompt), Message("assistant", chosen), Message("assistant", rejected), "s")
+
+
 @pytest.mark.parametrize(
     ("columns", "form"),
     [
@@ -90,21 +94,6 @@ def test_broken_lines_count_as_bad_rows() -> None:
     assert len(records) == 38 and skipped == {"a line is not a JSON object": 2}
     with pytest.raises(UserError, match=r"2 of 39 rows cannot .*: 2 x a line is not a JSON object \(first: line 7\)"):
         to_records(table_of("t", rows[:-1], broken=broken), "sft", "s", bad_row_limit=0.05)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [{"role": "user", "content": "q"}, {"role": "tool", "content": "7"}]},
-        {"messages": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "{}"}]},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "tools": [{"a": 1}]},
-        {"input": {"messages": [], "tools": [{"a": 1}]}, "preferred_output": [], "non_preferred_output": []},
-    ],
-)
-def test_tool_calls_are_refused_by_name(row: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="1 x tool calls, which zerochat does not train on"):
-        to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
 
 
 def test_an_empty_list_of_tools_is_accepted() -> None:
@@ -193,7 +182,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
     ],
 )
 def test_preferences(row: dict[str, Any]) -> None:
-    assert one(row, "reward") == Preference(chat("a"), "g", "b", "s")
+    assert one(row, "reward") == pair("g", "b", "a")
     assert one(row, "sft") == Conversation(chat("a", "g"), "s")
     assert one(row, "ppo") == Prompt(chat("a"), "s")
 
@@ -201,7 +190,7 @@ def test_preferences(row: dict[str, Any]) -> None:
 def test_shared_turns_are_the_prompt() -> None:
     start = "\n\nHuman: a\n\nAssistant: b has\n\ntwo parts\n\nHuman: c: Assistant: d\n\nAssistant:"
     record = one({"chosen": start + " good", "rejected": start + " bad"}, "reward")
-    assert record == Preference(chat("a", "b has\n\ntwo parts", "c: Assistant: d"), "good", "bad", "s")
+    assert record == pair("good", "bad", "a", "b has\n\ntwo parts", "c: Assistant: d")
 
 
 @pytest.mark.parametrize(
@@ -344,10 +333,10 @@ def test_consecutive_messages_of_one_role_are_joined_in_every_form() -> None:
     two, other = said("assistant", "a", "b"), said("assistant", "c")
     assert one({"prompt": "q", "completion": two}, "sft").messages == chat("q", "a\n\nb")
     assert one({"prompt": "q", "completion": said("user", "r") + other}, "sft").messages == chat("q\n\nr", "c")
-    assert one({"prompt": "q", "chosen": two, "rejected": other}, "reward") == Preference(chat("q"), "a\n\nb", "c", "s")
+    assert one({"prompt": "q", "chosen": two, "rejected": other}, "reward") == pair("a\n\nb", "c", "q")
     asked = said("user", "q", "r")
-    pair = one({"prompt": "q", "chosen": asked + two, "rejected": asked + other}, "reward")
-    assert pair == Preference(chat("q\n\nr"), "a\n\nb", "c", "s")
+    record = one({"prompt": "q", "chosen": asked + two, "rejected": asked + other}, "reward")
+    assert record == pair("a\n\nb", "c", "q\n\nr")
 
 
 def test_an_empty_cell_of_csv_is_no_score() -> None:

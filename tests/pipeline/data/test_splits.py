@@ -8,6 +8,7 @@ from pipeline.data.load import digest, first_turn, held_out_point, mixed_sizes, 
 from pipeline.data.records import Conversation, Message, Preference, Prompt
 
 USER = Message("user", "How much is 2 + 2?")
+FOUR, FIVE = Message("assistant", "4"), Message("assistant", "5")
 
 
 def test_split_points_are_bytes_of_sha256() -> None:
@@ -19,7 +20,7 @@ def test_split_points_are_bytes_of_sha256() -> None:
 
 def test_a_prompt_has_the_same_digest_in_every_record_and_source() -> None:
     conversation = Conversation((USER, Message("assistant", "4")), "b")
-    assert digest(conversation) == digest(Prompt((USER,), "a")) == digest(Preference((USER,), "4", "5", "c"))
+    assert digest(conversation) == digest(Prompt((USER,), "a")) == digest(Preference((USER,), FOUR, FIVE, "c"))
     assert digest(Prompt((Message("system", USER.content),), "a")) != digest(Prompt((USER,), "a"))
     assert digest(Prompt((Message("user", "Grüße \ud800"),), "a"))  # a lone surrogate, which JSON may contain
 
@@ -29,7 +30,7 @@ def test_the_first_turn_is_the_system_message_and_the_first_question() -> None:
     turn = hashlib.sha256(b"user\x1fhow much is 2 + 2?").digest()
     assert first_turn(Prompt((USER,), "a")) == turn
     assert first_turn(Conversation((Message("user", " HOW much\nis  2 + 2? "), answer), "b")) == turn
-    assert first_turn(Preference((USER, answer, Message("user", "Why?")), "a", "b", "c")) == turn
+    assert first_turn(Preference((USER, answer, Message("user", "Why?")), FOUR, FIVE, "c")) == turn
     with_system = hashlib.sha256(b"system\x1fbe brief.\x1euser\x1fhow much is 2 + 2?").digest()
     assert first_turn(Conversation((system, USER, answer, Message("user", "Why?"), answer), "b")) == with_system
 

@@ -1,7 +1,6 @@
 """Chat templates of the usual kinds are split so that training and generation see the same text."""
 
 import errno
-import logging
 import resource
 import subprocess
 import sys
@@ -53,12 +52,10 @@ def test_a_prompt_ends_where_the_answer_begins() -> None:
         assert "".join(text for text, _ in segments(hf, chat("a", "b", "c"))) == rendered
 
 
-def test_thinking_templates_train_only_the_last_answer_and_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_earlier_answers_of_thinking_templates_belong_to_the_prompt() -> None:
     template = ChatTemplate(tokenizer(THINKING))
-    with caplog.at_level(logging.WARNING):
-        for roles in (("user", "assistant", "user"), ("user", "assistant", "user", "assistant", "user")):
-            assert [segment.is_answer for segment in template.layout(roles)] == [False]
-    assert len(caplog.records) == 1 and "only on the last answer" in caplog.text
+    for roles in (("user", "assistant", "user"), ("user", "assistant", "user", "assistant", "user")):
+        assert [segment.is_answer for segment in template.layout(roles)] == [False]
     assert segments(tokenizer(THINKING), chat("a", "b", "c", "d")) == [
         (
             "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"

@@ -13,7 +13,12 @@ from pipeline.export.source import TrainedStage, find_stage
 from pipeline.planning.stage_task import stage_steps
 from tests.tiny import tiny_config
 
-PAIRS = [Preference((Message("user", f"What is {n} + 1?"),), str(n + 1), str(n), "mine") for n in range(12)]
+PAIRS = [
+    Preference(
+        (Message("user", f"What is {n} + 1?"),), Message("assistant", str(n + 1)), Message("assistant", str(n)), "mine"
+    )
+    for n in range(12)
+]
 
 
 @pytest.mark.parametrize(("loss", "unit", "steps"), [("kto", "answers", 6), ("sigmoid", "pairs", 3)])

@@ -13,7 +13,7 @@ import torch
 from engine import Sampling
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.participant import ChatParticipant, load
-from pipeline.data.records import Message
+from pipeline.data.records import Message, messages_of, with_tools
 from pipeline.serve.app import create_app
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.running import client_of, served, small_models
@@ -46,6 +46,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> ChatParticipant:
     folder = tmp_path_factory.mktemp("alone") / "sft"
     save_model(folder, 0)
     return load(ChatModel("sft", folder))
+
+
+ADD: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
 
 
 def ask(client: openai.OpenAI, text: str = "hello", **options: Any) -> Any:
@@ -206,7 +209,10 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: Cha
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 5000}, "max_tokens", "tokens remain after this prompt"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "is not supported"),
-        ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "a tool has no name"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
+        ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls", "is not supported with tools"),
+        ({"functions": [ADD["function"]]}, "functions", "is not supported"),
         ({"temprature": 1}, "temprature", "there is no such field"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "messages", "assistant"),
@@ -221,6 +227,41 @@ def test_a_wrong_field_is_named(client: openai.OpenAI, fields: Options, param: s
         client.chat.completions.create(model="sft", messages=HELLO, extra_body=fields)  # type: ignore[call-overload]
     assert message in caught.value.body["message"] and caught.value.param == param  # type: ignore[index]
     assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_are_fields_of_the_answer(
+    stream: bool, client: openai.OpenAI, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts of the tokens are replaced, so that the answer is a call up to the stop string."""
+    text = 'I add. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>#'
+    monkeypatch.setattr(models["sft"].tokenizer, "decode_unstripped", lambda ids: text if ids else "")
+    fields: Options = {"tools": [ADD], "stop": "#", "stream": stream}
+    answer = ask(client, **fields)
+    choice = list(answer)[-1].choices[0] if stream else answer.choices[0]
+    message = choice.delta if stream else choice.message
+    assert (message.content, choice.finish_reason) == ("I add.", "tool_calls")
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments), call.type) == ("add", {"a": 2}, "function")
+    assert call.id.startswith("call_") and (not stream or call.index == 0)
+    without = ask(client, stop="#").choices[0]
+    assert without.message.content == text[:-1] and without.message.tool_calls is None
+    assert ask(client, **fields | {"tool_choice": "none", "stream": False}).choices[0].finish_reason == "stop"
+
+
+def test_the_prompt_has_the_tools_and_the_results(client: openai.OpenAI, alone: ChatParticipant) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    turns: list[Any] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    ]
+    answer = client.chat.completions.create(model="sft", messages=turns, tools=[ADD], max_tokens=4)  # type: ignore[call-overload]
+    ids = alone.tokenizer.encode_prompt(with_tools(messages_of(turns), [ADD]))
+    text = alone.tokenizer.hf.decode(ids)
+    assert answer.usage.prompt_tokens == len(ids) and '{"name": "add"}' in text and '"arguments": {"a": 2}' in text
+    plain = client.chat.completions.create(model="sft", messages=turns, max_tokens=4)
+    assert plain.usage is not None and plain.usage.prompt_tokens < len(ids)
 
 
 def test_annotating_fields_are_ignored(client: openai.OpenAI) -> None:

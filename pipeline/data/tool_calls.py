@@ -1,0 +1,115 @@
+"""Parse tools, the calls of tools in answers, and the results of calls, into the form that chat templates read.
+
+Templates read OpenAI's form: tools and calls are `{"type": "function", "function": {...}}`, and the arguments of a call
+are an object. Data files have these forms, too: functions without the outer object, arguments as JSON text, and turns
+of the roles `function_call` and `observation` (ShareGPT). Arrow tables fill the fields that an object lacks with nulls,
+so nulls are removed.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+RESULT_ROLES = {"tool", "function", "ipython", "observation", "tool_response"}
+CALL_ROLES = {"function_call", "tool_call"}
+RESULT_FIELDS = ("name", "tool_call_id")
+_WRITTEN = re.compile(r"\s*<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
+
+
+class BadCall(ValueError):
+    """Tools or calls that cannot be used. The message is the reason, equal for all rows with the same fault."""
+
+
+def tools_of(value: Any) -> list[dict[str, Any]]:
+    """Parse the tools of a conversation: a list, JSON text of a list, or nothing. Raises BadCall."""
+    tools = _parsed(value, "tools that are not JSON")
+    if not tools:
+        return []
+    if not isinstance(tools, list):
+        raise BadCall("tools are not a list")
+    return [{"type": "function", "function": _without_nulls(_function(tool, "a tool"))} for tool in tools]
+
+
+def calls_of(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parse the calls of a message of the assistant. Raises BadCall."""
+    calls = item.get("tool_calls") or item.get("function_call") or []
+    return _calls(calls)
+
+
+def calls_in(text: Any) -> list[dict[str, Any]]:
+    """Parse the text of a turn with one of `CALL_ROLES`: JSON of a call, or of a list of calls. Raises BadCall."""
+    return _calls(_parsed(text, "a call that is not JSON"))
+
+
+def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return an answer without its calls, and the calls.
+
+    Calls have the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes and Qwen models, and our own
+    templates). Text in this form that is no valid call stays text.
+    """
+    try:
+        calls = [call for match in _WRITTEN.finditer(text) for call in calls_in(match[1])]
+    except BadCall:
+        return text, []
+    return (_WRITTEN.sub("\n", text).strip(), calls) if calls else (text, [])
+
+
+def result_fields(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which call a result belongs to, as far as the message says so."""
+    return {key: item[key] for key in RESULT_FIELDS if isinstance(item.get(key), str)}
+
+
+def result_text(content: Any) -> Any:
+    """Return the content of a result; an object or a number becomes JSON text."""
+    is_value = isinstance(content, Mapping | int | float) or (
+        isinstance(content, list) and not all(isinstance(part, Mapping) and "text" in part for part in content)
+    )
+    return json.dumps(content, ensure_ascii=False) if is_value else content
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    calls = [value] if isinstance(value, Mapping) else _parsed(value, "a call that is not JSON")
+    if not isinstance(calls, list):
+        raise BadCall("tool calls are not a list")
+    return [_call(call) for call in calls]
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = _function(call, "a tool call")
+    arguments = _parsed(function.get("arguments", function.get("parameters")), "arguments that are not JSON")
+    if not isinstance(arguments, Mapping | None):
+        raise BadCall("the arguments of a tool call are not an object")
+    number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    called = {"name": function["name"], "arguments": _without_nulls(arguments or {})}
+    return {"type": "function", **number, "function": called}
+
+
+def _function(item: Any, what: str) -> Mapping[str, Any]:
+    """Return the function of a tool or a call, with or without the outer object."""
+    if not isinstance(item, Mapping):
+        raise BadCall(f"{what} is not an object")
+    if item.get("type") not in (None, "function"):
+        raise BadCall(f"{what} is not a function")
+    function = item.get("function") or {key: value for key, value in item.items() if key not in ("type", "id")}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadCall(f"{what} has no name")
+    return function
+
+
+def _parsed(value: Any, fault: str) -> Any:
+    """Return what a text contains as JSON; any other value unchanged, and nothing for an empty text."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadCall(fault) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
