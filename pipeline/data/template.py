@@ -103,8 +103,6 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        text = tokenizer.get_chat_template()
-        self._text = _FIXED_CLOCK + text if "strftime_now" in text else text
         self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
 
     def own_text(self) -> str:
@@ -226,12 +224,13 @@ class ChatTemplate:
 
         A template reads no files, so an OSError, such as too many open files, is not an error of the template.
         """
+        text = self._tokenizer.get_chat_template(tools=tools)  # some tokenizers have a template of its own for tools
         try:
             with bounded():
                 rendered: Any = self._tokenizer.apply_chat_template(
                     messages,
                     tools=tools,
-                    chat_template=self._text,
+                    chat_template=_FIXED_CLOCK + text if "strftime_now" in text else text,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     date_string=_TODAY,

@@ -81,6 +81,15 @@ def test_tokens_equal_the_rendering_and_calls_count(template: str, call: str, en
     assert counted(own, items[0].ids, items[0].counts) == [call + end, "It is 5." + end, call + end]
 
 
+def test_a_tokenizer_may_have_a_template_of_its_own_for_tools() -> None:
+    own, both = made(CALLS), tokenizer(None, *SPECIAL)
+    both.chat_template = {"default": CHATML, "tool_use": CALLS}  # type: ignore[assignment]
+    records = records_of({"messages": TURNS, "tools": [ADD]})
+    expected, _ = encode_conversations(own, records, max_length=10_000)
+    items, _ = encode_conversations(ChatTokenizer(both), records, max_length=10_000)
+    assert items[0].ids.tolist() == expected[0].ids.tolist()
+
+
 def test_answers_that_the_template_rewrites_are_examples_of_their_own() -> None:
     own = made(THINKING_CALLS)
     items, notes = encode_conversations(own, records_of({"messages": TURNS, "tools": [ADD]}), max_length=10_000)
