@@ -1,6 +1,7 @@
 """Splits are deterministic functions of the prompt's text."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,7 @@ def test_a_prompt_has_the_same_digest_in_every_record_and_source() -> None:
     conversation = Conversation((USER, Message("assistant", "4")), "b")
     assert digest(conversation) == digest(Prompt((USER,), "a")) == digest(Preference((USER,), FOUR, FIVE, "c"))
     assert digest(Prompt((Message("system", USER.content),), "a")) != digest(Prompt((USER,), "a"))
+    assert digest(Prompt((replace(USER, fields='{"tools": []}'),), "a")) != digest(Prompt((USER,), "a"))
     assert digest(Prompt((Message("user", "Grüße \ud800"),), "a"))  # a lone surrogate, which JSON may contain
 
 

@@ -103,6 +103,17 @@ def test_answers_that_the_template_rewrites_are_examples_of_their_own() -> None:
     assert len(everything) == 1
 
 
+def test_an_answer_counts_once_if_only_some_answers_are_rewritten() -> None:
+    """The template removes reasoning before calls that have a result, and no other."""
+    removed = "loop.last or messages[loop.index0 + 1].role == 'user'"
+    own = made(THINKING_CALLS.replace("loop.last", f"({removed})"))
+    turns = [TURNS[0], {"role": "assistant", "content": "First."}, *TURNS[:4]]
+    items, _ = encode_conversations(own, records_of({"messages": turns}), max_length=10_000)
+    call = f"<tool_call>{JSON_CALL}</tool_call>"
+    texts = [counted(own, item.ids, item.counts) for item in items]
+    assert texts == [[f"{text}<|im_end|>" for text in row] for row in (["First.", "It is 5."], [call])]
+
+
 def test_prompts_of_ppo_contain_the_tools_and_may_end_with_a_result() -> None:
     own = made(CALLS)
     row = {"prompt": TURNS[:3], "tools": json.dumps([ADD])}
@@ -117,6 +128,10 @@ def test_preferred_answers_may_be_calls() -> None:
     assert own.hf.decode(pairs[0].chosen) == rendered(own, TURNS[:2]).rstrip("\n")
     assert own.hf.decode(pairs[0].chosen[pairs[0].prompt :]) == f"<tool_call>{JSON_CALL}</tool_call><|im_end|>"
     assert own.hf.decode(pairs[0].rejected[pairs[0].prompt :]) == "No.<|im_end|>"
+    refusal = [{"role": "assistant", "content": "No."}]
+    given = {"messages": TURNS[:1], "tools": [ADD], "parallel_tool_calls": True}
+    openai = {"input": given, "preferred_output": TURNS[1:2], "non_preferred_output": refusal}
+    assert records_of(openai, "reward") == records_of(row, "reward")
 
 
 @pytest.mark.parametrize("part", ["tools", "calls"])

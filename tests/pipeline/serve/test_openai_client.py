@@ -238,7 +238,9 @@ def test_calls_of_tools_are_fields_of_the_answer(
     monkeypatch.setattr(models["sft"].tokenizer, "decode_unstripped", lambda ids: text if ids else "")
     fields: Options = {"tools": [ADD], "stop": "#", "stream": stream}
     answer = ask(client, **fields)
-    choice = list(answer)[-1].choices[0] if stream else answer.choices[0]
+    pieces = list(answer) if stream else [answer]
+    assert len(pieces) == 1 + stream  # the start of a stream, and the answer
+    choice = pieces[-1].choices[0]
     message = choice.delta if stream else choice.message
     assert (message.content, choice.finish_reason) == ("I add.", "tool_calls")
     (call,) = message.tool_calls
@@ -246,7 +248,9 @@ def test_calls_of_tools_are_fields_of_the_answer(
     assert call.id.startswith("call_") and (not stream or call.index == 0)
     without = ask(client, stop="#").choices[0]
     assert without.message.content == text[:-1] and without.message.tool_calls is None
-    assert ask(client, **fields | {"tool_choice": "none", "stream": False}).choices[0].finish_reason == "stop"
+    unused = ask(client, **fields | {"tool_choice": "none", "stream": False})
+    assert unused.choices[0].finish_reason == "stop"
+    assert unused.usage.prompt_tokens == ask(client, stop="#").usage.prompt_tokens  # without the tools
 
 
 def test_the_prompt_has_the_tools_and_the_results(client: openai.OpenAI, alone: ChatParticipant) -> None:
