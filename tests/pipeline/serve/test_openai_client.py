@@ -235,7 +235,7 @@ def test_calls_of_tools_are_fields_of_the_answer(
 ) -> None:
     """The texts of the tokens are replaced, so that the answer is a call up to the stop string."""
     text = 'I add. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>#'
-    monkeypatch.setattr(models["sft"].tokenizer, "decode_unstripped", lambda ids: text if ids else "")
+    monkeypatch.setattr(models["sft"].tokenizer, "decode_unstripped", lambda ids: text if len(ids) > 1 else "I")
     fields: Options = {"tools": [ADD], "stop": "#", "stream": stream}
     answer = ask(client, **fields)
     pieces = list(answer) if stream else [answer]
