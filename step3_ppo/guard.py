@@ -229,6 +229,7 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     unwatched = {"clip_fraction"} if ppo.ratio == "sequence" else set()
     unwatched |= {"kl"} if ppo.advantage == "distill" else set()
     watched = [name for name in WATCHED if name not in unwatched]
+    watched += [] if ppo.reward_model else ["score", "score_std"]  # a reward model can be gamed more easily
     rollbacks = distributed.broadcast_object(read_rollbacks(folder))
     return Guard(ppo.guard, has_judge, ppo.kl_budget, rollbacks, watched)
 

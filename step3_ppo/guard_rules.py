@@ -278,12 +278,15 @@ def fast_drift(rows: Sequence[Row]) -> Finding | None:
 def entropy(rows: Sequence[Row]) -> Finding | None:
     """Find a policy that collapsed to one answer, or to noise, by its entropy against that of the first rollout.
 
-    Without entropy there is no exploration and no further gain (Cui et al., 2025, arXiv:2505.22617).
+    Without entropy there is no exploration and no further gain (Cui et al., 2025, arXiv:2505.22617). A fall counts
+    unless the rewards of a function, which rows have as `score`, rose clearly: then the policy found right answers.
     """
     now, first = _mean(rows, "entropy"), rows[0].get("entropy")
     if now is None or not first:
         return None
     if now < ENTROPY_FALL * first:
+        if _score_rose(rows):
+            return None
         moved, meaning = "fell", "a prompt gets almost the same answer every time"
         advice = "Lower ppo.lr, or raise ppo.kl_coef or ppo.entropy_coef"
     elif now > ENTROPY_RISE * first + 0.5:
@@ -292,6 +295,16 @@ def entropy(rows: Sequence[Row]) -> Finding | None:
         return None
     figures = f"from {first:.2f} to {now:.3f} nats per token"
     return Finding("entropy", f"the entropy {moved} {figures}: {meaning}. {advice}")
+
+
+def _score_rose(rows: Sequence[Row]) -> bool:
+    """Return whether the mean score of the last rollouts is above that of the first one by `CONFIDENCE`."""
+    score, deviation = _mean(rows, "score"), _mean(rows, "score_std")
+    if score is None or deviation is None or not {"score", "score_std"} <= rows[0].keys():
+        return False
+    answers = sum(row["answers"] for row in rows[-WINDOW:])
+    error = math.hypot(rows[0]["score_std"] / math.sqrt(rows[0]["answers"]), deviation / math.sqrt(answers))
+    return score - rows[0]["score"] > statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
 
 
 def length(rows: Sequence[Row]) -> Finding | None:

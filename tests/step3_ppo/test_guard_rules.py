@@ -66,6 +66,15 @@ def test_each_rule_has_its_limit(sign: str, below: dict[str, Any], above: dict[s
     assert finding.sign == sign and finding.lr_helps == (sign != "length")
 
 
+def test_a_fall_of_the_entropy_is_no_sign_if_the_rewards_of_a_function_rose() -> None:
+    """Standard error: sqrt(0.5^2 / 64 + 0.2^2 / 192) = 0.064; 3.09 errors are 0.198."""
+    first = {"score": 0.5, "score_std": 0.5}
+    for score, expected in ((0.69, ["entropy"]), (0.70, [])):
+        assert signs(check_rollouts(rows(first=first, entropy=0.01, score=score, score_std=0.2))) == expected
+    assert signs(check_rollouts(rows(entropy=0.01, score=0.9, score_std=0.2))) == ["entropy"]  # no first score
+    assert signs(check_rollouts(rows(first=first, entropy=3.0, score=0.9, score_std=0.2))) == ["entropy"]  # it rose
+
+
 def test_answers_that_are_truncated_from_the_start() -> None:
     (actual,) = check_rollouts(rows(first={"eos_rate": 0.3}, eos_rate=[1.0, 0.3, 0.4, 0.5]))
     assert actual.sign == "finished answers" and not actual.lr_helps
