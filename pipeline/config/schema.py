@@ -38,6 +38,10 @@ class ModelConfig(Section):
     chat_template: FilePath | None = Field(
         None, description="file with a Jinja chat template, instead of the tokenizer's own"
     )
+    thinking: bool = Field(
+        False,
+        description="the model thinks before it answers: prompts leave the block of reasoning (`<think>`) to it, and reasoning in the data is trained on; needs a chat template that writes reasoning",
+    )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention implementation of transformers; auto: sdpa if the family supports it, else eager"
     )

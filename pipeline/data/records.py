@@ -29,6 +29,10 @@ Turn = str | tuple[str, str]
 """What a chat template sees of a message besides its content: the role, or (role, fields)."""
 
 
+REASONING = "reasoning_content"
+REASONING_KEYS = (REASONING, "reasoning", "thinking")
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn. `role` is "system", "user", "assistant", or "tool" for the result of a call.
@@ -36,15 +40,20 @@ class Message:
     fields: other fields that chat templates read, as JSON of an object: `tool_calls` of an answer, `name` and
     `tool_call_id` of a result, and in the first message `tools`, which the conversation may call. An empty `content`
     among them replaces that of the message.
+    reasoning: what an answer says before its content
     """
 
     role: str
     content: str
     fields: str = ""
+    reasoning: str = ""
 
     @property
     def turn(self) -> Turn:
-        return (self.role, self.fields) if self.fields else self.role
+        """The role, or the role and the fields. They contain that there is reasoning, and not its text."""
+        if not self.reasoning:
+            return (self.role, self.fields) if self.fields else self.role
+        return self.role, _json({**(json.loads(self.fields) if self.fields else {}), REASONING: True})
 
     @property
     def text(self) -> str:
@@ -312,9 +321,11 @@ def message_of(item: Any) -> Message:
         if len(texts) < len(parts):
             raise BadRow("a message with an image or another part that is not text")
         content = "".join(texts)
+    given = next((item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)), "")
+    reasoning = replace_surrogates(given).strip() if role == "assistant" else ""
     if (fields or role == "tool") and (content is None or (isinstance(content, str) and not content.strip())):
-        return Message(role, "", _json({"content": "", **fields}))
-    return Message(role, text_of(content, "answer" if role == "assistant" else "message"), _json(fields))
+        return Message(role, "", _json({"content": "", **fields}), reasoning)
+    return Message(role, text_of(content, "answer" if role == "assistant" else "message"), _json(fields), reasoning)
 
 
 def _json(fields: Mapping[str, Any]) -> str:
@@ -349,7 +360,9 @@ def _join(first: Message, second: Message) -> Message:
     fields = fields_of(first.turn) | fields_of(second.turn) | ({"tool_calls": calls} if calls else {})
     if content:
         fields.pop("content", None)
-    return Message(first.role, content, _json(fields))
+    fields.pop(REASONING, None)
+    reasoning = "\n\n".join(message.reasoning for message in (first, second) if message.reasoning)
+    return Message(first.role, content, _json(fields), reasoning)
 
 
 def _calls(message: Message) -> list[Any]:

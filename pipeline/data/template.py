@@ -28,7 +28,7 @@ import jinja2
 import markupsafe
 from jinja2.sandbox import SandboxedEnvironment
 
-from pipeline.data.records import Message, Turn, fields_of, role_of
+from pipeline.data.records import REASONING, REASONING_KEYS, Message, Turn, fields_of, role_of
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ _PLACEHOLDER = re.compile('\ue000(\\d+)(?:(\\\\)?"\ue001|\ue001)')
 _TODAY = "26 Jul 2024"
 _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
+THINKING = "{#- The model thinks before it answers. -#}"
+"""A comment at the start of a template: its prompts leave reasoning to the model."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # of the templates of Qwen and GLM, and of DeepSeek
+_REASONING_INDEX = 1 << 20  # the index of the reasoning of message 0
+
 _MOST_LINES = 2_000_000  # a template of 50 lines for a conversation of 10,000 messages needs a quarter of them
 _MOST_SECONDS = 60.0  # of the processor; those lines take two
 _MOST_BYTES = 2**30
@@ -76,7 +81,9 @@ class JsonText(int):
 
 
 def content_of(fragment: int, messages: Sequence[Message]) -> str:
-    """Return the content of a message as the template writes it."""
+    """Return the content of a message, or its reasoning, as the template writes it."""
+    if fragment >= _REASONING_INDEX:
+        return messages[fragment - _REASONING_INDEX].reasoning
     content = messages[fragment].content
     return json.dumps(content, ensure_ascii=False)[1:-1] if isinstance(fragment, JsonText) else content
 
@@ -99,10 +106,12 @@ class Segment:
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer."""
+    """The chat template of one tokenizer. `thinks`: the model thinks before it answers (`THINKING`)."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
+        self.thinks = tokenizer.get_chat_template().startswith(THINKING)
+        self.answer = lru_cache(maxsize=4096)(self._answer)
         self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
 
     def own_text(self) -> str:
@@ -151,25 +160,33 @@ class ChatTemplate:
         segments.append(Segment(_fragments(text[start:])))
         return tuple(segment for segment in segments if segment.fragments)
 
-    def answer(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
+    def _answer(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
         """Return the fragments of the last turn, an answer, without the text that the template writes after it."""
-        if isinstance(turns[-1], str):
+        if isinstance(turns[-1], str) and not self.thinks:
             return (len(turns) - 1,)
         prompt, text = _joined(self._prompt(turns[:-1])), _joined(self._render(turns, generation_prompt=False))
         if not text.startswith(prompt):
             raise UserError(
-                "The chat template does not begin an answer with a tool call like other answers. Set another template "
-                "with model.chat_template=FILE."
+                "The chat template begins an answer differently from a prompt, because the answer has a tool call, or "
+                "has no reasoning. Change the data, or set another template with model.chat_template=FILE."
             )
-        return _fragments(text.removeprefix(prompt).removesuffix(self.after_answer()))
+        answer = _fragments(text.removeprefix(prompt).removesuffix(self.after_answer()))
+        if REASONING in fields_of(turns[-1]) and len(turns) - 1 + _REASONING_INDEX not in answer:
+            raise UserError(
+                "The chat template does not write the reasoning of an answer (reasoning_content). Write the reasoning "
+                "into the content, or set another template with model.chat_template=FILE."
+            )
+        return answer
 
     def _prompt_fragments(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
         """Return all fragments before the next answer.
 
         The prompt includes text that the template writes between its generation prompt and the answer (for example an
-        empty block of reasoning).
+        empty block of reasoning), unless the model thinks.
         """
         prompt = self._render(turns, generation_prompt=True)
+        if self.thinks:
+            return prompt
         conversation = self._render((*turns, "assistant"), generation_prompt=False)
         if len(turns) not in conversation:
             return prompt
@@ -224,6 +241,7 @@ class ChatTemplate:
 
         A template reads no files, so an OSError, such as too many open files, is not an error of the template.
         """
+        switches: dict[str, Any] = dict.fromkeys(_THINKING_SWITCHES, True) if self.thinks else {}
         text = self._tokenizer.get_chat_template(tools=tools)  # some tokenizers have a template of its own for tools
         try:
             with bounded():
@@ -234,6 +252,7 @@ class ChatTemplate:
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     date_string=_TODAY,
+                    **switches,
                 )
         except (jinja2.TemplateError, TypeError, OSError):
             raise
@@ -258,7 +277,10 @@ class ChatTemplate:
 def _message(index: int, turn: Turn) -> dict[str, Any]:
     """Return a message for a template, with a placeholder as its content."""
     mark = '"' if role_of(turn) == "tool" else ""  # which a template escapes if it writes the content as JSON
-    return {"role": role_of(turn), "content": f"\ue000{index}{mark}\ue001", **fields_of(turn)}
+    message = {"role": role_of(turn), "content": f"\ue000{index}{mark}\ue001", **fields_of(turn)}
+    if message.pop(REASONING, False):
+        message |= dict.fromkeys(REASONING_KEYS, _placeholder(index + _REASONING_INDEX))
+    return message
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 from pipeline.data.files import find
 from pipeline.data.records import Message, Turn
-from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate, Segment, content_of
+from pipeline.data.template import DEFAULT_TEMPLATE, THINKING, ChatTemplate, Segment, content_of
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+_REASONING = re.compile(r"\s*<think>\s*(.*?\S)\s*</think>\s*", re.DOTALL)
 _LONGEST_REASON = 400  # characters of an error of the tokenizers library
 _LONGEST_WORD = 1000  # characters, in the training of a tokenizer
 _CHUNK = 1024  # texts per call: fast tokenizers store the offsets of one call in memory
@@ -116,10 +117,12 @@ class ChatTokenizer:
 
     def encode_last_answers(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the ids of the answer that ends each conversation, with its end token."""
+        if self._template.thinks:
+            return [self._encode_rendered(messages) for messages in conversations]
         texts = iter(
             self.encode_answers([messages[-1].content for messages in conversations if not messages[-1].fields])
         )
-        return [self._encode_calls(messages) if messages[-1].fields else next(texts) for messages in conversations]
+        return [self._encode_rendered(messages) if messages[-1].fields else next(texts) for messages in conversations]
 
     def encode_conversations(
         self, conversations: Sequence[Sequence[Message]], *, divide: bool = True
@@ -140,14 +143,15 @@ class ChatTokenizer:
 
     def _parts(self, messages: Sequence[Message], *, divide: bool) -> list[tuple[Sequence[Message], bool]]:
         """Return (messages, whether it is complete) of a conversation, and of its parts up to answers left out."""
-        placed = {segment.answer for segment in self._layout(self._turns(messages[:-1]))}
+        placed = {segment.answer for segment in self._layout(_turns(self._prepared(messages[:-1])))}
         answers = [index for index, message in enumerate(messages[:-1]) if message.role == "assistant" and index]
         left_out = [index for index in answers if divide and index not in placed]
         return [(messages, True), *((messages[: index + 1], False) for index in left_out)]
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an answer with its end token and the next answer: messages of the user or of tools."""
-        fragments = self._template.between(self._turns(messages))
+        messages = self._prepared(messages)
+        fragments = self._template.between(_turns(messages))
         if self._end_text is not None and isinstance(fragments[0], str):
             fragments = (fragments[0].removeprefix(self._end_text), *fragments[1:])
         return self._encode_segment(
@@ -221,11 +225,18 @@ class ChatTokenizer:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _turns(self, messages: Sequence[Message]) -> tuple[Turn, ...]:
-        return tuple(
-            replace(message, fields=self._plain_fields(message.fields)).turn if message.fields else message.role
-            for message in messages
-        )
+    def _prepared(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages whose fields are plain, and whose reasoning is apart from the content if the model thinks."""
+        if not self._template.thinks and not any(message.fields or message.reasoning for message in messages):
+            return messages
+        return [self._prepared_message(message) for message in messages]
+
+    def _prepared_message(self, message: Message) -> Message:
+        fields = self._plain_fields(message.fields)
+        written = _REASONING.match(message.content) if self._template.thinks and not message.reasoning else None
+        if message.role != "assistant" or written is None:
+            return replace(message, fields=fields, reasoning=message.reasoning if self._template.thinks else "")
+        return Message(message.role, message.content[written.end() :], fields, written[1])
 
     def _plain_fields(self, fields: str) -> str:
         """Return fields whose texts contain no name of a control token: a space follows its first character."""
@@ -251,14 +262,16 @@ class ChatTokenizer:
         own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
         return _Segment(fragments, answer, control=tuple(self._controls(self._encode([own])[0])))
 
-    def _encode_calls(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the last message, an answer with calls, with its end token."""
-        ids = self._encode_segment(self._segment(self._template.answer(self._turns(messages))), messages)
+    def _encode_rendered(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the last message, an answer with calls or reasoning, with its end token."""
+        messages = self._prepared(messages)
+        ids = self._encode_segment(self._segment(self._template.answer(_turns(messages))), messages)
         return ids if ids and ids[-1] in self._control else [*ids, self.end_id]
 
     def _encode_segments(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
         """Return (ids, counts) of each prompt. `counts` is True for earlier answers and their end tokens."""
-        layouts = [self._layout(self._turns(messages)) for messages in prompts]
+        prompts = [self._prepared(messages) for messages in prompts]
+        layouts = [self._layout(_turns(messages)) for messages in prompts]
         encoded = iter(
             self._encode([s.text(messages) for messages, layout in zip(prompts, layouts, strict=True) for s in layout])
         )
@@ -306,10 +319,15 @@ class ChatTokenizer:
         return ids
 
 
-def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None) -> ChatTokenizer:
+def _turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
+    return tuple(message.turn for message in messages)
+
+
+def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None, thinking: bool = False) -> ChatTokenizer:
     """Load the tokenizer of a local folder, or of the hub if the folder does not exist.
 
     chat_template: a file with a Jinja template that replaces the template of the tokenizer
+    thinking: the model thinks before it answers; the saved template contains this
     Code that comes with a tokenizer is never run. Raises UserError if there is no usable tokenizer.
     """
     from transformers import AutoTokenizer
@@ -325,7 +343,20 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None) -> C
         raise UserError(_unreadable(folder_or_hub, folder, error)) from error
     if chat_template is not None:
         hf.chat_template = _template_text(chat_template)
+    if thinking:
+        _let_think(hf)
     return ChatTokenizer(hf)
+
+
+def _let_think(hf: "PreTrainedTokenizerBase") -> None:
+    """Mark the template. Raises UserError if it writes no reasoning."""
+    templates = hf.chat_template if isinstance(hf.chat_template, dict) else {"": hf.chat_template or DEFAULT_TEMPLATE}
+    marked = {name: text if text.startswith(THINKING) else THINKING + text for name, text in templates.items()}
+    hf.chat_template = marked if isinstance(hf.chat_template, dict) else marked[""]
+    try:
+        ChatTemplate(hf).answer(("user", Message("assistant", "", reasoning="-").turn))
+    except UserError as problem:
+        raise UserError(f"model.thinking=true: {problem}") from problem
 
 
 def _control_tokens(hf: "PreTrainedTokenizerBase", template_text: str) -> dict[int, str]:

@@ -42,10 +42,10 @@ def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToken
     """Return the configured tokenizer, the tokenizer of the pretrained model, or one trained on records."""
     model = config.model
     if model.tokenizer not in (None, "train"):
-        return load_tokenizer(str(model.tokenizer), chat_template=model.chat_template)
+        return load_tokenizer(str(model.tokenizer), chat_template=model.chat_template, thinking=model.thinking)
     if model.weights == "pretrained" and model.tokenizer is None:
         folder = model_folder(model.path, "model.path") if model.path else download(str(model.hub), weights=False)
-        return load_tokenizer(str(folder), chat_template=model.chat_template)
+        return load_tokenizer(str(folder), chat_template=model.chat_template, thinking=model.thinking)
     size = int((model.architecture or {}).get("vocab_size", 1024))
     records = trained_on or next(
         (stage_records for stage in STAGES if (stage_records := _records_or_none(config, stage))), []
@@ -81,7 +81,7 @@ def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTo
     """
     source = resolve(config.model, config.seed, folder=folder)
     check_kind(source, wanted="ForCausalLM")
-    tokenizer = load_tokenizer(str(model_folder(folder)))
+    tokenizer = load_tokenizer(str(model_folder(folder)), thinking=config.model.thinking)
     check_vocabulary(source, tokenizer)
     return source, tokenizer
 
