@@ -57,9 +57,12 @@ def newest(records: Iterable[Record]) -> list[Record]:
 def _machine_text(machine: Mapping[str, Any]) -> str:
     """Return a description of the machine, without the figures that change between runs."""
     gpus: list[str] = machine.get("gpus") or []
+    # Virtual machines do not report the model, and processors with and without fast bf16 have the same name.
+    bf16, fp32 = machine.get("matmul_bf16_gflops"), machine.get("matmul_fp32_gflops")
+    products = f"{'fast' if bf16 > 2 * fp32 else 'slow'} bf16, " if bf16 and fp32 else ""
     counted = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     parts = [
-        f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('memory_gib')} GiB",
+        f"{machine.get('cpu')}, {products}{machine.get('cores')} cores, {machine.get('memory_gib')} GiB",
         counted or "no GPU",
         f"torch {machine.get('torch')}",
     ]
