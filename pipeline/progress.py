@@ -83,7 +83,8 @@ class Progress:
 
     Limits: `hang_seconds` while the stage takes steps. If it is None, the limit is `MULTIPLE` times the slowest step,
     or the slowest visit of the phase, but at least `SHORTEST`. Before the first step, after the last one, and in a
-    phase that no visit has measured, the limit is at least `UNMEASURED`.
+    phase that no visit has measured, the limit is at least `UNMEASURED`. `hang_seconds` always holds for calls of a
+    user's function.
     """
 
     def __init__(self, row: Row | None = None) -> None:
@@ -138,7 +139,18 @@ class Progress:
     @contextmanager
     def allow(self, seconds: float) -> Iterator[None]:
         """Raise the limit to some seconds: ALONE for work that the other ranks wait for, UNMEASURED for a disk."""
-        before, self._limit = self._limit, max(self._limit, seconds)
+        with self._limited(max(self._limit, seconds)):
+            yield
+
+    @contextmanager
+    def user_calls(self) -> Iterator[None]:
+        """Let `hang_seconds` hold before the first step and after the last one too, where starts may take longer."""
+        with self._limited(self._limit if self._hang_seconds is None else self._hang_seconds):
+            yield
+
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        before, self._limit = self._limit, seconds
         self._write()
         try:
             yield

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine import Engine, Generation, Generator, Sampling
+from pipeline import progress
 from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Message, Row
 from pipeline.data.tokenizer import ChatTokenizer
@@ -105,7 +106,7 @@ def play_episodes(
     """
     failure: UserError | None = None
     local: list[dict[int, Episode]] = [{} for _ in settings]
-    with engine.generating(keep=keep, park_optimizer=park_optimizer) as generator:
+    with engine.generating(keep=keep, park_optimizer=park_optimizer) as generator, progress.own().user_calls():
         indices = engine.flip.assign([len(prompt) for prompt in prompts])
         try:
             for played, sampling in zip(local, settings, strict=True):
@@ -115,7 +116,7 @@ def play_episodes(
                 played |= {i: state.episode() for i, state in zip(indices, states, strict=True)}
         except UserError as problem:
             failure = problem
-    raise_on_all_ranks(failure)
+        raise_on_all_ranks(failure)
     return [gather_by_index(played) for played in local]
 
 

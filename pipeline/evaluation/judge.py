@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine import distributed
+from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Prompt, Row
@@ -113,11 +114,12 @@ def _on_all_ranks(
     indices = range(world.rank, len(calls), world.size)
     local: dict[int, Result] = {}
     failure: UserError | None = None
-    try:
-        local = dict(zip(indices, function.map(method, [calls[index] for index in indices]), strict=True))
-    except UserError as problem:
-        failure = problem
-    raise_on_all_ranks(failure)
+    with progress.own().user_calls():
+        try:
+            local = dict(zip(indices, function.map(method, [calls[index] for index in indices]), strict=True))
+        except UserError as problem:
+            failure = problem
+        raise_on_all_ranks(failure)
     return gather_by_index(local)
 
 

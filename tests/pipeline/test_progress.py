@@ -76,9 +76,12 @@ def test_the_limit_is_ten_times_the_slowest_step_or_phase(clock):
 
 
 def test_a_configured_limit_holds_while_the_stage_takes_steps():
-    progress = Progress(Row())
+    row = Row()
+    progress = Progress(row)
     progress.configure(5.0)
     assert progress.limit("evaluate") == UNMEASURED
+    with progress.phase("evaluate"), progress.user_calls():
+        assert row.read().limit == 5.0
     progress.begin_step(1, None)
     assert progress.limit("evaluate") == progress.limit("") == 5.0
     progress.configure(7200.0)
