@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine import distributed
+from engine.memory import measure_shape
+from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
 from pipeline.data.formats import Record
@@ -139,7 +141,7 @@ def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
 
 def require_scorer(config: RunConfig, source: ModelSource) -> None:
     """Raise UserError if a stage of this run needs a reward model or critic that cannot be built, or if a separate
-    reward model has too few positions.
+    reward model has too few positions or cannot be split over the ranks.
 
     The check runs before SFT. A reward model on a hub is not checked.
     """
@@ -148,6 +150,7 @@ def require_scorer(config: RunConfig, source: ModelSource) -> None:
         if config.reward_model.hub is None:  # a hub model would have to be downloaded first
             reward = resolve(config.reward_model, config.seed)
             check_scores(reward)
+            _require_split(config, reward)
             require_context(config, "reward", reward)
     elif "reward" in stages or ("ppo" in stages and not config.ppo.reward_model and config.ppo.advantage == "gae"):
         check_scores(source)
@@ -155,7 +158,7 @@ def require_scorer(config: RunConfig, source: ModelSource) -> None:
 
 def require_given_models(config: RunConfig) -> None:
     """Raise UserError if a folder that `reward`, `ppo.reward_ensemble` or `teacher` names has another kind of model, or
-    a model with too few positions.
+    a model with too few positions, or a reward model that cannot be split over the ranks.
 
     The check runs before SFT.
     """
@@ -165,11 +168,24 @@ def require_given_models(config: RunConfig) -> None:
         reward = resolve(config.reward_model or config.model, config.seed, folder=Path(folder))
         check_kind(reward, wanted="ForSequenceClassification")
         check_scores(reward)
+        _require_split(config, reward)
         require_context(config, "ppo", reward)
     if config.teacher is not None:
         teacher = resolve(config.model, config.seed, folder=Path(config.teacher))
         check_kind(teacher, wanted="ForCausalLM")
         require_context(config, "ppo", teacher)
+
+
+def _require_split(config: RunConfig, reward: ModelSource) -> None:
+    """Raise UserError if tensor parallelism cannot split a reward model."""
+    tensor = config.engine.tensor_parallel
+    if tensor == 1 or reward.trust_remote_code:  # code of the model's folder is not run to measure it
+        return
+    try:
+        measure_shape(reward.name, reward.config, reward.attention, tensor, reward.tensor_plan, scores=True)
+    except ValueError as error:
+        message = in_keys(str(error)).replace("model.tensor_plan", "reward_model.tensor_plan")
+        raise UserError(f"the reward model {reward.name} cannot be split over the ranks: {message}") from error
 
 
 def require_tokenizer(config: RunConfig, tokenizer: ChatTokenizer) -> None:

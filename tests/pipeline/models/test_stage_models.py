@@ -88,6 +88,18 @@ def test_a_family_without_reward_models_is_refused_before_sft() -> None:
     require_scorer(other.model_copy(update={"reward_model": other.model}), source)
 
 
+def test_a_reward_model_that_cannot_be_split_is_refused_before_sft(tmp_path: Path) -> None:
+    config = tiny_config(engine={"tensor_parallel": 2})
+    source, gpt2 = resolve(config.model, 1), {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
+    other = config.model_copy(update={"reward_model": config.model.model_copy(update={"architecture": gpt2})})
+    with pytest.raises(UserError, match=r"GPT2.* without a tensor-parallel plan .*Set reward_model\.tensor_plan to"):
+        require_scorer(other, source)
+    require_scorer(config.model_copy(update={"reward_model": config.model}), source)
+    classifier(config_of("gpt2")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"GPT2.* without a tensor-parallel plan"):
+        require_given_models(config.model_copy(update={"reward_path": str(tmp_path)}))
+
+
 def test_given_models_of_another_kind_are_refused_before_sft(tmp_path: Path) -> None:
     long = config_of("llama", max_position_embeddings=256)
     language_model(long).save_pretrained(tmp_path / "sft")
