@@ -208,7 +208,7 @@ def _packs(engine: Engine, module: Policy | Scorer, tolerance: float, max_length
 
     One of the documents is longer than the model's window if `max_length` allows it. If the numbers agree, attention
     within documents remains selected. Otherwise the previous attention function is restored. A model whose own
-    positions do not count from 0 is not supported.
+    positions do not count from 0, or that mixes tokens outside of attention, is not supported.
     """
     model = module.backbone
     lengths = (max(SHORT[0], _beyond_window(model.config.get_text_config(), max_length)), *SHORT[1:])
@@ -225,9 +225,29 @@ def _packs(engine: Engine, module: Policy | Scorer, tolerance: float, max_length
     is_equal = packed is not None and not _differs(
         packed, torch.cat([separate[0], separate[1], continuation]), tolerance
     )
+    is_equal = is_equal and not _mixes_documents(engine, module, row, documents)
     if not is_equal:
         set_attention(model, previous)
     return is_equal
+
+
+def _mixes_documents(engine: Engine, module: Policy | Scorer, row: Tensor, documents: Documents) -> bool:
+    """Return whether the second document depends on the first, as with a convolution or a recurrence over the row.
+
+    The embeddings of the first document are NaN. The small weights of a new model thus do not hide the dependence.
+    """
+    share = distributed.sequence_shard(row.shape[1])
+    first = max(documents.lengths[0] - (0 if share is None else share.first), 0)  # of this rank's tokens
+
+    def replace_first(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+        return torch.cat([torch.full_like(embedded[:, :first], torch.nan), embedded[:, first:]], dim=1)
+
+    hook = module.backbone.get_input_embeddings().register_forward_hook(replace_first)
+    numbers = _tried(engine, lambda: _numbers(module, row, documents))
+    hook.remove()
+    begin, count = (length - isinstance(module, Policy) for length in documents.lengths[:2])
+    mixes = numbers is None or bool(numbers[begin : begin + count].isnan().any())
+    return distributed.max_over_ranks(float(mixes)) > 0
 
 
 def _counts_from_zero(engine: Engine, module: Policy | Scorer, row: Tensor) -> bool:

@@ -259,3 +259,14 @@ def test_families_that_can_be_reward_models() -> None:
 def test_trial_lengths_fit_the_models_positions(tmp_path: Path) -> None:
     language_model(config_of("gpt2", n_positions=40)).save_pretrained(tmp_path)
     assert verify(build_policy(source_in(tmp_path), trained()), max_length=1000).packing
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_convolution_over_packed_documents_is_detected_with_small_weights(scores: bool) -> None:
+    """The convolution of a new model changes its numbers by less than the tolerance for rounding."""
+    config = AutoConfig.for_model(
+        "lfm2", vocab_size=VOCABULARY, **LLAMA_LIKE, layer_types=["conv", "full_attention"], conv_L_cache=3
+    )
+    source = source_drawn(config)
+    engine = build_scorer(source, frozen(), pad_id=0) if scores else build_policy(source, frozen())
+    assert not verify(engine, max_length=32).packing
