@@ -100,7 +100,7 @@ def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
         return token
     if value is None or not key or key.startswith("-"):
         raise UserError(_not_a_pair(token, options))
-    if key == "reward" and value not in options["reward"]:
+    if key == "reward" and value not in options["reward"] and not _is_misspelt(value, options["reward"]):
         return f"++reward_path={quoted(value)}"
     if key in ("reward_model", "model@reward_model"):
         _check_option("reward_model", value, options["model"])
@@ -168,7 +168,14 @@ def _check_option(group: str, value: str, options: list[str]) -> None:
     own = ""
     if group in ("model", "reward_model", "data"):
         own = f"; for your own, set {group}.path={value if os.path.exists(value) else 'PATH'}"
+    elif group == "reward":
+        own = "; for a trained reward model, set reward=FOLDER"
     raise UserError(f"{group}={value} is not an option of {group}.{advice} Options: {', '.join(options)}{own}")
+
+
+def _is_misspelt(value: str, options: list[str]) -> bool:
+    """Return whether a value that may be a folder is close to an option instead."""
+    return "/" not in value and not os.path.exists(value) and closest(value, options) is not None
 
 
 def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:

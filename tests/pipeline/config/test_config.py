@@ -54,6 +54,7 @@ def test_reward_model_of_another_size():
 
 def test_reward_is_a_group_or_a_path():
     assert config_of("reward=lora").reward.lora.rank == 16
+    assert config_of("reward=runs/default").reward_path == "runs/default"
     config = config_of("stage=ppo", "reward=runs/x/reward", "ppo.kl_coef=0.1")
     assert (config.reward_path, config.ppo.kl_coef) == ("runs/x/reward", 0.1)
 
@@ -190,6 +191,7 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         ("model=opt-1.3", "did you mean model=opt-1.3b?"),
         ("model=/models/mine", "for your own, set model.path="),
         ("sft=fast", "sft=fast is not an option of sft. Options: default, lora"),
+        ("reward=lorra", "did you mean reward=lora? Options: default, lora; for a trained reward model, set"),
         ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
         ("sft", "'sft' is not KEY=VALUE: did you mean stage=sft?"),
         ("plan", "'plan' is not KEY=VALUE: did you mean stage=plan?"),
