@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NEEDED = ("torch", "transformers", "hydra", "pydantic", "yaml", "numpy")
+EXTRAS = {"math_verify": "math", "reasoning_gym": "tasks"}
+"""Packages that a reward function may import -> the extra of pyproject.toml that contains them."""
 ROOT = Path(__file__).resolve().parents[1]  # the folder that Python imports the packages from
 IS_CHECKOUT = (ROOT / "conf" / "config.yaml").is_file()
 CONF = ROOT / "conf" if IS_CHECKOUT else ROOT / "pipeline" / "conf"
@@ -33,6 +35,12 @@ def version() -> str:
 def pip_install(extra: str) -> str:
     """Return the command that installs the packages of an optional extra of pyproject.toml."""
     return f"pip install '.[{extra}]'" if IS_CHECKOUT else f"pip install 'zerochat[{extra}]'"
+
+
+def advise_on_import(problem: BaseException) -> str:
+    """Return how to install a package of an optional extra that a user's file imports; "" for another problem."""
+    extra = EXTRAS.get(problem.name or "") if isinstance(problem, ModuleNotFoundError) else None
+    return f": {pip_install(extra)}" if extra else ""
 
 
 def require_packages() -> None:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from pipeline import progress
 from pipeline.data.records import BadRow, Message, Row, message_of
 from pipeline.errors import UserError
+from pipeline.installation import advise_on_import
 
 REWARD, JUDGE, PAIR_JUDGE = "ppo.reward_function", "evaluation.judge", "evaluation.pair_judge"
 SIGNATURE = "def NAME(answer: str, row: dict) -> float"
@@ -211,7 +212,8 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
     try:
         exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
     except (Exception, SystemExit) as problem:
-        raise UserError(f"{key}={where}: {file} can't be run: {_describe(problem, file)}") from problem
+        cause = f"{_describe(problem, file)}{advise_on_import(problem)}"
+        raise UserError(f"{key}={where}: {file} can't be run: {cause}") from problem
     call = getattr(module, name, None)
     if not callable(call):
         functions = {attribute: value for attribute, value in vars(module).items() if inspect.isfunction(value)}

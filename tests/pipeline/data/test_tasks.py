@@ -78,6 +78,8 @@ def test_mistakes_name_the_key(package: None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r"needs the package reasoning-gym: pip install '\.\[tasks\]'"):
         load_stage(data(), "sft", seed=1)
+    with pytest.raises(UserError, match=r"can't be run: ModuleNotFoundError: .*: pip install '\.\[tasks\]'"):
+        load_function("examples/rewards/reasoning_tasks.py:solved")
 
 
 def test_the_task_is_an_input_only_of_stages_that_use_its_rows() -> None:
