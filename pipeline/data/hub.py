@@ -126,7 +126,8 @@ def _alternatives(source: "SourceConfig", words: Sequence[str]) -> Iterator[str]
         command = f"{TRAIN} (your settings)"
     yield "Type one of these instead:"
     yield f"  {command} data.path=FILE"
-    yield "      your own file: one row per line with prompt, chosen and rejected"
+    columns = "prompt, chosen and rejected" if "reward" in source.stages else "prompt and completion"
+    yield f"      your own file: one row per line with {columns}"
     cached = _cached_options(source.hub)
     if cached:
         yield f"  {command} data={cached[0]}"

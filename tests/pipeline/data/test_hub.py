@@ -89,8 +89,13 @@ def test_dialogues_of_hh_rlhf_serve_all_stages(online: list[tuple[int, str]]) ->
 
 def test_without_a_hub_three_commands_are_offered(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    ((status, output),) = run(environment, ["model=opt-1.3b", "data=ultrafeedback", "stage=all"])
+    questions = ["model=opt-1.3b", "data.sources=[{hub: me/questions, stages: [sft, ppo]}]"]
+    (status, output), (_, of_questions) = run(
+        environment, ["model=opt-1.3b", "data=ultrafeedback", "stage=all"], questions
+    )
     assert status == 2
+    assert "your own file: one row per line with prompt, chosen and rejected" in output
+    assert "your own file: one row per line with prompt and completion" in of_questions
     assert output.startswith("HuggingFaceH4/ultrafeedback_binarized (split train_prefs) cannot be downloaded")
     commands = [line.strip() for line in output.splitlines() if line.startswith("  python")]
     assert commands == [
