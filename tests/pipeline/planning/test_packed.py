@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig
 
 from engine import EngineConfig
+from engine.config import TORCH_DTYPE, Precision
 from engine.kernels_cpu.library import library
-from engine.memory import ModelStates, Workload, measure_shape, training_bytes
+from engine.memory import ModelStates, Workload, activations, measure_shape, training_bytes
 from engine.parallel.sequence import sequence_shard
 from pipeline.data.batch import Documents
 from pipeline.models.attention import use_documents
@@ -21,11 +22,11 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def saved_bytes() -> int:
+def saved_bytes(config: PretrainedConfig, documents: Documents, attention: str, dtype: torch.dtype) -> int:
     """Bytes that a forward over one packed row saves."""
-    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="sdpa").float().train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
     assert use_documents(model)
-    documents = Documents((LENGTH,) * DOCUMENTS)
+    tokens = sum(documents.lengths)
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     sizes: dict[int, int] = {}
     references: list[Tensor] = []
@@ -38,8 +39,8 @@ def saved_bytes() -> int:
         return tensor
 
     with saved_tensors_hooks(save, lambda tensor: tensor):
-        ids = torch.zeros(1, DOCUMENTS * LENGTH, dtype=torch.long)
-        model.base_model(**packed_inputs(ids, documents, sequence_shard(DOCUMENTS * LENGTH)), use_cache=False)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        model.base_model(**packed_inputs(ids, documents, sequence_shard(tokens)), use_cache=False)
     return sum(sizes.values())
 
 
@@ -48,4 +49,17 @@ def test_packed_rows() -> None:
         pytest.skip("the kernel needs a C compiler")
     work = Workload(EngineConfig(dtype="fp32"), micro_batch_tokens=DOCUMENTS * LENGTH, max_length=LENGTH, is_cpu=True)
     predicted = training_bytes(measure_shape("llama", CONFIG), work, ModelStates())["activations"]
-    assert predicted == pytest.approx(saved_bytes(), rel=0.02)
+    documents = Documents((LENGTH,) * DOCUMENTS)
+    assert predicted == pytest.approx(saved_bytes(CONFIG, documents, "sdpa", torch.float32), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_capped_scores(dtype: Precision) -> None:
+    """A rank also saves a mask of one byte for each pair of tokens, which is not predicted."""
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=8, max_position_embeddings=256, sliding_window=256,
+    )  # fmt: skip
+    predicted = activations(measure_shape("gemma2", config, "eager"), tokens=256, length=256, dtype=dtype)
+    actual = saved_bytes(config, Documents((256,)), "eager", TORCH_DTYPE[dtype])
+    assert predicted.total(checkpointing=False) == pytest.approx(actual, rel=0.05)
