@@ -83,7 +83,7 @@ class StageSection(Section):
         description="steps between checkpoints; 0: save every 15 minutes, and checkpoints of at most 1 GiB about every tenth of the stage",
     )
     keep_checkpoints: int = Field(
-        2, ge=1, description="number of checkpoints to retain during training, the newest ones"
+        2, ge=1, description="number of checkpoints to retain, the newest ones; a finished stage needs none"
     )
     eval_examples: int = Field(256, ge=1, description="held-out examples per evaluation")
     export: Literal["last", "best"] = Field(
