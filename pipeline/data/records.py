@@ -55,12 +55,26 @@ class Message:
             return (self.role, self.fields) if self.fields else self.role
         return self.role, _json({**(json.loads(self.fields) if self.fields else {}), REASONING: True})
 
+    def to_row(self) -> Row:
+        """Return the message as an object of a data file."""
+        reasoning = {REASONING: self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **json.loads(self.fields or "{}"), **reasoning}
+
     @property
     def text(self) -> str:
         """The content and the calls, for people and for texts that a tokenizer learns from."""
         calls = json.loads(self.fields).get("tool_calls", []) if self.fields else []
         lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
         return "\n".join([self.content, *lines] if self.content else lines)
+
+
+def message_from_row(row: Row) -> Message:
+    """Return the message that `Message.to_row` wrote."""
+    role, content, reasoning = row["role"], row["content"], row.get(REASONING, "")
+    fields = {key: value for key, value in row.items() if key not in ("role", "content", REASONING)}
+    if not content and role in ("assistant", "tool"):
+        fields = {"content": "", **fields}
+    return Message(role, content, _json(fields), reasoning)
 
 
 def role_of(turn: Turn) -> str:

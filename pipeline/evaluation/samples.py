@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter
 
-from pipeline.data.records import Message
+from pipeline.data.records import Message, message_from_row
 from pipeline.files import json_lines, write_atomically
 
 Row = TypeVar("Row")
@@ -25,8 +25,16 @@ def _finite(grades: Mapping[str, float]) -> dict[str, float]:
     return {model: grade for model, grade in grades.items() if math.isfinite(grade)}
 
 
+def _messages(prompt: Any) -> Any:
+    try:
+        return tuple(message_from_row(each) if isinstance(each, Mapping) else each for each in prompt)
+    except (KeyError, TypeError) as problem:
+        raise ValueError("a prompt is a list of messages") from problem
+
+
 Grades = Annotated[Mapping[str, float], AfterValidator(_finite)]
 """A number for each model. Numbers in a file that are not finite are left out."""
+Prompt = Annotated[tuple[Message, ...], BeforeValidator(_messages)]
 KINDS = ("scores", "gold", "function", "preferences")
 
 
@@ -44,7 +52,7 @@ class Sample:
     Each mapping may lack a model.
     """
 
-    prompt: tuple[Message, ...]
+    prompt: Prompt
     answers: Mapping[str, str]
     scores: Grades = field(default_factory=dict)
     gold: Grades = field(default_factory=dict)
@@ -59,7 +67,7 @@ class Sample:
 
     def to_row(self) -> dict[str, Any]:
         """Return the JSON object of one line of samples.jsonl."""
-        row = asdict(self)
+        row = asdict(self) | {"prompt": [message.to_row() for message in self.prompt]}
         return {name: value for name, value in row.items() if value or name not in KINDS}
 
     def merge(self, other: "Sample | None") -> "Sample":
