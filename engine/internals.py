@@ -34,7 +34,8 @@ functional_collectives = _functional_collectives  # torch.compile traces them
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of the collectives of a group of this rank. Other backends than NCCL and Gloo have none."""
     if get_backend(group) in ("nccl", "gloo"):
-        distributed_c10d._set_pg_timeout(timeout, group)
+        change: Any = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        change(timeout, group)  # `_set_pg_timeout` is deprecated since torch 2.15
 
 
 def interleaved_shard(dim: int, matrices: int) -> Placement:
@@ -191,6 +192,7 @@ def discard_pass(module: Any) -> None:
     root = module._get_fsdp_state()
     root._state_ctx.iter_forward_root = None
     root._comm_ctx.all_gather_state = None
+    root._state_ctx.manual_backward_finalization_active = False  # torch 2.15 sets it when a backward starts
     if root._is_root:  # None before the first forward
         root._root_post_backward_final_callback()
     for group in groups:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -104,7 +105,12 @@ def test_a_trained_language_model_loads_with_equal_numbers(family: str, tmp_path
     close(logprobs_of(again.module, ids), ours)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "llama4"])
+FAULTY_LLAMA4 = pytest.mark.skipif(
+    transformers.__version__ == "5.24.0", reason="its forward reads a field that its outputs do not have"
+)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", pytest.param("llama4", marks=FAULTY_LLAMA4)])
 def test_a_multimodal_model_keeps_its_encoders(family: str, tmp_path: Path) -> None:
     base = multimodal_model(family)
     base.save_pretrained(tmp_path / "base")

@@ -38,7 +38,7 @@ def test_a_model_folder_and_a_stage_folder(tmp_path: Path) -> None:
     assert other.folder == tmp_path / "sft" / "model"
 
 
-@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("bloom", "eager"), ("gptj", "eager")])
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("bloom", "eager"), ("mpt", "eager")])
 def test_a_family_without_sdpa_attends_eagerly_unless_the_key_selects_it(family: str, attention: str) -> None:
     keys = {"weights": "random", "architecture": {"model_type": family}}
     assert resolve(model_config(**keys), 1).attention == attention
