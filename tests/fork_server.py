@@ -156,3 +156,4 @@ if __name__ == "__main__":
     gc.freeze()  # modules are never garbage, and a collection would copy their memory into each rank
     gc.enable()
     serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    os._exit(0)  # as in `run_rank`

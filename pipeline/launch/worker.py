@@ -4,6 +4,7 @@ A rank sends an error to the launcher as one JSON object through a pipe. The lau
 many ranks fail or the disk is full.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -65,6 +66,7 @@ def stage_main(stage: str, module: str) -> None:
 
 def run_worker(stage: str, run_dir: Path, module: str) -> None:
     """Run a stage as one rank, and end the process with its exit status."""
+    atexit.register(_end_process, 0)  # registered first, runs last
     _end_with_launcher()
     write_stack_on_request()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set SIGINT to ignored
@@ -91,11 +93,15 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             _send({"kind": FINISHED})
     except BaseException as problem:
         # End at once: other ranks may wait in a collective that this rank will never join.
-        status = _report(problem)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        _end_process(_report(problem))
     sys.exit(0)
+
+
+def _end_process(status: int) -> None:
+    """End this process, but do not free its objects: nanobind in Triton 3.9 would report the frozen ones as leaked."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def write_stack_on_request() -> None:

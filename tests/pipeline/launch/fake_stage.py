@@ -4,6 +4,7 @@
 
 - user: a UserError; crash: a RuntimeError; unread: a print to a pipe without a reader; kill: SIGKILL to itself
 - slow: sleep for a second; hang: sleep for a long time; deaf: like hang, and ignore signals
+- quits: print in a function at exit, and when an object of a module is freed
 - exit: status 0 without a result, as after os._exit(0) in a user's function; loader: status 127
 - stopped: SIGSTOP to itself, mixed: another collective; the other ranks wait in a collective
 - echo: rank 1 has a UserError and rank 0 crashes because of it; lost: likewise, but rank 1 exits with status 0
@@ -11,6 +12,7 @@
 With several behaviours, such as "kill:0,stopped:1", each start uses the next one, and "ok" after the last.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -53,6 +55,9 @@ def act(behaviour):
         raise RuntimeError("a bug")
     if behaviour == "unread":
         raise BrokenPipeError
+    if behaviour == "quits":
+        atexit.register(print, "exit function", end=" ")
+        sys.held = type("Held", (), {"__del__": lambda self, write=os.write: write(1, b"freed")})()
     if behaviour == "exit":
         os._exit(0)
     if behaviour == "loader":

@@ -163,6 +163,12 @@ def test_a_rank_that_exits_early_with_status_zero_has_failed(fake, ends, behavio
     assert not _alive(fake, 0)
 
 
+def test_a_rank_calls_exit_functions_but_frees_no_objects(fake, monkeypatch, capfd):
+    monkeypatch.setenv("FAKE_STAGE", "quits")
+    assert launch_fake(fake, world=1).status == 0
+    assert capfd.readouterr().out == "exit function "
+
+
 def test_a_crash_prints_how_to_resume(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
