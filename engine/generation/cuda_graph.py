@@ -111,6 +111,9 @@ class GraphedStep:
             graph.capture_end()
             clear_cublas_workspaces()
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):  # CUDA did not fail: allocator and stream remain usable
+                graph.capture_end()
+                clear_cublas_workspaces()
             if is_out_of_memory(error):
                 raise
             raise RuntimeError(

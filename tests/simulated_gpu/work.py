@@ -287,6 +287,25 @@ def test_graphs_do_not_use_a_workspace_that_another_graph_frees() -> None:
     assert first.generate(*arguments) == expected
 
 
+def test_generation_continues_after_memory_ran_out_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server fails the requests of the step and continues."""
+    call, model = SlotModel.__call__, small("opt").cuda()
+    arguments: Any = ([[1, 2, 3]], Sampling(3, seed=1), [0])
+    expected = Generator(model, "cuda", cache_bytes=2**20).generate(*arguments)
+
+    def call_and_allocate(self: SlotModel, *inputs: Any) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**34, dtype=torch.uint8, device="cuda")
+        return call(self, *inputs)
+
+    generator = Generator(model, "cuda", cache_bytes=2**20)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(SlotModel, "__call__", call_and_allocate)
+        generator.generate(*arguments)
+    assert cuda.faults() == []
+    assert generator.generate(*arguments) == expected
+
+
 def test_a_failed_capture_raises_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step reads from the device only while it is captured."""
     call = SlotModel.__call__
