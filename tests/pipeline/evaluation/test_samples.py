@@ -44,9 +44,8 @@ def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     write_samples(path, [Sample((Message("user", "hi"),), {"sft": "hello"})])
     with path.open("a") as lines:
-        lines.write(
-            '[1]\n{"prompt": 3}\n{"prompt": [{"role": "user"}], "answers": {}}\n{"prompt": [], "answers": null}\nnot json\n{"prompt": [{"role": "us'
-        )
+        lines.write('[1]\n{"prompt": 3}\n{"prompt": [{"role": "user"}], "answers": {}}\n')
+        lines.write('{"prompt": [], "answers": null}\nnot json\n{"prompt": [{"role": "us')
     assert len(read_samples(path)) == 1
     assert read_samples(tmp_path / "missing.jsonl") == []
 
