@@ -116,11 +116,14 @@ class UserFunction:
         return None if value is None else self._number(value, f"{first}\n---\n{second}", row)
 
     def _call(self, answers: tuple[str, ...], row: Row) -> Any:
+        before, answer = _changed_torch(), "\n---\n".join(answers)
         try:
-            return self.call(*answers, copy.deepcopy(dict(row)))
+            result = self.call(*answers, copy.deepcopy(dict(row)))
         except (Exception, SystemExit) as problem:
-            answer = "\n---\n".join(answers)
             raise self.error(f"raised {_describe(problem, self.file)}", answer, row) from problem
+        if (changed := _changed_torch()) != before:
+            raise self.error(changed, answer, row)
+        return result
 
     def _number(self, value: Any, answer: str, row: Row) -> float:
         """Return the result of the function as a number. Raise UserError if it is not a valid one."""
@@ -214,6 +217,8 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
     except (Exception, SystemExit) as problem:
         cause = f"{_describe(problem, file)}{advise_on_import(problem)}"
         raise UserError(f"{key}={where}: {file} can't be run: {cause}") from problem
+    if changed := _changed_torch():
+        raise UserError(f"{key}={where}: {file} {changed}")
     call = getattr(module, name, None)
     if not callable(call):
         functions = {attribute: value for attribute, value in vars(module).items() if inspect.isfunction(value)}
@@ -244,6 +249,20 @@ def function_file(where: str, key: str = REWARD) -> Path:
     if not Path(path).is_file():
         raise UserError(f"{key}={where}: there is no file {path} (relative paths start at {Path.cwd()})")
     return Path(path)
+
+
+def _changed_torch() -> str:
+    """Return which setting of torch for the whole process has another value than torch's default; "" if none has."""
+    torch: Any = sys.modules.get("torch")  # the launcher does not import torch
+    if torch is None:
+        return ""
+    if not torch.is_grad_enabled():
+        return "disables gradients for training too: write `with torch.no_grad():` inside the function"
+    if torch.get_default_dtype() != torch.float32:
+        return "calls torch.set_default_dtype, which changes training too: pass dtype= to models and tensors"
+    if torch.get_default_device().type != "cpu":
+        return "calls torch.set_default_device, which changes training too: pass device= to models and tensors"
+    return ""
 
 
 def _accepts(call: Callable[..., Any], count: int) -> bool:

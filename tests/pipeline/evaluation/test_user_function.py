@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -51,6 +52,31 @@ def write_function(folder: Path, text: str) -> str:
 def test_unusable_functions_are_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         load_function(write_function(tmp_path, text))
+
+
+@pytest.fixture
+def default_torch() -> Iterator[Callable[[], None]]:
+    def restore() -> None:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+    yield restore
+    restore()
+
+
+@pytest.mark.parametrize(
+    "setting", ["set_grad_enabled(False)", "set_default_dtype(torch.half)", "set_default_device('meta')"]
+)
+def test_settings_of_torch_that_change_training_are_refused(
+    setting: str, tmp_path: Path, default_torch: Callable[[], None]
+) -> None:
+    with pytest.raises(UserError, match=r"mine\.py .* training too: (write|pass) "):
+        load_function(write_function(tmp_path, f"import torch\ntorch.{setting}\ndef score(answer, row): return 1"))
+    default_torch()
+    inside = load_function(write_function(tmp_path, f"import torch\ndef score(a, row):\n torch.{setting}\n return 1"))
+    with pytest.raises(UserError, match=r"training too: .* for the answer 'a'"):
+        inside.score("a", {})
 
 
 @pytest.mark.parametrize("where", ["mine.py", "mine.txt:score", "mine:score", "mine.py:", "mine.py:a b"])
