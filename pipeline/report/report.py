@@ -34,7 +34,7 @@ Write the report of a run.
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` atomically, and return its path. Raise UserError if the folder has no stage."""
     if not any((run_dir / stage).is_dir() for stage in STAGES):
-        raise UserError(f"there is no run folder {run_dir}: set the folder that contains sft/, reward/, dpo/ or ppo/")
+        raise UserError(f"{run_dir} is no run folder: set the folder that contains sft/, reward/, dpo/ or ppo/")
     path = run_dir / REPORT
     write_atomically(path, render_report(read_run(run_dir)))
     return path

@@ -100,6 +100,18 @@ def test_a_run_of_several_in_the_current_folder_gets_a_folder_next_to_it(
     folder.close()
 
 
+def test_a_stage_of_another_run_is_no_run_folder(config: RunConfig, tmp_path: Path) -> None:
+    stage = tmp_path / "run" / "ppo"
+    stage.mkdir(parents=True)
+    nested = config.model_copy(update={"run_dir": str(stage)})
+    open_folder(nested, ["sft"]).close()  # any folder may have that name
+    (tmp_path / "run" / "manifest.json").touch()
+    with pytest.raises(
+        UserError, match=r"run/ppo is the folder of the ppo stage of the run .*run: set run_dir=.*run to"
+    ):
+        open_folder(nested, ["sft"])
+
+
 def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
     config = config.model_copy(update={"run_dir": str(tmp_path / "run")})
     first = open_folder(config, ["sft"])
