@@ -61,6 +61,8 @@ def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
         return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}{_described(key, root)}"
     if kind == "string_too_short":
         return f"{key} is empty: write a text, or remove the key{_described(key, root)}"
+    if kind == "too_short":
+        return f"{key}={shown} is empty: write [a, b, ...] with one or more values{_described(key, root)}"
     bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
     if kind in bounds:
         limit = next(iter(context.values()))

@@ -187,6 +187,7 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
         ("sft.lr=fast", "sft.lr=fast: write a number"),
         ("ppo.steps=1.5", "ppo.steps=1.5: write a whole number"),
+        ("evaluation.temperatures=[]", "evaluation.temperatures=[] is empty: write [a, b, ...] with one or more"),
         ("engine.dtype=fp8", "engine.dtype=fp8: write auto, bf16, fp16 or fp32"),
         ("model=opt-1.3", "did you mean model=opt-1.3b?"),
         ("model=/models/mine", "for your own, set model.path="),
