@@ -34,8 +34,7 @@ functional_collectives = _functional_collectives  # torch.compile traces them
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of the collectives of a group of this rank. Other backends than NCCL and Gloo have none."""
     if get_backend(group) in ("nccl", "gloo"):
-        change: Any = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        change(timeout, group)  # `_set_pg_timeout` is deprecated since torch 2.15
+        getattr(distributed_c10d, "set_timeout", distributed_c10d._set_pg_timeout)(timeout, group)  # public since 2.15
 
 
 def interleaved_shard(dim: int, matrices: int) -> Placement:

@@ -189,8 +189,6 @@ def share_kernel(
     group = tl.arange(0, BG)
     rows = row + group // GROUP
     head = key_head * GROUP + group % GROUP
-    start_in_slots = (tl.load(slots + row).to(tl.int64) * key_heads + key_head) * capacity
-    start_in_prompts = (tl.load(prompt_slots + row).to(tl.int64) * key_heads + key_head) * prompt_capacity
     # The positions that each row of the tile sees, (BG, 1).
     first = tl.load(firsts + row)
     in_prompt = split < prompt_splits
@@ -207,8 +205,13 @@ def share_kernel(
     end = tl.where(in_prompt, prompt_length, length)
     lowest = tl.min(tl.where(begin < end, begin, NOWHERE))
     beyond = tl.max(end)
-    # Positions from here on are in the row's own slot.
-    border = tl.where(in_prompt, NOWHERE, tl.load(prompt_lengths + row).to(tl.int32))
+    # Pointers are selected as scalars: Triton 3.9 does not load bf16 asynchronously from vectors of selected pointers.
+    source_keys = tl.where(in_prompt, prompt_keys, keys)
+    source_values = tl.where(in_prompt, prompt_values, values)
+    start_in_prompts = (tl.load(prompt_slots + row).to(tl.int64) * key_heads + key_head) * prompt_capacity
+    start_in_slots = (tl.load(slots + row).to(tl.int64) * key_heads + key_head) * capacity
+    # Where position 0 is, or would be: a slot begins with the position after the prompt.
+    origin = tl.where(in_prompt, start_in_prompts, start_in_slots - tl.load(prompt_lengths + row))
     shares = tl.where(in_prompt, prompt_splits, splits - prompt_splits)
     nth = tl.where(in_prompt, split, split - prompt_splits)
     share = tl.cdiv(tl.cdiv(tl.maximum(beyond - lowest, 0), shares), BT) * BT
@@ -225,11 +228,8 @@ def share_kernel(
     for step in range(tl.cdiv(tl.maximum(last - start, 0), BT)):
         positions = start + step * BT + tl.arange(0, BT)
         used = positions < last
-        at = positions.to(tl.int64)
-        from_prompt = positions < border
-        token = tl.where(from_prompt, start_in_prompts + at, start_in_slots + at - border)
-        k_at = tl.where(from_prompt, prompt_keys, keys) + token * width
-        v_at = tl.where(from_prompt, prompt_values, values) + token * of_values
+        k_at = source_keys + (origin + positions) * width
+        v_at = source_values + (origin + positions) * of_values
         k = tl.load(k_at[None, :] + d[:, None], mask=used[None, :] & (d < width)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
