@@ -25,9 +25,10 @@ TESTS = (
     "tests/engine/memory/test_activations.py",
     "tests/engine/generation/test_prepacked_linears.py",
     "tests/engine/generation/test_transformers_fallback.py",
+    "tests/engine/kernels_triton/test_compile.py",
     "tests/pipeline/models",
 )
-"""The tests that cover `engine/internals.py` and `pipeline/models/internals.py`."""
+"""The tests that cover `engine/internals.py` and `pipeline/models/internals.py`, and Triton's compiler."""
 
 
 def bounds() -> dict[str, tuple[str, str]]:

@@ -75,7 +75,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             _check_folder(run_dir / stage)
             config = read_config(run_dir / stage)
             if not config.debug:  # these warnings of libraries address programmers
-                warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+                warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|triton)\.")
                 warnings.filterwarnings("ignore", category=FutureWarning)
                 warnings.filterwarnings("default", message="CUDA initialization")  # why PyTorch cannot use a GPU
             gc.disable()  # the imports make 600,000 objects: a collection would only visit them
