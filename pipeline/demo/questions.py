@@ -76,7 +76,7 @@ BAD_MOODS = ("sad", "ill", "lonely", "tired", "upset", "worried")
 
 
 # The share of questions without their last mark, and the shares of the cases: as written, small and capital letters.
-TYPED = {"small_talk": (0.3, (0.50, 0.24, 0.26)), "other": (0.1, (0.70, 0.14, 0.16))}
+TYPED = {"small_talk": (0.35, (0.40, 0.36, 0.24)), "other": (0.1, (0.70, 0.14, 0.16))}
 
 
 def with_article(noun: str) -> str:
@@ -318,9 +318,10 @@ REPLIES = {
 }
 
 # The weights of the topics of small talk. Greetings are the most frequent one.
-TOPICS = {"hello": 3, "name": 1, "wellbeing": 1, "thanks": 2, "goodbye": 2, "comfort": 2, "joy": 2}
+TOPICS = {"hello": 4, "name": 1, "wellbeing": 1, "thanks": 2, "goodbye": 2, "comfort": 2, "joy": 2}
 
 HELLOS = ("Hello", "Hi", "Hey", "Good morning", "Good evening")
+FIRST_HELLOS = (*HELLOS, "Hello", "Hi", "Hi")  # "hi" is what most people type first
 GREETINGS = ("Hello, how can I help you?", "Hello, nice to meet you.")
 
 
@@ -329,7 +330,7 @@ def small_talk(rng: Random) -> Question:
     name = rng.choice(NAMES)
     (topic,) = rng.choices(tuple(TOPICS), tuple(TOPICS.values()))
     if topic == "hello":
-        text = f"{rng.choice(HELLOS)}{rng.choice(('', '', ' there'))}{rng.choice(('', '!', '.'))}"
+        text = f"{rng.choice(FIRST_HELLOS)}{rng.choice(('', '', ' there'))}{rng.choice(('', '!', '.'))}"
         wrong = Statement(REPLIES[rng.choice(tuple(REPLIES))])
         return Question(text, Statement(GREETINGS), wrong, "small_talk", None, takes_forms=False)
     if topic == "name":
