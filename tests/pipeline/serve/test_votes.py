@@ -89,7 +89,7 @@ def test_votes_are_preference_pairs_for_training(tmp_path: Path) -> None:
     assert actual.skipped == {"vote that prefers no answer": 4}
     records = [*actual.train, *actual.held_out]
     assert len(records) == 4 and all(isinstance(record, Preference) for record in records)
-    pairs = {record.prompt: (record.chosen, record.rejected) for record in records}
+    pairs = {record.prompt: (record.chosen.content, record.rejected.content) for record in records}
     assert pairs[(Message("user", "question 0"),)] == ("good", "bad")
     assert pairs[(Message("user", "question 1"),)] == ("bad", "good")
 
