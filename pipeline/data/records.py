@@ -10,17 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.data.tool_calls import (
-    CALL_ROLES,
-    RESULT_ROLES,
-    BadCall,
-    calls_in,
-    calls_of,
-    result_fields,
-    result_text,
-    tools_of,
-)
-
 Row = Mapping[str, Any]
 """A row of a data file: column name -> value."""
 
@@ -150,6 +139,9 @@ def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[Lab
     return answers
 
 
+RESULT_ROLES = {"tool", "function", "ipython", "observation", "tool_response"}
+CALL_ROLES = {"function_call", "tool_call"}
+CALL_KEYS = ("tool_calls", "function_call")
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -300,10 +292,11 @@ def label_of(value: Any) -> bool:
 
 def with_tools(messages: tuple[Message, ...], value: Any) -> tuple[Message, ...]:
     """Return a conversation whose first message has the tools of a row."""
-    try:
-        tools = tools_of(value)
-    except BadCall as fault:
-        raise BadRow(str(fault)) from fault
+    if not value:
+        return messages
+    from pipeline.data.tool_calls import tools_of  # for data with tools only
+
+    tools = tools_of(value)
     if not tools:
         return messages
     first = messages[0]
@@ -322,13 +315,14 @@ def message_of(item: Any) -> Message:
         raise BadRow(f"a message {shown} (known are system, user, assistant, tool)")
     content = item.get("content", item.get("value"))
     fields: dict[str, Any] = {}
-    try:
+    if role == "tool" or (role == "assistant" and (name in CALL_ROLES or any(item.get(key) for key in CALL_KEYS))):
+        from pipeline.data import tool_calls  # for data with tools only
+
         if role == "tool":
-            fields, content = result_fields(item), result_text(content)
-        elif role == "assistant" and (calls := calls_in(content) if name in CALL_ROLES else calls_of(item)):
-            fields, content = {"tool_calls": calls}, None if name in CALL_ROLES else content
-    except BadCall as fault:
-        raise BadRow(str(fault)) from fault
+            fields, content = tool_calls.result_fields(item), tool_calls.result_text(content)
+        else:
+            calls = tool_calls.calls_in(content) if name in CALL_ROLES else tool_calls.calls_of(item)
+            fields, content = {"tool_calls": calls} if calls else {}, None if name in CALL_ROLES else content
     if isinstance(content, list):  # parts, as chat services write them
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]

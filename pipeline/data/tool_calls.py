@@ -11,34 +11,30 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-RESULT_ROLES = {"tool", "function", "ipython", "observation", "tool_response"}
-CALL_ROLES = {"function_call", "tool_call"}
+from pipeline.data.records import BadRow
+
 RESULT_FIELDS = ("name", "tool_call_id")
 _WRITTEN = re.compile(r"\s*<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
 
 
-class BadCall(ValueError):
-    """Tools or calls that cannot be used. The message is the reason, equal for all rows with the same fault."""
-
-
 def tools_of(value: Any) -> list[dict[str, Any]]:
-    """Parse the tools of a conversation: a list, JSON text of a list, or nothing. Raises BadCall."""
+    """Parse the tools of a conversation: a list, JSON text of a list, or nothing. Raises BadRow."""
     tools = _parsed(value, "tools that are not JSON")
     if not tools:
         return []
     if not isinstance(tools, list):
-        raise BadCall("tools are not a list")
+        raise BadRow("tools are not a list")
     return [{"type": "function", "function": _without_nulls(_function(tool, "a tool"))} for tool in tools]
 
 
 def calls_of(item: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parse the calls of a message of the assistant. Raises BadCall."""
+    """Parse the calls of a message of the assistant. Raises BadRow."""
     calls = item.get("tool_calls") or item.get("function_call") or []
     return _calls(calls)
 
 
 def calls_in(text: Any) -> list[dict[str, Any]]:
-    """Parse the text of a turn with one of `CALL_ROLES`: JSON of a call, or of a list of calls. Raises BadCall."""
+    """Parse the content of a turn of calls (`CALL_ROLES`): JSON of a call, or of a list of calls. Raises BadRow."""
     return _calls(_parsed(text, "a call that is not JSON"))
 
 
@@ -50,7 +46,7 @@ def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """
     try:
         calls = [call for match in _WRITTEN.finditer(text) for call in calls_in(match[1])]
-    except BadCall:
+    except BadRow:
         return text, []
     return (_WRITTEN.sub("\n", text).strip(), calls) if calls else (text, [])
 
@@ -71,7 +67,7 @@ def result_text(content: Any) -> Any:
 def _calls(value: Any) -> list[dict[str, Any]]:
     calls = [value] if isinstance(value, Mapping) else _parsed(value, "a call that is not JSON")
     if not isinstance(calls, list):
-        raise BadCall("tool calls are not a list")
+        raise BadRow("tool calls are not a list")
     return [_call(call) for call in calls]
 
 
@@ -79,7 +75,7 @@ def _call(call: Any) -> dict[str, Any]:
     function = _function(call, "a tool call")
     arguments = _parsed(function.get("arguments", function.get("parameters")), "arguments that are not JSON")
     if not isinstance(arguments, Mapping | None):
-        raise BadCall("the arguments of a tool call are not an object")
+        raise BadRow("the arguments of a tool call are not an object")
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     called = {"name": function["name"], "arguments": _without_nulls(arguments or {})}
     return {"type": "function", **number, "function": called}
@@ -88,12 +84,12 @@ def _call(call: Any) -> dict[str, Any]:
 def _function(item: Any, what: str) -> Mapping[str, Any]:
     """Return the function of a tool or a call, with or without the outer object."""
     if not isinstance(item, Mapping):
-        raise BadCall(f"{what} is not an object")
+        raise BadRow(f"{what} is not an object")
     if item.get("type") not in (None, "function"):
-        raise BadCall(f"{what} is not a function")
+        raise BadRow(f"{what} is not a function")
     function = item.get("function") or {key: value for key, value in item.items() if key not in ("type", "id")}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadCall(f"{what} has no name")
+        raise BadRow(f"{what} has no name")
     return function
 
 
@@ -106,7 +102,7 @@ def _parsed(value: Any, fault: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadCall(fault) from error
+        raise BadRow(fault) from error
 
 
 def _without_nulls(value: Any) -> Any:

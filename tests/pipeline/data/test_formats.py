@@ -99,6 +99,8 @@ def test_broken_lines_count_as_bad_rows() -> None:
 def test_an_empty_list_of_tools_is_accepted() -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": None}]
     assert one({"messages": turns, "tools": "[]"}, "sft").messages == chat("q", "a")
+    turns[1]["tool_calls"] = "[]"  # of a CSV file
+    assert one({"messages": turns, "tools": ""}, "sft").messages == chat("q", "a")
 
 
 def test_texts_are_documents_for_sft_only() -> None:
