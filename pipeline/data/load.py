@@ -297,11 +297,8 @@ def first_turn(record: Record) -> bytes:
 
 
 def digest_of(messages: Sequence[Message]) -> bytes:
-    texts = [
-        f"{message.role}\x1f{message.content}" + (f"\x1f{message.fields}" if message.fields else "")
-        for message in messages
-    ]
-    text = "\x1e".join(texts)
+    parts = ((each.role, each.content, *filter(None, (each.fields, each.reasoning))) for each in messages)
+    text = "\x1e".join(map("\x1f".join, parts))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 

@@ -133,10 +133,12 @@ class ChatTemplate:
         for result in (fields_of(turn) for turn in turns if role_of(turn) == "tool"):
             call = {"type": "function", "function": {"name": result.get("name", "function"), "arguments": {}}}
             calls.append(call | ({"id": result["tool_call_id"]} if "tool_call_id" in result else {}))
-        answer: Turn = ("assistant", json.dumps({"content": "", "tool_calls": calls})) if calls else "assistant"
+        answer: Turn = ("assistant", json.dumps({"tool_calls": calls})) if calls else "assistant"
         text, body = _joined(self._prompt(("user", answer, *turns))), _joined(self.answer(("user", answer)))
-        assert body in text
-        return _fragments(text.partition(body)[2])
+        # Earlier answers may have no block of reasoning before their content, and some templates omit that of calls.
+        end = body[max(0, body.find(_placeholder(1))) :]
+        assert end in text
+        return _fragments(text.partition(end)[2])
 
     def layout(self, turns: tuple[Turn, ...]) -> tuple[Segment, ...]:
         """Return the segments of a prompt with its generation prompt. `turns` must not end with the assistant.

@@ -83,6 +83,16 @@ def test_prompts_leave_the_reasoning_to_a_model_that_thinks(tmp_path: Path) -> N
     assert thinks.decode(thinks.encode_answer(answer)) == answer  # reward functions see the reasoning
 
 
+def test_an_episode_goes_on_after_reasoning(tmp_path: Path) -> None:
+    """The template writes no reasoning before earlier answers, so their block is not what a message follows."""
+    names = "(m.tool_calls | map(attribute='function.name') | join if m.tool_calls else '')"
+    calls = REASONING.replace("m.content + '<|im_end|>", f"m.content + {names} + '<|im_end|>")
+    for role, template in (("user", REASONING), ("tool", calls)):
+        own = load_tokenizer(saved(tmp_path / role, template), thinking=True)
+        expected = f"\n<|im_start|>{role}\nAnd 1.<|im_end|>\n<|im_start|>assistant\n"
+        assert own.hf.decode(own.encode_messages([Message(role, "And 1.")])) == expected
+
+
 def test_without_thinking_reasoning_is_left_out(tmp_path: Path) -> None:
     own = load_tokenizer(saved(tmp_path, REASONING))
     without = [{key: t[key] for key in ("role", "content")} for t in TURNS]

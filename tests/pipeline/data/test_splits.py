@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.data.load import digest, first_turn, held_out_point, mixed_sizes, stage_of, stage_point
+from pipeline.data.load import digest, digest_of, first_turn, held_out_point, mixed_sizes, stage_of, stage_point
 from pipeline.data.records import Conversation, Message, Preference, Prompt
 
 USER = Message("user", "How much is 2 + 2?")
@@ -24,6 +24,7 @@ def test_a_prompt_has_the_same_digest_in_every_record_and_source() -> None:
     assert digest(conversation) == digest(Prompt((USER,), "a")) == digest(Preference((USER,), FOUR, FIVE, "c"))
     assert digest(Prompt((Message("system", USER.content),), "a")) != digest(Prompt((USER,), "a"))
     assert digest(Prompt((replace(USER, fields='{"tools": []}'),), "a")) != digest(Prompt((USER,), "a"))
+    assert digest_of([USER, replace(FOUR, reasoning="2 and 2")]) != digest_of([USER, FOUR])
     assert digest(Prompt((Message("user", "Grüße \ud800"),), "a"))  # a lone surrogate, which JSON may contain
 
 
