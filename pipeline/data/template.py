@@ -137,7 +137,11 @@ class ChatTemplate:
         text, body = _joined(self._prompt(("user", answer, *turns))), _joined(self.answer(("user", answer)))
         # Earlier answers may have no block of reasoning before their content, and some templates omit that of calls.
         end = body[max(0, body.find(_placeholder(1))) :]
-        assert end in text
+        if end not in text:
+            raise UserError(
+                "The chat template writes an earlier answer differently from the last one, so a conversation cannot go "
+                "on after it. Set another template with model.chat_template=FILE."
+            )
         return _fragments(text.partition(end)[2])
 
     def layout(self, turns: tuple[Turn, ...]) -> tuple[Segment, ...]:

@@ -165,6 +165,15 @@ def test_results_have_the_tokens_of_the_conversation_when_an_episode_goes_on() -
         assert own.hf.decode(after).count("5") == 1 and ids[-len(after) - 1] == own.end_id
 
 
+def test_a_template_that_writes_earlier_calls_differently_is_refused_by_name() -> None:
+    own = made(CALLS.replace("call.function | tojson", "(call.function if loop.last else call) | tojson"))
+    two = made(CALLS.replace("call.function | tojson", "(call.function if m == messages[-1] else call) | tojson"))
+    results = [Message("tool", "5"), Message("tool", "6")]
+    assert own.encode_messages(results)  # both calls are in one answer
+    with pytest.raises(UserError, match=r"writes an earlier answer differently.*model\.chat_template=FILE"):
+        two.encode_messages(results)
+
+
 FORMS: list[dict[str, Any]] = [
     {"messages": TURNS[:2], "tools": [ADD]},
     {"messages": TURNS[:2], "tools": json.dumps([ADD])},
