@@ -198,7 +198,7 @@ NEEDS: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
         "ppo.resample",
         "gae, reinforce and distill do not compare the answers to one prompt",
         "ppo.advantage=grpo",
-        lambda ppo: ppo.advantage not in ("gae", "reinforce", "distill"),
+        lambda ppo: ppo.compares_answers,
     ),
     (
         "ppo.importance_weights",

@@ -77,7 +77,7 @@ def _export_mistakes(config: RunConfig) -> Iterable[str]:
 
 def _advantage_mistakes(ppo: PpoSection) -> Iterable[str]:
     """Yield messages about keys that the advantage estimator does not accept."""
-    if ppo.samples < 2 and ppo.advantage not in ("gae", "reinforce", "distill"):
+    if ppo.samples < 2 and ppo.compares_answers:
         yield (
             f"ppo.advantage={ppo.advantage} compares the answers to one prompt, but ppo.samples={ppo.samples}: set "
             "ppo.samples=4, or ppo.advantage=gae"
@@ -128,7 +128,7 @@ def _kl_mistakes(ppo: PpoSection) -> Iterable[str]:
 
 def _ratio_mistakes(ppo: PpoSection) -> Iterable[str]:
     """Yield messages about policy ratios and the forward passes that updates reuse."""
-    if ppo.ratio == "sequence" and ppo.advantage in ("gae", "reinforce", "distill"):
+    if ppo.ratio == "sequence" and not ppo.compares_answers:
         yield (
             f"ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage={ppo.advantage} has one for "
             "each token: set ppo.advantage=grpo and ppo.samples=4 (or ppo=gspo), or ppo.ratio=token"

@@ -319,6 +319,11 @@ class PpoSection(StageSection):
     reward_engine: dict[str, Any] = Field({}, description="engine keys for the reward model only")
 
     @property
+    def compares_answers(self) -> bool:
+        """Whether the estimator compares the answers to one prompt, and gives all tokens of an answer one advantage."""
+        return self.advantage not in ("gae", "reinforce", "distill")
+
+    @property
     def kl_counts_in(self) -> Literal["reward", "loss"]:
         """`kl_in`, or the usual choice for `advantage`."""
         in_loss = ("grpo", "reinforce_baseline", "online_dpo", "distill")
