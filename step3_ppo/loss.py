@@ -1,4 +1,4 @@
-"""The clipped losses of PPO (Schulman et al., 2017, arXiv:1707.06347, equation 7) over flat tokens, (N,) fp32 each.
+"""The losses of the policy (`POLICY_LOSSES`) and of the critic over flat tokens, (N,) fp32 each.
 
 Each function returns a sum over tokens; the engine divides it by the global count.
 """
@@ -93,7 +93,7 @@ def policy_loss(
     weights: Tensor | float = 1.0,
     ratio: LogRatio = log_ratio,
 ) -> tuple[Tensor, Sums]:
-    """Return the sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)), and metrics.
+    """Return the sum of max(-A r, -A clip(r, 1 - clip, 1 + clip)), and metrics (Schulman et al., 2017, equation 7).
 
     clip_high: replaces `clip` in the upper bound (Yu et al., 2025, arXiv:2503.14476, section 3.1)
     dual_clip: for A < 0 the loss of a token is at most -A * dual_clip (Ye et al., 2020, equation 5)
@@ -106,13 +106,44 @@ def policy_loss(
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    return (weights * loss).sum(), _ratio_sums(logs, clipped > plain)
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    clip: float,
+    clip_high: float | None = None,
+    weights: Tensor | float = 1.0,
+    ratio: LogRatio = log_ratio,
+) -> tuple[Tensor, Sums]:
+    """Return the sum of -sg(clip(r, 1 - clip, 1 + clip)) A log pi, and metrics; sg stops the gradient.
+
+    The gradient of each token is that of A log pi, times the clipped ratio. A token outside of the range keeps its
+    gradient, which `policy_loss` sets to 0 (CISPO; MiniMax, 2025, arXiv:2506.13585, equations 4 and 5). The arguments
+    are those of `policy_loss`; a `clip` of 1 or more sets no lower bound.
+    """
     with torch.no_grad():
-        sums: Sums = {
-            "clip_fraction": (clipped > plain).sum(),
-            "approx_kl": (ratios - 1.0 - logs).sum(),
-            "ratio": ratios.sum(),
-        }
-    return (weights * loss).sum(), sums
+        logs = ratio(logprobs, old)
+        ratios, high = logs.exp(), clip if clip_high is None else clip_high
+        clipped = ratios.clamp(1.0 - clip, 1.0 + high)
+    return (weights * -clipped * advantages * logprobs).sum(), _ratio_sums(logs, clipped != ratios)
+
+
+POLICY_LOSSES: dict[str, tuple[Callable[..., tuple[Tensor, Sums]], tuple[str, ...]]] = {
+    "clip": (policy_loss, ("clip", "clip_high", "dual_clip")),
+    "cispo": (cispo_loss, ("clip", "clip_high")),
+}
+"""The losses by the value of `ppo.loss`, with the keys of `ppo` that they take."""
+
+
+def _ratio_sums(logs: Tensor, clipped: Tensor) -> Sums:
+    """Return the metrics of log-ratios (N,), and the number of tokens that were `clipped`, (N,) bool."""
+    with torch.no_grad():
+        ratios = logs.exp()
+        return {"clip_fraction": clipped.sum(), "approx_kl": (ratios - 1.0 - logs).sum(), "ratio": ratios.sum()}
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Sums]:

@@ -17,13 +17,13 @@ from pipeline.errors import UserError
 from step3_ppo.advantages import Advantages, loss_kl
 from step3_ppo.batches import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.loss import (
+    POLICY_LOSSES,
     LogRatio,
     Sums,
     equal_sequences,
     importance_weights,
     log_ratio,
     mask_above,
-    policy_loss,
     sequence_log_ratio,
     summed_log_ratio,
     value_loss,
@@ -142,17 +142,17 @@ def update_policy(
     the loss. `check` gets the mean |ratio - 1| before the step; if it raises, the parameters stay unchanged.
     """
 
+    loss_function, keys = POLICY_LOSSES[ppo.loss]
+    surrogate = partial(loss_function, **{key: getattr(ppo, key) for key in keys})
+
     def clipped(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
         old = _token_values(rollout.logprobs, rollout, batch.indices)
         weights, weight_sums = _weights(rollout, batch, minibatch, ppo)
-        total, sums = policy_loss(
+        total, sums = surrogate(
             logprobs,
             old,
             _token_values(advantages.advantages, rollout, batch.indices),
-            clip=ppo.clip,
-            clip_high=ppo.clip_high,
-            dual_clip=ppo.dual_clip,
             weights=weights,
             ratio=ratio_of(ppo.ratio, batch.response_lengths),
         )

@@ -201,6 +201,12 @@ NEEDS: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
         lambda ppo: ppo.compares_answers,
     ),
     (
+        "ppo.dual_clip",
+        "only ppo.loss=clip bounds the loss of a token",
+        "ppo.loss=clip",
+        lambda ppo: ppo.loss == "clip" or ppo.dual_clip is None,
+    ),
+    (
         "ppo.importance_weights",
         "without ppo.importance_cap the loss has no importance weights",
         "ppo.importance_cap=2",

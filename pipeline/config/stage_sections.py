@@ -219,6 +219,10 @@ class PpoSection(StageSection):
         ge=1,
         description="concurrent calls of reward_function on a rank, for a function that waits for a service or a sandbox; above 1, calls run in threads",
     )
+    loss: Literal["clip", "cispo"] = Field(
+        "clip",
+        description="loss of the policy: clip, the clipped surrogate of PPO (Schulman et al., 2017); cispo, the log-probability times the clipped ratio, without a gradient through the ratio, so that clipped tokens keep theirs (MiniMax, 2025; ppo=cispo)",
+    )
     clip: float = Field(0.2, gt=0, description="the policy ratio is clipped to 1 - clip .. 1 + clip")
     clip_high: float | None = Field(
         None,

@@ -194,7 +194,7 @@ PPO_PLOTS = (
     ),
     Plot(
         "Clipped tokens",
-        "Share of tokens without a gradient because of clipping. Above about 0.3 for the policy, steps are too large.",
+        "Share of tokens that are clipped. Above about 0.3 for the policy, steps are too large.",
         (Curve("clip_fraction", "policy"), _critic("value_clip_fraction")),
         (0, None),
     ),

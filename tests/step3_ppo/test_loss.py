@@ -1,4 +1,4 @@
-"""PPO's clipped losses token by token in float64, with their gradients and metrics."""
+"""The losses of policy and critic token by token in float64, with their gradients and metrics."""
 
 import math
 import random
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from step3_ppo.loss import (
+    cispo_loss,
     equal_sequences,
     importance_weights,
     log_ratio,
@@ -85,6 +86,56 @@ def test_at_the_old_policy_the_gradient_is_the_policy_gradient() -> None:
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
     assert (float(sums["clip_fraction"]), float(sums["approx_kl"]), float(sums["ratio"])) == (0, 0, N)
+
+
+def test_cispo_by_hand() -> None:
+    """Ratios 1/2, 1, 3 and 10 have the weights 1/2, 1, 3 and 5 in the range 0 to 5. Clipped tokens have a gradient."""
+    new = torch.tensor([-1.0, -2.0, -0.5, -0.25], requires_grad=True)
+    old = new.detach() - torch.tensor([0.5, 1.0, 3.0, 10.0]).log()
+    loss, sums = cispo_loss(new, old, torch.tensor([2.0, -1.0, 1.0, -2.0]), clip=1.0, clip_high=4.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * 2 * 1 - 1 * 2 + 3 * 0.5 - 5 * 2 * 0.25)
+    assert new.grad.tolist() == pytest.approx([-0.5 * 2, 1.0, -3.0, 5 * 2])
+    assert (sums["clip_fraction"], float(sums["ratio"])) == (1, pytest.approx(14.5))
+    bounded, sums = cispo_loss(new, old, torch.ones(4), clip=0.2, weights=torch.tensor([1.0, 1.0, 0.5, 0.0]))
+    assert bounded.item() == pytest.approx(0.8 * 1 + 1 * 2 + 0.5 * 1.2 * 0.5) and sums["clip_fraction"] == 3
+
+
+def test_the_gradient_of_cispo_is_that_of_its_surrogate_by_finite_differences() -> None:
+    """The surrogate holds the clipped ratios of the present policy. The numbers are logits of 40 tokens out of 7."""
+    numbers = torch.Generator().manual_seed(1)
+    logits, before = (torch.randn(40, 7, generator=numbers, dtype=torch.float64) for _ in range(2))
+    tokens, advantages = torch.arange(40) % 7, torch.randn(40, generator=numbers, dtype=torch.float64)
+
+    def logprobs(table: torch.Tensor) -> torch.Tensor:
+        return table.log_softmax(1)[torch.arange(40), tokens]
+
+    ratios = (logprobs(logits) - logprobs(before)).exp()
+    assert (ratios < 0.7).any() and (ratios > 1.5).any()  # both bounds of the range clip
+
+    def surrogate(table: torch.Tensor) -> torch.Tensor:
+        return -(ratios.clamp(0.7, 1.5) * advantages * logprobs(table)).sum()
+
+    logits.requires_grad_()
+    cispo_loss(logprobs(logits), logprobs(before), advantages, clip=0.3, clip_high=0.5)[0].backward()
+    step = 1e-6
+    with torch.no_grad():
+        for row in range(40):
+            for column in range(7):
+                shift = torch.zeros_like(logits)
+                shift[row, column] = step
+                slope = (surrogate(logits + shift) - surrogate(logits - shift)) / (2 * step)
+                assert logits.grad[row, column].item() == pytest.approx(slope.item(), rel=1e-6, abs=1e-8)
+
+
+def test_cispo_and_the_clipped_loss_agree_at_the_old_policy() -> None:
+    gradients = []
+    for loss_of in (policy_loss, cispo_loss):
+        keys = {"dual_clip": 3.0} if loss_of is policy_loss else {}
+        logprobs = torch.tensor(made(4, 1, -2), requires_grad=True)
+        loss_of(logprobs, logprobs.detach(), torch.tensor(made(5, 1)), clip=0.2, **keys)[0].backward()
+        gradients.append(logprobs.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_ratios_stay_finite() -> None:
@@ -193,6 +244,7 @@ def test_a_value_clipped_away_from_its_return_gets_no_gradient() -> None:
 def test_without_tokens_the_loss_is_zero_with_a_graph() -> None:
     empty = torch.zeros(0, requires_grad=True)
     policy, _ = policy_loss(empty, empty.detach(), empty.detach(), clip=0.2, dual_clip=3.0)
+    cispo, _ = cispo_loss(empty, empty.detach(), empty.detach(), clip=0.2)
     value, _ = value_loss(empty, empty.detach(), empty.detach(), clip=0.2)
-    (policy + value).backward()
-    assert policy.item() == value.item() == 0
+    (policy + cispo + value).backward()
+    assert policy.item() == cispo.item() == value.item() == 0

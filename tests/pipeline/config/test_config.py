@@ -255,6 +255,7 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         (["ppo.kl_target=6", "ppo.kl_horizon=10"], "ppo.kl_horizon=10 is too short for rollouts of 64 answers: one"),
         (["ppo.steps=5", "ppo.critic_warmup=5"], "ppo.critic_warmup=5 leaves no rollout of ppo.steps=5 that trains"),
         ("ppo.ratio=sequence", "ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage=gae"),
+        (["ppo=cispo", "ppo.dual_clip=2"], "only ppo.loss=clip bounds the loss of a token: set ppo.loss="),
         ("ppo.importance_weights=token_mask", "no importance weights: set ppo.importance_cap=2, or remove"),
         ("ppo.kl_estimator=k3_weighted", "the KL counts in the reward, where the policy ratio is 1"),
         (["ppo.reward_ensemble=[a]", "ppo.reward_model=false"], "without reward models: set ppo.reward_model=true"),
