@@ -1,17 +1,13 @@
 """The losses of preference optimisation. Each loss returns a sum: over B pairs, or over B labelled answers (KTO).
 
 An answer y to a prompt x has a score (M,) fp32, from its log-probability summed over its tokens, the same under the
-reference, and its length. The margin of a pair is the score of the chosen answer minus that of the rejected answer.
-`margins` is (B,) fp32.
+reference, and its length. `chosen` and `rejected` are the scores of both answers of each pair, (B,) fp32. The margin of
+a pair is their difference.
 
-| loss | score of an answer | loss of a margin |
-| --- | --- | --- |
-| sigmoid | `log_ratios` | `sigmoid_loss` |
-| ipo | `log_ratios` | `ipo_loss` |
-| length_normalized | `mean_log_ratios` | `sigmoid_loss` |
-| simpo | `mean_logprobs` | `simpo_loss` |
-| orpo | `log_odds` | `orpo_loss`, and `imitation_loss` |
+`LOSSES` lists the score and the loss of each method.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,34 +38,71 @@ def log_odds(logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
     return mean - torch.log(-torch.expm1(mean))
 
 
-def sigmoid_loss(margins: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+def sigmoid_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     """Return the sum of -log sigmoid(beta * margin) (Rafailov et al., 2023, arXiv:2305.18290, equation 7).
 
     label_smoothing: probability that a label is wrong (Mitchell, 2023, "A note on DPO with noisy preferences")
     """
-    correct, flipped = F.logsigmoid(beta * margins), F.logsigmoid(-beta * margins)
+    rewards = beta * (chosen - rejected)
+    correct, flipped = F.logsigmoid(rewards), F.logsigmoid(-rewards)
     return -((1.0 - label_smoothing) * correct + label_smoothing * flipped).sum()
 
 
-def ipo_loss(margins: Tensor, *, beta: float) -> Tensor:
-    """Return the sum of (margin - 1 / (2 beta))^2 (Azar et al., 2023, arXiv:2310.12036, equation 17; beta is tau)."""
-    return (margins - 0.5 / beta).square().sum()
+def robust_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Return the sum of ((1 - e) L - e L') / (1 - 2 e) (robust DPO; Chowdhury et al., 2024, arXiv:2403.00409).
 
-
-def simpo_loss(margins: Tensor, *, beta: float, target: float) -> Tensor:
-    """Return the sum of -log sigmoid(beta * margin - target) (Meng et al., 2024, arXiv:2405.14734, equation 6).
-
-    target: the difference of rewards that a pair should exceed, gamma in the paper
+    L is -log sigmoid(beta * margin), L' is the same with exchanged answers, and e is `label_smoothing`, the probability
+    that a label is wrong. The mean over random wrong labels is the loss L of the correct labels. The loss has no lower
+    bound.
     """
-    return -F.logsigmoid(beta * margins - target).sum()
+    rewards = beta * (chosen - rejected)
+    correct, flipped = F.logsigmoid(rewards), F.logsigmoid(-rewards)
+    return -((1.0 - label_smoothing) * correct - label_smoothing * flipped).sum() / (1.0 - 2.0 * label_smoothing)
 
 
-def orpo_loss(margins: Tensor, *, beta: float) -> Tensor:
+def apo_zero_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return the sum of 1 - sigmoid(beta * chosen) + sigmoid(beta * rejected).
+
+    It raises the probability of chosen answers and lowers that of rejected answers, each compared with the reference
+    (APO-zero; D'Oosterlinck et al., 2024, arXiv:2408.06266, equation 7).
+    """
+    return (torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)).sum()
+
+
+def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return the sum of (margin - 1 / (2 beta))^2 (Azar et al., 2023, arXiv:2310.12036, equation 17; beta is tau)."""
+    return (chosen - rejected - 0.5 / beta).square().sum()
+
+
+def simpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, margin: float) -> Tensor:
+    """Return the sum of -log sigmoid(beta * (chosen - rejected) - margin) (Meng et al., 2024, arXiv:2405.14734, eq. 6).
+
+    margin: the difference of rewards that a pair should exceed, gamma in the paper
+    """
+    return -F.logsigmoid(beta * (chosen - rejected) - margin).sum()
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     """Return the sum of -beta * log sigmoid(margin) (Hong et al., 2024, arXiv:2403.07691, equation 7; beta is lambda).
 
     The full loss of ORPO adds `imitation_loss` (equation 6).
     """
-    return -beta * F.logsigmoid(margins).sum()
+    return -beta * F.logsigmoid(chosen - rejected).sum()
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Callable[..., Tensor], tuple[str, ...]]] = {
+    "sigmoid": (log_ratios, sigmoid_loss, ("beta", "label_smoothing")),
+    "robust": (log_ratios, robust_loss, ("beta", "label_smoothing")),
+    "apo_zero": (log_ratios, apo_zero_loss, ("beta",)),
+    "ipo": (log_ratios, ipo_loss, ("beta",)),
+    "length_normalized": (mean_log_ratios, sigmoid_loss, ("beta", "label_smoothing")),
+    "simpo": (mean_logprobs, simpo_loss, ("beta", "margin")),
+    "orpo": (log_odds, orpo_loss, ("beta",)),
+}
+"""The score of an answer and the loss of a pair by the value of `dpo.loss`, with the keys of `dpo` that the loss takes.
+
+KTO has no pairs and is not in this table.
+"""
 
 
 def imitation_loss(logprobs: Tensor, lengths: Tensor) -> Tensor:

@@ -22,17 +22,7 @@ from pipeline.data.microbatches import (
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.stages.supervised import StepBatch
 from step2_dpo.batches import AnswerBatch, Batches, answer_logprobs, answer_tokens
-from step2_dpo.loss import (
-    imitation_loss,
-    ipo_loss,
-    log_odds,
-    log_ratios,
-    mean_log_ratios,
-    mean_logprobs,
-    orpo_loss,
-    sigmoid_loss,
-    simpo_loss,
-)
+from step2_dpo.loss import LOSSES, imitation_loss
 
 Result = TypeVar("Result")
 
@@ -42,18 +32,18 @@ class Objective:
     """A loss on B pairs, for 2B answers: the chosen answers first.
 
     score: (logprobs, reference, lengths), equal shapes -> the score of each answer, see `step2_dpo.loss`
-    margin_loss: the margins (B,) -> the sum of their losses
+    pair_loss: the scores of the chosen answers and of the rejected answers, (B,) each -> the sum of the losses
     sft_coef: weight of the imitation loss of the chosen answers
     """
 
     score: Callable[[Tensor, Tensor, Tensor], Tensor]
-    margin_loss: Callable[[Tensor], Tensor]
+    pair_loss: Callable[[Tensor, Tensor], Tensor]
     sft_coef: float
 
     def loss(self, scores: Tensor, logprobs: Tensor, lengths: Tensor) -> Tensor:
         """Return the loss, summed over pairs. Each argument is (2B,)."""
         pairs = len(scores) // 2
-        total = self.margin_loss(scores[:pairs] - scores[pairs:])
+        total = self.pair_loss(scores[:pairs], scores[pairs:])
         if not self.sft_coef:
             return total
         return total + self.sft_coef * imitation_loss(logprobs[:pairs], lengths[:pairs])
@@ -61,16 +51,9 @@ class Objective:
 
 def objective(dpo: DpoSection) -> Objective:
     """Return the loss that `dpo.loss` names."""
-    beta = dpo.beta
-    sigmoid = partial(sigmoid_loss, beta=beta, label_smoothing=dpo.label_smoothing)
-    objectives = {
-        "sigmoid": Objective(log_ratios, sigmoid, dpo.sft_coef),
-        "ipo": Objective(log_ratios, partial(ipo_loss, beta=beta), dpo.sft_coef),
-        "length_normalized": Objective(mean_log_ratios, sigmoid, dpo.sft_coef),
-        "simpo": Objective(mean_logprobs, partial(simpo_loss, beta=beta, target=dpo.margin), dpo.sft_coef),
-        "orpo": Objective(log_odds, partial(orpo_loss, beta=beta), 1.0),
-    }
-    return objectives[dpo.loss]
+    score, loss, keys = LOSSES[dpo.loss]
+    pair_loss = partial(loss, **{key: getattr(dpo, key) for key in keys})
+    return Objective(score, pair_loss, 1.0 if dpo.loss == "orpo" else dpo.sft_coef)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             f"dpo.sft_coef={config.dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains "
             "it: remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
         )
+    if "dpo" in stages and config.dpo.loss == "robust" and not config.dpo.label_smoothing:
+        yield (
+            "dpo.loss=robust with dpo.label_smoothing=0 is dpo.loss=sigmoid: set dpo.label_smoothing to the share of "
+            "wrong labels, for example 0.1, or remove dpo.loss"
+        )
     yield from _keys_without_effect(config, stages)
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
         yield (
@@ -232,9 +237,9 @@ NEEDS: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
     ),
     (
         "dpo.label_smoothing",
-        "only dpo.loss=sigmoid and dpo.loss=length_normalized smooth labels",
+        "only dpo.loss=sigmoid, robust and length_normalized assume wrong labels",
         "dpo.loss=sigmoid",
-        lambda dpo: dpo.loss in ("sigmoid", "length_normalized"),
+        lambda dpo: dpo.smooths_labels,
     ),
     ("dpo.margin", "only dpo.loss=simpo has a margin", "dpo.loss=simpo", lambda dpo: dpo.loss == "simpo"),
     (

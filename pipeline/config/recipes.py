@@ -28,7 +28,7 @@ SIZE_CLASSES = ((0.5e9, "up-to-0.5b"), (3e9, "0.5b-to-3b"), (15e9, "3b-to-15b"),
 UNKNOWN_SIZE = "3b-to-15b"
 LORA_RATES = "lora_lr"
 RATE_FACTOR = 3.0  # a learning rate is usual between a third and three times the value of the recipe
-PLAIN_DPO = ("sigmoid", "ipo")  # the losses of the preference stage that recipes have a learning rate for
+PLAIN_DPO = ("sigmoid", "robust", "apo_zero", "ipo")  # the values of dpo.loss that a recipe's learning rate suits
 LENGTH_SECTIONS = ("sft", "reward", "dpo", "ppo")  # their max_length; the lengths of `rollout` have other names
 SCORER_SETTINGS = (("reward", "lr"), ("ppo", "critic_lr"), (LORA_RATES, "reward"))
 """The settings of reward model and critic, which depend on the size of `reward_model`."""

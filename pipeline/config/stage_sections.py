@@ -105,21 +105,21 @@ class DpoSection(StageSection):
     warmup: float = Field(
         0.1, ge=0, le=1, description="share of the steps in which the learning rate rises from 0 to lr"
     )
-    loss: Literal["sigmoid", "ipo", "length_normalized", "simpo", "orpo", "kto"] = Field(
+    loss: Literal["sigmoid", "robust", "apo_zero", "ipo", "length_normalized", "simpo", "orpo", "kto"] = Field(
         "sigmoid",
-        description="sigmoid: negative log-likelihood of the preferences (Rafailov et al., 2023); ipo: squared distance to a fixed margin, which bounds the log-ratios even if no labels contradict each other (Azar et al., 2023); length_normalized: sigmoid of log-ratios per token (Lambert et al., 2024); simpo: log-probabilities per token and a target margin (Meng et al., 2024); orpo: SFT loss and odds ratio (Hong et al., 2024); kto: answers labelled desirable or not, without pairs (Ethayarajh et al., 2024); simpo and orpo have no reference",
+        description="sigmoid: negative log-likelihood of the preferences (Rafailov et al., 2023); robust: sigmoid without the bias of wrong labels, whose share is label_smoothing (Chowdhury et al., 2024); apo_zero: raises chosen and lowers rejected answers, each compared with the reference (D'Oosterlinck et al., 2024); ipo: squared distance to a fixed margin, which bounds the log-ratios even if no labels contradict each other (Azar et al., 2023); length_normalized: sigmoid of log-ratios per token (Lambert et al., 2024); simpo: log-probabilities per token and a target margin (Meng et al., 2024); orpo: SFT loss and odds ratio (Hong et al., 2024); kto: answers labelled desirable or not, without pairs (Ethayarajh et al., 2024); simpo and orpo have no reference",
     )
     beta: float = Field(
         0.1,
         gt=0,
-        description="sigmoid, length_normalized, kto: strength of the pull towards the reference (the model that DPO starts from), reward = beta * log-ratio to the reference; ipo: beta = 1 / (2 * margin), where margin is the target difference of the log-ratios; simpo: reward = beta * log-probability per token; orpo: weight of the odds ratio",
+        description="sigmoid, robust, apo_zero, length_normalized, kto: strength of the pull towards the reference (the model that DPO starts from), reward = beta * log-ratio to the reference; ipo: beta = 1 / (2 * margin), where margin is the target difference of the log-ratios; simpo: reward = beta * log-probability per token; orpo: weight of the odds ratio",
     )
     margin: float = Field(0.0, ge=0, description="simpo: the reward difference that a pair should exceed (gamma)")
     label_smoothing: float = Field(
         0.0,
         ge=0,
         lt=0.5,
-        description="assumed share of pairs with the wrong label (conservative DPO; Mitchell, 2023); only for loss=sigmoid and loss=length_normalized",
+        description="assumed share of pairs with the wrong label; sigmoid and length_normalized: conservative DPO (Mitchell, 2023); robust: robust DPO; other losses have none",
     )
     sft_coef: float = Field(
         0.0,
@@ -135,6 +135,11 @@ class DpoSection(StageSection):
     def reads_pairs(self) -> bool:
         """Whether the stage learns from pairs; otherwise from answers with labels."""
         return self.loss != "kto"
+
+    @property
+    def smooths_labels(self) -> bool:
+        """Whether the loss assumes a share of wrong labels."""
+        return self.loss in ("sigmoid", "robust", "length_normalized")
 
     @property
     def has_reference(self) -> bool:

@@ -103,6 +103,12 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
         probability = torch.sigmoid(dpo.beta * lead)
         if dpo.loss == "ipo":
             losses = (lead - 1 / (2 * dpo.beta)) ** 2
+        elif dpo.loss == "robust":
+            share = dpo.label_smoothing
+            losses = (share * (1 - probability).log() - (1 - share) * probability.log()) / (1 - 2 * share)
+        elif dpo.loss == "apo_zero":
+            good, bad = torch.sigmoid(dpo.beta * moved).unbind(1)
+            losses = 1 - good + bad
         elif dpo.loss == "simpo":
             losses = torch.log1p(torch.exp(dpo.margin - dpo.beta * lead))
         elif dpo.loss == "orpo":
@@ -134,6 +140,8 @@ def plain_steps(folder: Path, dpo: DpoSection) -> tuple[list[dict[str, float]], 
     [
         ({}, True, 10_000),
         ({"beta": 0.5, "label_smoothing": 0.1, "sft_coef": 0.7}, True, 40),
+        ({"loss": "robust", "beta": 0.5, "label_smoothing": 0.2}, True, 40),
+        ({"loss": "apo_zero", "beta": 0.5, "sft_coef": 0.3}, False, 40),
         ({"loss": "ipo", "beta": 0.2}, False, 1),
         ({"loss": "length_normalized", "beta": 1.0, "label_smoothing": 0.1}, True, 40),
         ({"loss": "simpo", "beta": 2.0, "margin": 1.0}, True, 40),

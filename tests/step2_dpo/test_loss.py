@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from step2_dpo.loss import (
+    apo_zero_loss,
     imitation_loss,
     ipo_loss,
     log_odds,
@@ -14,9 +15,16 @@ from step2_dpo.loss import (
     mean_log_ratios,
     mean_logprobs,
     orpo_loss,
+    robust_loss,
     sigmoid_loss,
     simpo_loss,
 )
+
+
+def answers(leads: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores of chosen and rejected answers with these differences."""
+    rejected = torch.arange(len(leads)) - 1.0
+    return rejected + torch.tensor(leads), rejected
 
 
 @pytest.mark.parametrize(("beta", "smoothing"), [(0.1, 0.0), (0.5, 0.2)])
@@ -27,13 +35,13 @@ def test_sigmoid(beta: float, smoothing: float) -> None:
     for lead in leads:
         right = 1 / (1 + math.exp(-beta * lead))
         expected -= (1 - smoothing) * math.log(right) + smoothing * math.log(1 - right)
-    actual = sigmoid_loss(torch.tensor(leads), beta=beta, label_smoothing=smoothing)
+    actual = sigmoid_loss(*answers(leads), beta=beta, label_smoothing=smoothing)
     assert actual.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_policy_equal_to_the_reference_has_loss_log_two() -> None:
     leads = torch.zeros(3, requires_grad=True)
-    loss = sigmoid_loss(leads, beta=0.1, label_smoothing=0.0)
+    loss = sigmoid_loss(leads, torch.zeros(3), beta=0.1, label_smoothing=0.0)
     loss.backward()
     assert loss.item() == pytest.approx(3 * math.log(2))
     assert leads.grad.tolist() == pytest.approx([-0.05] * 3)  # beta * (sigmoid - 1)
@@ -42,17 +50,49 @@ def test_a_policy_equal_to_the_reference_has_loss_log_two() -> None:
 def test_smoothed_labels_have_a_finite_optimal_lead() -> None:
     """With 20 % wrong labels, the loss is lowest at sigmoid(beta * lead) = 0.8."""
     leads = torch.tensor([math.log(4) / 0.5], requires_grad=True)
-    sigmoid_loss(leads, beta=0.5, label_smoothing=0.2).backward()
+    sigmoid_loss(leads, torch.zeros(1), beta=0.5, label_smoothing=0.2).backward()
     assert leads.grad.item() == pytest.approx(0.0, abs=1e-7)
 
 
 def test_large_leads_stay_finite() -> None:
-    assert sigmoid_loss(torch.tensor([-1e4]), beta=0.1, label_smoothing=0.1).item() == pytest.approx(900.0)
+    assert sigmoid_loss(*answers([-1e4]), beta=0.1, label_smoothing=0.1).item() == pytest.approx(900.0)
+
+
+def test_robust_by_hand() -> None:
+    """At sigmoid(beta * lead) = 3/4 and 20 % wrong labels: (0.8 log(4/3) - 0.2 log 4) / 0.6."""
+    actual = robust_loss(*answers([math.log(3) / 0.5]), beta=0.5, label_smoothing=0.2)
+    assert actual.item() == pytest.approx((0.8 * math.log(4 / 3) - 0.2 * math.log(4)) / 0.6)
+
+
+def test_wrong_labels_do_not_change_the_mean_of_the_robust_loss() -> None:
+    """A fifth of the labels is wrong: four correct pairs and a flipped one have the loss of five correct pairs."""
+    chosen, rejected = torch.tensor([2.0], requires_grad=True), torch.tensor([-1.0])
+    noisy = 4 * robust_loss(chosen, rejected, beta=0.5, label_smoothing=0.2)
+    noisy = noisy + robust_loss(rejected, chosen, beta=0.5, label_smoothing=0.2)
+    clean = 5 * sigmoid_loss(chosen, rejected, beta=0.5, label_smoothing=0.0)
+    assert noisy.item() == pytest.approx(clean.item())
+    slopes = [torch.autograd.grad(loss, chosen)[0].item() for loss in (noisy, clean)]
+    assert slopes[0] == pytest.approx(slopes[1])
+
+
+def test_apo_zero_by_hand() -> None:
+    """Rewards log 3 and -log 3 have the losses 1/4 and 1/4, and a policy equal to the reference has 1/2 and 1/2."""
+    chosen, rejected = torch.tensor([math.log(3) / 0.1, 0.0]), torch.tensor([-math.log(3) / 0.1, 0.0])
+    assert apo_zero_loss(chosen, rejected, beta=0.1).item() == pytest.approx(1 / 4 + 1 / 4 + 1 / 2 + 1 / 2)
+
+
+def test_apo_zero_raises_chosen_answers_and_lowers_rejected_ones() -> None:
+    """The gradients are -beta s (1 - s) and beta s (1 - s), with s of each answer. A common shift changes the loss."""
+    scores = [torch.tensor([value], requires_grad=True) for value in (4.0, -7.0)]
+    apo_zero_loss(*scores, beta=0.2).backward()
+    shares = [1 / (1 + math.exp(-0.2 * score.item())) for score in scores]
+    slopes = [0.2 * share * (1 - share) for share in shares]
+    assert [score.grad.item() for score in scores] == pytest.approx([-slopes[0], slopes[1]])
 
 
 def test_ipo_by_hand() -> None:
     """The target lead is 1 / (2 * 0.1) = 5 nats. Larger and smaller leads have the same loss."""
-    assert ipo_loss(torch.tensor([5.0, 3.0, 8.0]), beta=0.1).item() == pytest.approx(0 + 4 + 9)
+    assert ipo_loss(*answers([5.0, 3.0, 8.0]), beta=0.1).item() == pytest.approx(0 + 4 + 9)
 
 
 def test_the_sft_term_is_a_mean_over_each_answers_tokens() -> None:
@@ -78,10 +118,10 @@ def test_odds_of_a_certain_answer_are_finite() -> None:
 
 def test_simpo_by_hand() -> None:
     """At beta = 2 and a target of 1, a lead of 1/2 has loss log 2, and no lead has loss -log sigmoid(-1)."""
-    actual = simpo_loss(torch.tensor([0.5, 0.0]), beta=2.0, target=1.0)
+    actual = simpo_loss(*answers([0.5, 0.0]), beta=2.0, margin=1.0)
     assert actual.item() == pytest.approx(math.log(2) + math.log(1 + math.e))
 
 
 def test_orpo_by_hand() -> None:
     """Odds that are three times as high give -log(3/4), weighted by 0.1."""
-    assert orpo_loss(torch.tensor([math.log(3.0)]), beta=0.1).item() == pytest.approx(0.1 * math.log(4 / 3))
+    assert orpo_loss(*answers([math.log(3.0)]), beta=0.1).item() == pytest.approx(0.1 * math.log(4 / 3))

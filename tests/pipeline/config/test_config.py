@@ -251,6 +251,7 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
         (["method=dpo", "reward=x/reward"], "model that PPO starts from, but method=dpo: remove reward="),
         (["method=dpo", "dpo.loss=ipo", "dpo.label_smoothing=0.1"], "has no effect, because only dpo.loss=sigmoid"),
+        (["method=dpo", "dpo.loss=robust"], "is dpo.loss=sigmoid: set dpo.label_smoothing to the share of wrong"),
         ("ppo.reward_weights={brief: 1}", "ppo.reward_weights.brief weighs a reward of ppo.reward_function, which is"),
         (["ppo.kl_target=6", "ppo.kl_horizon=10"], "ppo.kl_horizon=10 is too short for rollouts of 64 answers: one"),
         (["ppo.steps=5", "ppo.critic_warmup=5"], "ppo.critic_warmup=5 leaves no rollout of ppo.steps=5 that trains"),
