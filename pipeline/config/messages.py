@@ -35,6 +35,9 @@ OTHER_LEAVES = {
     "num_train_epochs": "epochs",
     "max_steps": "steps",
     "loss_type": "loss",
+    "loss_mode": "loss",
+    "epsilon_high": "clip_high",
+    "num_generations": "samples",
     "rpo_alpha": "sft_coef",
     "nll_loss_coef": "sft_coef",
 }

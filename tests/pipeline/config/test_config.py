@@ -237,6 +237,8 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
         ("+hydra.sweep.dir=x", "remove it; run_dir=FOLDER or name= sets the run folder"),
         ("beta=0.2", "beta: there is no such key; did you mean dpo.beta?"),
         ("dpo.loss_type=ipo", "dpo.loss_type: there is no such key; did you mean dpo.loss?"),
+        ("ppo.loss_type=cispo", "ppo.loss_type: there is no such key; did you mean ppo.loss?"),
+        ("ppo.num_generations=8", "ppo.num_generations: there is no such key; did you mean ppo.samples?"),
         ("dpo.rpo_alpha=1", "dpo.rpo_alpha: there is no such key; did you mean dpo.sft_coef?"),
         ("method=grpo", "method=grpo: write ppo, dpo or distill"),
         ("method=distill", "ppo.advantage=distill learns from a teacher: set teacher=FOLDER"),
