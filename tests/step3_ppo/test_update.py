@@ -218,10 +218,11 @@ def own_policy(folder: Path, rollout: Rollout, temperature: float) -> tuple[list
     return logprobs, entropies, model
 
 
-def test_one_update_of_the_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["clip", "cispo"])
+def test_one_update_of_the_policy(loss: str, tmp_path: Path) -> None:
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
-    section = PpoSection(entropy_coef=0.05, clip=0.2, clip_high=0.1, dual_clip=1.3)
+    section = PpoSection(loss=loss, entropy_coef=0.05, clip=0.2, clip_high=0.1, dual_clip=1.3)
     targets = advantages_of(rollout, section, kl_coef=0.1)
     new, entropies, model = own_policy(tmp_path, rollout, 0.8)
     # Old log-probabilities are close to the new ones, so that some tokens are clipped and some are not.
@@ -231,6 +232,10 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     advantages = [a for row in rows_of(targets.advantages, rollout) for a in row]
     flat = [x for row in old for x in row]
     expected, clipped, kl, ratios = policy_by_hand([x.item() for x in new], flat, advantages, 0.2, 1.3, high=0.1)
+    weights = [min(max(math.exp(a.item() - b), 0.8), 1.1) for a, b in zip(new, flat, strict=True)]
+    weighted = [-w * a * logprob for w, a, logprob in zip(weights, advantages, new, strict=True)]
+    if loss == "cispo":
+        expected, clipped = math.fsum(each.item() for each in weighted), sum(w in (0.8, 1.1) for w in weights)
     bonus = math.fsum(e.item() for e in entropies)
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18)
     assert len(minibatch.batches) > 1
@@ -245,12 +250,12 @@ def test_one_update_of_the_policy(tmp_path: Path) -> None:
     deviations = [abs(math.exp(a.item() - b) - 1) for a, b in zip(new, flat, strict=True)]
     assert figures["deviation"] == pytest.approx(math.fsum(deviations) / count, rel=1e-3)
     assert update.maxima["largest"] == pytest.approx(max(deviations), rel=1e-3)
-    # The gradient is -A r of the unclipped tokens minus that of the entropy, through transformers' graph.
-    terms = -0.05 * sum(entropies)
+    # The gradient is -A r of the unclipped tokens (CISPO: -A w of all) minus that of the entropy, by transformers.
+    terms = -0.05 * sum(entropies) + (sum(weighted) if loss == "cispo" else 0.0)
     for logprob, before, advantage in zip(new, flat, advantages, strict=True):
         ratio = (logprob - before).exp()
         held = (advantage > 0 and ratio > 1.2) or (advantage < 0 and (ratio < 0.8 or ratio > 1.3))
-        if not held:
+        if not held and loss == "clip":
             terms = terms - advantage * ratio
     (terms / count).backward()
     norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
