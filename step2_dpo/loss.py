@@ -63,8 +63,8 @@ def robust_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothin
 def apo_zero_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     """Return the sum of 1 - sigmoid(beta * chosen) + sigmoid(beta * rejected).
 
-    It raises the probability of chosen answers and lowers that of rejected answers, each compared with the reference
-    (APO-zero; D'Oosterlinck et al., 2024, arXiv:2408.06266, equation 7).
+    One term raises the chosen answer, the other lowers the rejected answer, each compared with the reference (APO-zero;
+    D'Oosterlinck et al., 2024, arXiv:2408.06266, equation 7).
     """
     return (torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)).sum()
 
