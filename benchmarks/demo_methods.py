@@ -4,6 +4,7 @@ Most variants change one key of the GRPO of `benchmarks.demo_seeds` (8 answers p
 
     grpo                no change
     gspo                the ratio of a complete answer
+    cispo               clipped tokens keep their gradient
     weights-*           importance weights: per sequence, masked per token, masked per sequence
     k3-weighted         the importance-weighted estimator of the KL
     reinforce-baseline  REINFORCE++ with group baseline
@@ -12,8 +13,8 @@ Most variants change one key of the GRPO of `benchmarks.demo_seeds` (8 answers p
     rewards             three weighted rewards: the reward model, at most 10 words, a last sentence that ends
     ema                 averaged weights
 
-Others have settings of their own: online-dpo (10 rollouts of 64 prompts with 2 answers), and simpo, orpo, kto and
-length-normalized (150 steps of 32 pairs or answers).
+Others have settings of their own: online-dpo (10 rollouts of 64 prompts with 2 answers), and apo-zero, robust, simpo,
+orpo, kto and length-normalized (150 steps of 32 pairs or answers).
 
 runs/demo-seeds/seed-1 of `benchmarks.demo_seeds` provides the SFT model, the reward model and the best of 4 SFT
 answers. The figures are those of `benchmarks.demo_seeds`. `logged` contains metrics of the method, as means over its
@@ -39,6 +40,7 @@ GRPO = demo_seeds.METHODS["grpo"]
 OPTIONS: dict[str, tuple[str, ...]] = {
     "grpo": GRPO,
     "gspo": ("-m", "step3_ppo", "ppo=gspo", *GRPO[3:]),
+    "cispo": ("-m", "step3_ppo", "ppo=cispo", *GRPO[3:]),
     "weights-sequence": (*GRPO, "ppo.importance_cap=2", "ppo.importance_weights=sequence"),
     "weights-token-mask": (*GRPO, "ppo.importance_cap=2", "ppo.importance_weights=token_mask"),
     "weights-sequence-mask": (*GRPO, "ppo.importance_cap=2", "ppo.importance_weights=sequence_mask"),
@@ -53,6 +55,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "ema": (*GRPO, "ppo.ema=0.9"),
     "online-dpo": ("-m", "step3_ppo", "ppo=online-dpo", "ppo.batch_size=64", "ppo.steps=10", "ppo.lr=2e-4"),
+    "apo-zero": ("-m", "step2_dpo", "dpo.loss=apo_zero"),
+    "robust": ("-m", "step2_dpo", "dpo.loss=robust", "dpo.label_smoothing=0.1"),
     "simpo": ("-m", "step2_dpo", "dpo=simpo", "dpo.lr=2e-4"),
     "orpo": ("-m", "step2_dpo", "dpo=orpo", "dpo.lr=2e-4"),
     "kto": ("-m", "step2_dpo", "dpo=kto", "dpo.lr=2e-4"),
