@@ -133,7 +133,7 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     if work.adapters:
         frozen, unit = shape.parameters - work.packed, work.adapters // shape.blocks
     is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}
-    states = (_device_states if config.offload_optimizer == "none" else _offloaded_states)(shape, work, size * frozen)
+    states = _stored_states(work, trained, frozen)
     prefetched = 0
     if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
         gathered, reduction = size * trained if size < 4 else 0, size * unit  # without FSDP2
@@ -145,8 +145,7 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
         if not (is_offloaded or work.accumulates or config.zero_stage == 3):
             # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
             states = replace(states, overlap=min(gathered, states.gradients))
-    parameters = states.parameters + work.packed_bytes
-    states = replace(states, parameters=parameters, gathered=gathered, prefetched=prefetched, reduction=reduction)
+    states = replace(states, gathered=gathered, prefetched=prefetched, reduction=reduction)
     # The memory for gradients of a GPU is pinned, and remains between steps.
     return states if work.is_cpu else replace(states, host_gradients=0)
 
@@ -168,48 +167,35 @@ def model_bytes(shape: ModelShape, work: Workload) -> int:
     return BYTES[work.config.dtype] * shape.parameters * shape.tensor
 
 
-def _device_states(shape: ModelShape, work: Workload, frozen: int) -> ModelStates:
-    """Return the states between steps, and the gradients, where masters and moments are next to the shards.
+def _stored_states(work: Workload, trained: int, frozen: int) -> ModelStates:
+    """Return the states between steps, and the gradients, of `trained` and `frozen` parameters.
 
-    frozen: bytes of the frozen parameters on all shards
+    An offloaded optimizer has its states apart from the shards, which are then in compute precision, and a share
+    `offload_ratio` of them is on the host or in files. Otherwise the states are next to the shards.
     """
-    config, shards, trained = work.config, work.shards, work.trained(shape)
-    each = 2 if config.states == "bf16" else 4
-    error_feedback = 4 * trained + 4 * trained // work.ranks if averages_itself(work.optimizer) else 0
-    is_full = config.zero_stage == 0 or (config.zero_stage == 1 and work.accumulates)
-    states = ModelStates(
-        parameters=(each * trained + frozen) // shards,
-        optimizer=each * len(moment_names(work.optimizer)) * trained // shards + error_feedback,
-        average=4 * work.has_average * trained // shards,
-        gradients=4 * trained if is_full else each * trained // shards,
-    )
-    if config.offload_parameters == "none":
-        return states
-    reduced = 4 * trained // shards  # masters, moments and reduced gradients stay with the shards on the host
-    gradients = states.gradients if config.zero_stage == 1 else 0
-    return ModelStates(gradients=gradients, host=states.resting + reduced, host_gradients=reduced)
-
-
-def _offloaded_states(shape: ModelShape, work: Workload, frozen: int) -> ModelStates:
-    """Return the same where a share `offload_ratio` of the optimizer states is on the host or in files."""
-    config, shards, trained = work.config, work.shards, work.trained(shape)
-    size, moments = BYTES[config.dtype], len(moment_names(work.optimizer))
-    offloaded = round(config.offload_ratio * trained / shards)
+    config, shards, size = work.config, work.shards, BYTES[work.config.dtype]
+    is_apart = config.offload_optimizer != "none"
+    tier, ratio = (config.offload_optimizer, config.offload_ratio) if is_apart else (config.offload_parameters, 1.0)
+    offloaded = 0 if tier == "none" else round(ratio * trained / shards)
     remaining = trained // shards - offloaded
-    gradient = 4 if work.accumulates and config.zero_stage >= 2 else size
-    states = 4 * (1 + moments + work.has_average)
+    each = 2 if config.states == "bf16" else 4
+    moments: float = each * len(moment_names(work.optimizer))
+    if averages_itself(work.optimizer):  # the errors of each rank, and of the share that it sums
+        moments += 4 + 4 / work.ranks
+    states = each + moments + 4 * work.has_average
+    gradient = size if is_apart and not (work.accumulates and config.zero_stage >= 2) else each
     host, nvme = gradient * offloaded, 0
-    if gradient < 4:  # the step casts the gradients of a sub-group to fp32
+    if gradient < each:  # the step casts the gradients of a sub-group to fp32
         host += 4 * min(offloaded, config.sub_group_size)
-    if config.offload_optimizer == "cpu":
-        host += states * offloaded
+    if tier == "nvme":
+        nvme += round(states * offloaded)
+        host += round(states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size))
     else:
-        nvme += states * offloaded
-        host += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
-    shard = {config.offload_parameters: (size * trained + frozen) // shards}
+        host += round(states * offloaded)
+    shard = {config.offload_parameters: size * (trained * is_apart + frozen) // shards}
     return ModelStates(
-        parameters=shard.get("none", 0) + 4 * remaining,
-        optimizer=4 * moments * remaining,
+        parameters=shard.get("none", 0) + each * remaining + work.packed_bytes,
+        optimizer=round(moments * remaining),
         average=4 * work.has_average * remaining,
         gradients=4 * trained if work.accumulates and config.zero_stage < 2 else gradient * remaining,
         host=host + shard.get("cpu", 0),
@@ -220,19 +206,13 @@ def _offloaded_states(shape: ModelShape, work: Workload, frozen: int) -> ModelSt
 
 def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
     """Return the states of a model that only scores: parameters in compute precision, gathered while they are used."""
-    config, size = work.config, BYTES[work.config.dtype]
-    loose = size * (shape.parameters - work.packed)  # parameters outside of packed layers
-    shard = {config.offload_parameters: work.packed_bytes + loose // work.shards}
+    config, frozen = work.config, shape.parameters - work.packed
+    states = _stored_states(work, 0, frozen)
     is_whole = work.is_single or (config.zero_stage == 0 and config.tensor_parallel == 1)
-    is_copied = not is_whole or config.offload_parameters != "none"
-    gathered, prefetched = _gathered_bytes(shape, shape.parameters - work.packed, work) if is_copied else (0, 0)
-    return ModelStates(
-        parameters=shard.get("none", 0),
-        gathered=gathered,
-        prefetched=prefetched,
-        host=shard.get("cpu", 0),
-        nvme=shard.get("nvme", 0),
-    )
+    if is_whole and config.offload_parameters == "none":
+        return states
+    gathered, prefetched = _gathered_bytes(shape, frozen, work)
+    return replace(states, gathered=gathered, prefetched=prefetched)
 
 
 def _gathered_bytes(shape: ModelShape, parameters: int, work: Workload) -> tuple[int, int]:
