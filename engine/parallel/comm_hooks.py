@@ -119,7 +119,7 @@ class ExchangeInt8(Exchange):
 
 
 def encode(values: Tensor) -> Tensor:
-    """Return values (n,) as bytes: the scales of the blocks in fp32, then n int8 values, padded to 4 bytes.
+    """Return values (n,) as bytes: the scales of the blocks in fp32, then the int8 values of all blocks.
 
     A block with a non-finite value is not finite after decoding, so that the step with this gradient is skipped.
     """
@@ -128,21 +128,15 @@ def encode(values: Tensor) -> Tensor:
     blocks = blocks.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, torch.inf, 1).div_(127.0)
     codes = blocks.mul_(torch.where(scales > 0, 1.0 / scales, 0.0)[:, None]).round_().to(torch.int8).view(-1)
-    return torch.cat([scales.view(torch.uint8), codes[: _padded(len(values))].view(torch.uint8)])
+    return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
 
 def decode(row: Tensor, count: int) -> Tensor:
     """Return the values (count,) fp32 of an encoded row of bytes."""
     border = 4 * _block_count(count)
     scales, codes = row[:border].view(torch.float32), row[border:].view(torch.int8)
-    values = row.new_zeros(len(scales), BLOCK, dtype=torch.float32)
-    values.view(-1)[:count] = codes[:count]
-    return values.mul_(scales[:, None]).view(-1)[:count]
+    return (codes.view(-1, BLOCK) * scales[:, None]).view(-1)[:count]
 
 
 def _block_count(count: int) -> int:
     return -(-count // BLOCK)
-
-
-def _padded(count: int) -> int:
-    return -(-count // 4) * 4

@@ -98,7 +98,7 @@ def test_eight_bits_halve_the_bytes_and_train_like_bf16(found: list[Results]) ->
     ranks = [rank.compressed for rank in found]
     row = encoded_size(ROOT_NUMBERS // 2) + BLOCKS * encoded_size(BLOCK_NUMBERS // 2)
     (plain, before, _), *others = ranks[0]
-    assert before.gather / row > 1.95
+    assert before.gather / row > 1.85  # 5 blocks for a shard of 1,152 or 1,224 values
     for (losses, sent, _), (gather, reduce) in zip(others, ((row, NUMBERS), (NUMBERS, row), (row, row)), strict=True):
         assert (sent.gather, sent.reduce) == (gather, reduce)
         assert losses != plain
@@ -147,8 +147,8 @@ def poisoned() -> tuple[list[bool], bool]:
 
 
 def encoded_size(count: int) -> int:
-    """Return the bytes of `count` values: 4 for the scale of each block and one for each value, padded to 4."""
-    return 4 * -(-count // comm_hooks.BLOCK) + -(-count // 4) * 4
+    """Return the bytes of `count` values: for each block, 4 for its scale and one for each of its values."""
+    return (4 + comm_hooks.BLOCK) * -(-count // comm_hooks.BLOCK)
 
 
 def round_trip(values: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_int8_is_exact_for_zeros_and_the_largest_value() -> None:
     values = torch.zeros(512)
     values[300] = -3.0
     assert torch.equal(round_trip(values), values)
-    assert encoded_size(256 * 100) == 256 * 100 + 4 * 100 and encoded_size(1) == 8
+    assert encoded_size(256 * 100) == 256 * 100 + 4 * 100 and encoded_size(1) == 260
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
