@@ -24,7 +24,7 @@ from engine.generation.inference_model import InferenceModel
 from engine.generation.parity_check import compare_logprobs
 from engine.generation.weight_sync import full_parameters, lora_factors
 from engine.memory.tracker import MemoryTracker, generator_bytes, optimizer_bytes, storage_bytes
-from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, TakesGradients, Update
+from engine.optimizer_step import Average, LossScaler, Optimizer, OptimizerStep, Step, Update
 from engine.parallel import collectives, dist, zero
 from engine.passes import Batch, LossFn, Passes, add_up
 
@@ -174,8 +174,8 @@ class Engine:
         on one rank. Their gradients are zeros, or None.
         """
         zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
-        owner = self.optimizer if isinstance(self.optimizer, TakesGradients) else self._passes
-        squared_norm = owner.squared_norm()
+        # An optimizer has this method if it takes the gradients from the module, or averages them over ranks itself.
+        squared_norm = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
         trained, used = zero.take_used(self.module)
         numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])
         *highest, norm, missing = highest

@@ -6,7 +6,7 @@ The dynamic loss scale of fp16: Micikevicius et al., 2018, arXiv:1710.03740.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from engine.offload import OffloadedOptimizer
 
 Optimizer: TypeAlias = "torch.optim.Optimizer | OffloadedOptimizer"
-
-
-@runtime_checkable
-class TakesGradients(Protocol):
-    """An optimizer that takes gradients from the module during backward, or averages them over ranks itself."""
-
-    def squared_norm(self) -> float:
-        """Return the squared norm of the gradients of the step."""
-        ...
 
 
 @dataclass(frozen=True)
