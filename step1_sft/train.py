@@ -120,7 +120,7 @@ class SftBatches:
             return [-logprobs.double().sum()]
 
         total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
-        return {"eval_loss": distributed.sum_over_ranks({"loss": total})["loss"] / count}
+        return {"eval_loss": distributed.sum_over_ranks(total) / count}
 
 
 def loss_of(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:

@@ -286,10 +286,9 @@ def _stack(numbers: Sequence[float | Tensor]) -> Tensor:
     return stacked
 
 
-def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Return the sums of named numbers (see `reduce_over_ranks`). Every rank passes the same names."""
-    names = sorted(values)
-    return dict(zip(names, reduce_over_ranks([values[name] for name in names])[0], strict=True))
+def sum_over_ranks(value: float) -> float:
+    """Return the sum of one number per share of the data (see `reduce_over_ranks`)."""
+    return reduce_over_ranks([value])[0][0]
 
 
 def max_over_ranks(value: float) -> float:

@@ -132,7 +132,7 @@ def train_with_engine(kind: str, zero_stage: int) -> Results:
         loss = loss_of(kind, engine, rows(kind, step)[world.rank :: world.size])
         engine.backward(loss)
         engine.step()
-        losses.append(dist.sum_over_ranks({"loss": loss.item()})["loss"] / world.size)
+        losses.append(dist.sum_over_ranks(loss.item()) / world.size)
     return losses, {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
 
 
