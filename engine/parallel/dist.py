@@ -244,9 +244,9 @@ def checkpoint_group() -> dist.ProcessGroup:
     return group
 
 
-def new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """Return a new group of some ranks. Every rank calls."""
-    return dist.new_group(ranks, timeout=TIMEOUT)
+def subgroup(members: list[list[int]]) -> dist.ProcessGroup:
+    """Divide all ranks into new groups with these members, and return this rank's group. Every rank calls."""
+    return dist.new_subgroups_by_enumeration(members, timeout=TIMEOUT)[0]
 
 
 def reduce_over_ranks(

@@ -55,10 +55,8 @@ def sequence_group() -> ProcessGroup:
     It is a group of its own: if it has all ranks, the group of a mesh would be the one that FSDP2 uses.
     """
     world, size = dist.world(), dist.world().sequence
-    groups = dist.cached(
-        ("sequence", size), lambda: [dist.new_group([*range(r, r + size)]) for r in range(0, world.size, size)]
-    )
-    return groups[world.rank // size]
+    members = [[*range(first, first + size)] for first in range(0, world.size, size)]
+    return dist.cached(("sequence", size), lambda: dist.subgroup(members))
 
 
 def pipeline_group() -> ProcessGroup:
@@ -76,8 +74,7 @@ def first_and_last_stage_group() -> ProcessGroup | None:
     stage_size = world.size // world.pipeline
     last = world.size - stage_size
     members = [*([rank, last + rank] for rank in range(stage_size)), *([rank] for rank in range(stage_size, last))]
-    groups = dist.cached(("ends", world.pipeline), lambda: [dist.new_group(ranks) for ranks in members])
-    own = next(group for group, ranks in zip(groups, members, strict=True) if world.rank in ranks)
+    own = dist.cached(("ends", world.pipeline), lambda: dist.subgroup(members))
     return own if world.pipeline_rank in (0, world.pipeline - 1) else None
 
 
