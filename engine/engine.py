@@ -109,12 +109,12 @@ class Engine:
         """Write changed parameter shards to NVMe in the background, and release their memory."""
         self._release_pages()
         if self._nvme_parameters is not None:
-            self._nvme_parameters.start_flush()
+            self._nvme_parameters.file.start_flush()
 
     def _release_pages(self) -> None:
         """Release the host memory of parameter shards on NVMe."""
         if self._nvme_parameters is not None:
-            self._nvme_parameters.release_pages()
+            self._nvme_parameters.file.release(0, self._nvme_parameters.bytes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -22,7 +22,7 @@ READ_AHEAD = 2  # units
 
 
 class NvmeParameters:
-    """Moves the shards of a module into a file, and registers hooks that read ahead and release memory."""
+    """Moves the shards of a module into `file`, and registers hooks that read ahead and release memory."""
 
     def __init__(self, module: nn.Module, folder: str | None) -> None:
         """Existing values are copied; meta parameters get memory. Raises OSError on all ranks if a disk is full."""
@@ -41,18 +41,10 @@ class NvmeParameters:
                     end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
             self._ranges.append((start, end))
         self.bytes = end
-        self._file = ScratchFile(folder, end)
+        self.file = ScratchFile(folder, end)
         self._move(module, offsets)
         for unit, block in enumerate(blocks, start=1):
             self._register_hooks(block, unit)
-
-    def release_pages(self) -> None:
-        """Release the memory of all shards; the next use reads them from the file."""
-        self._file.release(0, self.bytes)
-
-    def start_flush(self) -> None:
-        """Start to write changed shards to the file. Raises OSError if the last write failed."""
-        self._file.start_flush()
 
     @torch.no_grad()
     def _move(self, module: nn.Module, offsets: dict[int, int]) -> None:
@@ -65,7 +57,7 @@ class NvmeParameters:
                 return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
             on_file = torch.empty_like(tensor, device="cpu")
             local, start = dtensors.local(on_file), offsets[id(tensor)]
-            memory = self._file.bytes[start : start + local.numel() * local.element_size()]
+            memory = self.file.bytes[start : start + local.numel() * local.element_size()]
             memory = memory.view(local.dtype).view(local.shape)
             local.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
             if not tensor.is_meta:
@@ -95,11 +87,11 @@ class NvmeParameters:
     def _read_ahead(self, units: range) -> None:
         for unit in units:
             if 0 <= unit < len(self._ranges):
-                self._file.read_ahead(*self._ranges[unit])
+                self.file.read_ahead(*self._ranges[unit])
 
     def _release(self, unit: int) -> None:
         if unit < len(self._ranges):
-            self._file.release(*self._ranges[unit])
+            self.file.release(*self._ranges[unit])
 
 
 def _has_full_chunk(parameter: Tensor) -> bool:

@@ -111,8 +111,8 @@ def test_parameters_are_read_ahead_and_a_failed_flush_stops_the_run(monkeypatch:
     engine = engine_of({"offload_optimizer": "cpu", "offload_parameters": "nvme"}, zero_stage=3)
     parameters, ahead = engine._nvme_parameters, list[int]()
     assert parameters is not None
-    read_ahead = parameters._file.read_ahead
-    monkeypatch.setattr(parameters._file, "read_ahead", lambda *r: (ahead.append(r[0]), read_ahead(*r)))
+    read_ahead = parameters.file.read_ahead
+    monkeypatch.setattr(parameters.file, "read_ahead", lambda *r: (ahead.append(r[0]), read_ahead(*r)))
     monkeypatch.setattr(os, "fdatasync", refuse(errno.EIO))
     advance(engine, 1, 1)
     starts = [start for start, _ in parameters._ranges]
