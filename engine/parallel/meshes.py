@@ -59,11 +59,6 @@ def sequence_group() -> ProcessGroup:
     return dist.cached(("sequence", size), lambda: dist.subgroup(members))
 
 
-def pipeline_group() -> ProcessGroup:
-    """Return the ranks of the stages of this rank's model, in the order of the stages."""
-    return mesh(replicate=dist.world().data_size, shard=1).get_group("pipeline")
-
-
 def first_and_last_stage_group() -> ProcessGroup | None:
     """Return the ranks of the first and the last stage of this rank's model; None on other ranks. Every rank calls.
 

@@ -47,7 +47,8 @@ class PipelinePasses(Passes):
         module = self.module
         split: PipelineSplit = vars(module)["pipeline_split"]
         self.split, self._dtype = split, TORCH_DTYPE[self.config.dtype]
-        self._group, self._ends = meshes.pipeline_group(), meshes.first_and_last_stage_group()
+        zero_mesh = meshes.zero_mesh(stage=self.config.zero_stage, shard_ranks=self.config.shard_ranks)
+        self._group, self._ends = zero_mesh.get_group("pipeline"), meshes.first_and_last_stage_group()
         self._running = False
         self._received: Tensor | None = None
         self._max_tokens = 0  # rows of a message
