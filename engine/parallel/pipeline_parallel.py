@@ -103,20 +103,24 @@ class PipelinePasses(Passes):
         self._max_tokens = max(_token_count(micro_batch) for micro_batch in micro_batches)
         results: list[Any] = [None] * number
 
-        def run_stage(index: int, received: Tensor | None) -> Tensor:
-            self._running, self._received = True, received
+        def run_stage(first: Tensor, index: Tensor | None = None) -> Tensor:
+            """Run a micro-batch. The inputs are its index and, after the first rank, before it a message."""
+            position = int(first if index is None else index)
+            self._running, self._received = True, None if index is None else first
             try:
-                output, results[index] = work(micro_batches[index])
+                output, results[position] = work(micro_batches[position])
             except _StageEnd as end:
                 output = end.hidden
             finally:
                 self._running, self._received = False, None
             if trains:
                 output.requires_grad_()  # the schedule runs a backward even if nothing on this rank is trained
-                output.register_hook(lambda _: self._before_backward(last=index == number - 1))
+                output.register_hook(lambda _: self._before_backward(last=position == number - 1))
             return output
 
-        self._run_schedule(_StageModule(run_stage), number, trains=trains)
+        module = nn.Module()
+        module.forward = run_stage  # type: ignore[method-assign, assignment]
+        self._run_schedule(module, number, trains=trains)
         return results
 
     def _before_backward(self, *, last: bool) -> None:
@@ -246,17 +250,6 @@ class PipelinePasses(Passes):
                 raise problem
             value = tree_map_only(Tensor, partial(Tensor.to, device=dist.world().device), on_cpu)
         return value
-
-
-class _StageModule(nn.Module):
-    """The module of a `PipelineStage`. Inputs: the index of a micro-batch and, after the first rank, a message."""
-
-    def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
-        super().__init__()
-        self._run = run
-
-    def forward(self, first: Tensor, index: Tensor | None = None) -> Tensor:
-        return self._run(int(first), None) if index is None else self._run(int(index), first)
 
 
 def _token_count(micro_batch: Any) -> int:
