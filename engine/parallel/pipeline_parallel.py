@@ -22,16 +22,8 @@ from torch.nn.functional import pad
 from engine.config import TORCH_DTYPE
 from engine.internals import tree_map_only
 from engine.parallel import collectives, dist, dtensors, meshes, zero
-from engine.parallel.pipeline_split import PipelineSplit
+from engine.parallel.pipeline_split import ForwardEnd, PipelineSplit
 from engine.passes import LossAndMetrics, LossFn, Passes, ScoreFn, to_host, watch_pass
-
-
-class _StageEnd(Exception):
-    """Ends a forward behind the last block of a rank; `hidden` goes to the next rank."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
 
 
 class PipelinePasses(Passes):
@@ -109,8 +101,8 @@ class PipelinePasses(Passes):
             self._running, self._received = True, None if index is None else first
             try:
                 output, results[position] = work(micro_batches[position])
-            except _StageEnd as end:
-                output = end.hidden
+            except ForwardEnd as end:
+                output = end.value
             finally:
                 self._running, self._received = False, None
             if trains:
@@ -201,8 +193,8 @@ class PipelinePasses(Passes):
             return self._forward_on_all_ranks(partial(forward, *args, **kwargs))
         try:
             return forward(*args, **kwargs)
-        except _StageEnd as end:
-            rows = end.hidden.flatten(0, -2).to(self._dtype)  # (B, T, D) -> (B T, D)
+        except ForwardEnd as end:
+            rows = end.value.flatten(0, -2).to(self._dtype)  # (B, T, D) -> (B T, D)
             return pad(rows, (0, 0, 0, self._max_tokens - len(rows))).contiguous()
 
     def _insert_received(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,11 +211,11 @@ class PipelinePasses(Passes):
         return ((hidden, *args[1:]), kwargs) if name is None else (args, kwargs | {name: hidden})
 
     def _end_after_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        raise _StageEnd(output[0] if isinstance(output, tuple) else output)
+        raise ForwardEnd(output[0] if isinstance(output, tuple) else output)
 
     def _end_after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:
-            raise _StageEnd(output)
+            raise ForwardEnd(output)
 
     def _forward_on_all_ranks(self, forward: Callable[[], Any]) -> Any:
         """Run the ranks in turn. All ranks raise the exception of any rank, so that none waits for a message."""
@@ -239,8 +231,8 @@ class PipelinePasses(Passes):
                 self._received = None if value is None else value.flatten(0, -2)
                 try:
                     value = forward()
-                except _StageEnd as end:
-                    value = end.hidden
+                except ForwardEnd as end:
+                    value = end.value
                 except Exception as error:
                     problem = error
                 self._received = None

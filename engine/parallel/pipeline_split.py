@@ -139,8 +139,8 @@ def _run_to_last_block(module: nn.Module, blocks: nn.ModuleList) -> tuple[set[nn
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             functional_call(model, zeros, kwargs={"input_ids": ids, "use_cache": False})
         raise ValueError("its forward does not call them")
-    except _BlockReached as reached:
-        hidden, *others = (leaf for leaf in tree_leaves(reached.inputs) if isinstance(leaf, Tensor))
+    except ForwardEnd as reached:
+        hidden, *others = (leaf for leaf in tree_leaves(reached.value) if isinstance(leaf, Tensor))
         if any(tensor.requires_grad for tensor in others):
             raise _needs_more(model, "other inputs with gradients") from None
         return ran, hidden.shape[-1]
@@ -153,16 +153,16 @@ def _run_to_last_block(module: nn.Module, blocks: nn.ModuleList) -> tuple[set[nn
             blocks[index] = block
 
 
-class _BlockReached(Exception):
-    """Stops a forward at a block, with the inputs of the block."""
+class ForwardEnd(Exception):
+    """Ends a forward at a block, with the inputs or the outputs of the block."""
 
-    def __init__(self, inputs: list[Any]) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__()
-        self.inputs = inputs
+        self.value = value
 
 
 def _stop_at_block(_: nn.Module, args: Any, kwargs: Any) -> None:
-    raise _BlockReached([*args, *kwargs.values()])
+    raise ForwardEnd([*args, *kwargs.values()])
 
 
 def _needs_more(model: nn.Module, problem: object) -> ValueError:
