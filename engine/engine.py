@@ -233,7 +233,7 @@ class Engine:
                 raise
         step = self._step(squared_norm, unused)
         sent = collectives.bytes_sent() - sent_before
-        return Update(loss, sums, dict(zip(highest, largest, strict=True)), step.grad_norm, step.lr, step.skipped, sent)
+        return Update(**vars(step), loss=loss, sums=sums, maxima=dict(zip(highest, largest, strict=True)), sent=sent)
 
     def dry_run(self, micro_batch: Batch, loss_fn: LossFn[Batch]) -> None:
         """Run forward and backward of a micro-batch and discard the result. Weights and random state do not change.

@@ -31,8 +31,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Update:
-    """The results of `Engine.update`.
+class Update(Step):
+    """The step of `Engine.update`, with the results of its passes.
 
     `loss` is the mean over the items of the global batch. `sums` are the metrics summed over micro-batches and ranks,
     `maxima` the largest values of the metrics that were named as maxima. `sent` are the bytes that this rank sent.
@@ -41,9 +41,6 @@ class Update:
     loss: float
     sums: dict[str, float]
     maxima: dict[str, float]
-    grad_norm: float
-    lr: float
-    skipped: bool
     sent: SentBytes
 
 

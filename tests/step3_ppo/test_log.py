@@ -106,7 +106,7 @@ def test_means_over_the_steps_of_a_rollout() -> None:
 
 
 def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxima: float) -> Update:
-    return Update(loss, sums, maxima, norm, lr, skipped=False, sent=SentBytes())
+    return Update(norm, lr, skipped=False, loss=loss, sums=sums, maxima=maxima, sent=SentBytes())
 
 
 def test_update_metrics() -> None:
