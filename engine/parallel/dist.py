@@ -259,17 +259,13 @@ def reduce_over_ranks(
     requests.
     """
     global _stop_requested
-    if world().size == 1:
-        _stop_requested |= _stop_requested_here
-        numbers = _stack([*sums, *maxima]).tolist()
-        return numbers[: len(sums)], numbers[len(sums) :]
     counts = world().rank % world().group_size == 0 and world().pipeline_rank == 0
     total = _stack([*(sums if counts else [0.0] * len(sums)), float(_stop_requested_here)])
     highest = _stack(maxima).nan_to_num(torch.inf, torch.inf, -torch.inf)
     with observed("reduce_over_ranks", [len(sums) + len(maxima)]):
-        if sums:
+        if sums and world().size > 1:
             dist.all_reduce(total)
-        if maxima:
+        if maxima and world().size > 1:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         numbers = torch.cat([total, highest]).tolist()
     _stop_requested |= bool(sums) and numbers[len(sums)] > 0
