@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.config import TORCH_DTYPE, Precision
 from engine.internals import storage_id
 from engine.memory.model_shape import ModelShape
-from engine.memory.states import BYTES
+from engine.memory.states import BYTES, Workload
 
 _measured: dict[tuple[Any, ...], int] = {}
 
@@ -38,15 +38,14 @@ class Activations:
         return self.outside + self.blocks * (self.block_input if checkpointing else self.block)
 
 
-def activations(
-    shape: ModelShape, *, tokens: int, length: int, dtype: Precision, has_adapters: bool = False
-) -> Activations:
-    """Return the activations of `tokens` tokens in sequences of `length`, padded or packed.
+def activations(shape: ModelShape, work: Workload, *, tokens: int, length: int) -> Activations:
+    """Return the activations of `tokens` tokens on one rank in sequences of `length`, padded or packed.
 
-    `has_adapters`: only adapters of linear layers train, and save the inputs of these layers. Not counted: the small
-    outputs inside adapters, keys and values that some kernels store once more for each answer to a shared prompt, and a
-    second copy of attention's outputs (without a kernel for packed rows, and in sequence groups).
+    Adapters train without the linear layers, and save the inputs of these layers. Not counted: the small outputs inside
+    adapters, keys and values that some kernels store once more for each answer to a shared prompt, and a second copy of
+    attention's outputs (without a kernel for packed rows, and in sequence groups).
     """
+    dtype, has_adapters = work.config.dtype, work.adapters > 0
     one, two = (tokens * _saved_bytes(shape, count, length, dtype, has_adapters) // length for count in (1, 2))
     block_input = tokens * shape.width * BYTES[dtype]
     return Activations(outside=max(0, 2 * one - two), block=two - one, block_input=block_input, blocks=shape.blocks)

@@ -9,7 +9,7 @@ from engine.generation.decode_loop import PREFILL_TOKENS
 from engine.generation.kv_cache import CacheDemand
 from engine.generation.prepacked_linears import copies_weights
 from engine.kernels.token_logprobs import BLOCK_ELEMENTS
-from engine.memory.activations import Activations, activations
+from engine.memory.activations import activations
 from engine.memory.model_shape import ModelShape, pipeline_stages
 from engine.memory.states import BYTES, ModelStates, Owners, Workload, trained_states
 
@@ -46,7 +46,8 @@ def resting_bytes(states: ModelStates) -> Owners:
 
 def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, forwards: int = 1) -> Owners:
     """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
-    saved, checkpointing = _activations(shape, work, work.rank_tokens), work.config.activation_checkpointing
+    saved = activations(shape, work, tokens=work.rank_tokens, length=work.max_length)
+    checkpointing = work.config.activation_checkpointing
     # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
     logits = 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if shape.vocabulary else 0
     owners = {
@@ -91,7 +92,7 @@ def generation_bytes(
     ("weight_sync"). Its graphs serve all settings. Its cache has `cache_bytes`, or room for eight sequences.
     """
     tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
-    block = _activations(shape, work, tokens, length=16).block  # attention over the cache has no (T, T) tensors
+    block = activations(shape, work, tokens=tokens, length=16).block  # attention over the cache has no (T, T) tensors
     step = load.slots * (block // tokens + BYTES[work.config.dtype] * shape.vocabulary)
     temporary = {"prefill": block, "logits": 4 * 2 * load.slots * shape.vocabulary}
     gathered = _weight_bytes(shape, work, load)
@@ -117,12 +118,6 @@ def generation_bytes(
 
 def _gathered_bytes(states: ModelStates) -> Owners:
     return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
-
-
-def _activations(shape: ModelShape, work: Workload, tokens: int, length: int = 0) -> Activations:
-    """Return the activations of `tokens` tokens on one rank, in sequences of `length` (default: the largest)."""
-    dtype, length = work.config.dtype, length or work.max_length
-    return activations(shape, tokens=tokens, length=length, dtype=dtype, has_adapters=work.adapters > 0)
 
 
 def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad) -> int:

@@ -23,6 +23,7 @@ from transformers import (
 from engine import EngineConfig, Generator, Sampling
 from engine.memory import GenerationLoad, Workload, activations, generation_bytes, measure_shape
 
+FP32 = Workload(EngineConfig(dtype="fp32"))
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 CONFIGS = {
     "opt": OPTConfig(ffn_dim=256, word_embed_proj_dim=64, max_position_embeddings=80, dropout=0.0, **SMALL),
@@ -55,7 +56,7 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
         if family in ("opt", "gpt2"):
             mask = None  # with a mask, the CPU's attention stores its output by heads
         body(input_ids=positions, position_ids=positions, attention_mask=mask, use_cache=False)
-    actual = activations(shape, tokens=3 * 64, length=64, dtype="fp32")
+    actual = activations(shape, FP32, tokens=3 * 64, length=64)
     assert actual.total(checkpointing=False) == pytest.approx(sum(saved.values()), rel=0.05)
     assert actual.block_input == 3 * 64 * 64 * 4
 
@@ -75,7 +76,7 @@ def test_one_block_is_half_of_two(family: str, fields: dict[str, Any]) -> None:
     results = []
     for blocks in (1, 2):
         config = AutoConfig.for_model(family, **{**SMALL, "num_hidden_layers": blocks, **fields})
-        results.append(activations(measure_shape(family, config, None), tokens=64, length=64, dtype="fp32"))
+        results.append(activations(measure_shape(family, config, None), FP32, tokens=64, length=64))
     assert results[0].block == results[1].block >= 64 * 64 * 4 and results[0].outside == results[1].outside
 
 

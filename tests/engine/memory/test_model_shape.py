@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, OPTConfig
 
-from engine.memory import activations, measure_shape
+from engine.memory import Workload, activations, measure_shape
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 OPT = OPTConfig(ffn_dim=256, word_embed_proj_dim=64, max_position_embeddings=80, **SMALL)
@@ -44,7 +44,7 @@ def test_one_tensor_parallel_rank() -> None:
     assert full.block - half.block == split // 2
     assert full.parameters - half.parameters == (3 * split + 64 * 64) // 2
     assert (half.cache_per_token, half.vocabulary) == (full.cache_per_token // 2, 32)
-    one, two = (activations(shape, tokens=64, length=64, dtype="bf16") for shape in (full, half))
+    one, two = (activations(shape, Workload(), tokens=64, length=64) for shape in (full, half))
     # The inputs of norms and products, four hidden states, are not split. The rest of attention and MLP is halved.
     assert one.block / 2 < two.block < one.block
     with pytest.raises(ValueError, match="without a tensor-parallel plan"):

@@ -70,7 +70,7 @@ def test_stages_by_hand() -> None:
 
 def test_first_ranks_hold_more_micro_batches() -> None:
     first, last = predicted("llama", {})
-    one = activations(shape("llama"), tokens=ROWS * LENGTH, length=LENGTH, dtype="fp32")
+    one = activations(shape("llama"), work({}), tokens=ROWS * LENGTH, length=LENGTH)
     assert first["activations"] == 2 * (one.outside + 3 * one.block)  # two micro-batches, three blocks
     assert last["activations"] == one.outside + 2 * one.block
     assert predicted("llama", {"activation_checkpointing": True})[0]["activations"] < first["activations"]

@@ -60,6 +60,7 @@ def test_capped_scores(dtype: Precision) -> None:
         vocab_size=64, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=8, head_dim=8, max_position_embeddings=256, sliding_window=256,
     )  # fmt: skip
-    predicted = activations(measure_shape("gemma2", config, "eager"), tokens=256, length=256, dtype=dtype)
+    work = Workload(EngineConfig(dtype=dtype))
+    predicted = activations(measure_shape("gemma2", config, "eager"), work, tokens=256, length=256)
     actual = saved_bytes(config, Documents((256,)), "eager", TORCH_DTYPE[dtype])
     assert predicted.total(checkpointing=False) == pytest.approx(actual, rel=0.05)
