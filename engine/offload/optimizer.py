@@ -5,6 +5,7 @@ keeps its shards in compute precision. Steps, checkpoints and averages use the f
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,12 +39,12 @@ class OffloadedOptimizer:
         self._is_nvme = engine.offload_optimizer == "nvme"
         if self._is_nvme:
             return_freed_memory()
+        self._config = config
+        self.param_groups: list[dict[str, Any]] = [{"lr": config.lr}]
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         groups = optim.parameter_groups([p for _, p in named], config)
-        self._config, self._decays = config, [decay for _, decay in groups]
-        self.param_groups: list[dict[str, Any]] = [{"lr": config.lr}]
-        group = {id(p): index for index, (members, _) in enumerate(groups) for p in members}
-        shards = [TrainedShard(name, p, group[id(p)]) for name, p in named]
+        decays = {id(p): decay for members, decay in groups for p in members}
+        shards = [TrainedShard(name, p, decays[id(p)]) for name, p in named]
         on_device, offloaded = _split(shards, engine.offload_ratio)
         self.tiers: list[Tier] = []
         for members in filter(None, (on_device, offloaded)):
@@ -89,13 +90,10 @@ class OffloadedOptimizer:
         for tier in self.tiers:
             tier.step(self._make_optimizer, self._factor, self.average_weight)
 
-    def _make_optimizer(self, masters: Sequence[tuple[int, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Return an optimizer of fp32 masters, each with the index of its group, with the learning rate of the step."""
-        groups = [([m for index, m in masters if index == g], decay) for g, decay in enumerate(self._decays)]
-        optimizer = optim.with_groups([group for group in groups if group[0]], self._config)
-        for group in optimizer.param_groups:
-            group["lr"] = self.param_groups[0]["lr"]
-        return optimizer
+    def _make_optimizer(self, masters: Sequence[tuple[float, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Return an optimizer of fp32 masters, each with its weight decay, with the learning rate of the step."""
+        groups = [([m for own, m in masters if own == decay], decay) for decay in {decay for decay, _ in masters}]
+        return optim.with_groups(groups, replace(self._config, lr=self.param_groups[0]["lr"]))
 
     def zero_grad(self) -> None:
         """Drop the step's gradients."""

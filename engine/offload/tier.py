@@ -21,16 +21,16 @@ from engine.offload.states import Segment, States, SubGroup
 from engine.parallel import dtensors
 
 MASTER, AVERAGE = "parameter", "average"
-MakeOptimizer = Callable[[Sequence[tuple[int, nn.Parameter]]], torch.optim.Optimizer]  # of (index of group, master)
+MakeOptimizer = Callable[[Sequence[tuple[float, nn.Parameter]]], torch.optim.Optimizer]  # of (weight decay, master)
 
 
 @dataclass(frozen=True)
 class TrainedShard:
-    """A trained parameter of the module: its name, and the index of its optimizer group."""
+    """A trained parameter of the module, with its name and its weight decay."""
 
     name: str
     parameter: nn.Parameter
-    group: int
+    decay: float
 
     @property
     def flat(self) -> Tensor:
@@ -186,7 +186,7 @@ class Tier:
         self, make_optimizer: MakeOptimizer, segments: Sequence[Segment], states: dict[str, Tensor], factor: float
     ) -> None:
         masters = [(segment, nn.Parameter(states[MASTER][segment.slice])) for segment in segments]
-        optimizer = make_optimizer([(self.shards[segment.shard].group, master) for segment, master in masters])
+        optimizer = make_optimizer([(self.shards[segment.shard].decay, master) for segment, master in masters])
         for segment, master in masters:
             master.grad = self._fp32_gradient(segment, factor)
             if segment.shard in self._scalars:
