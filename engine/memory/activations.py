@@ -19,23 +19,17 @@ from transformers.pytorch_utils import Conv1D
 from engine.config import TORCH_DTYPE, Precision
 from engine.internals import storage_id
 from engine.memory.model_shape import ModelShape
-from engine.memory.states import BYTES, Workload
+from engine.memory.states import Workload
 
 _measured: dict[tuple[Any, ...], int] = {}
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one forward saves: outside of the blocks, in each of `blocks` blocks, and for a block's input."""
+    """Bytes that one forward saves: outside of the blocks, and in each block."""
 
     outside: int
     block: int
-    block_input: int
-    blocks: int
-
-    def total(self, *, checkpointing: bool) -> int:
-        """Return the bytes from forward to backward; with activation checkpointing, a block's input only."""
-        return self.outside + self.blocks * (self.block_input if checkpointing else self.block)
 
 
 def activations(shape: ModelShape, work: Workload, *, tokens: int, length: int) -> Activations:
@@ -47,8 +41,7 @@ def activations(shape: ModelShape, work: Workload, *, tokens: int, length: int) 
     """
     dtype, has_adapters = work.config.dtype, work.adapters > 0
     one, two = (tokens * _saved_bytes(shape, count, length, dtype, has_adapters) // length for count in (1, 2))
-    block_input = tokens * shape.width * BYTES[dtype]
-    return Activations(outside=max(0, 2 * one - two), block=two - one, block_input=block_input, blocks=shape.blocks)
+    return Activations(outside=max(0, 2 * one - two), block=two - one)
 
 
 def with_blocks(config: PretrainedConfig, blocks: int) -> PretrainedConfig:

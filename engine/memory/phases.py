@@ -47,15 +47,17 @@ def resting_bytes(states: ModelStates) -> Owners:
 def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, forwards: int = 1) -> Owners:
     """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
     saved = activations(shape, work, tokens=work.rank_tokens, length=work.max_length)
-    checkpointing = work.config.activation_checkpointing
+    block, recomputed = saved.block, 0
+    if work.config.activation_checkpointing:  # the input of each block is saved
+        block, recomputed = work.rank_tokens * shape.width * BYTES[work.config.dtype], saved.block
     # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
     logits = 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if shape.vocabulary else 0
     owners = {
         **_gathered_bytes(states),
         "gradients": states.gradients,
         "reduction": states.reduction,
-        "activations": forwards * saved.total(checkpointing=checkpointing),
-        "recomputed": saved.block if checkpointing else 0,
+        "activations": forwards * (saved.outside + shape.blocks * block),
+        "recomputed": recomputed,
         "logits": logits,
     }
     return owners | ({"overlap": -states.overlap} if states.overlap else {})

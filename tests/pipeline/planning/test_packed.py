@@ -63,4 +63,4 @@ def test_capped_scores(dtype: Precision) -> None:
     work = Workload(EngineConfig(dtype=dtype))
     predicted = activations(measure_shape("gemma2", config, "eager"), work, tokens=256, length=256)
     actual = saved_bytes(config, Documents((256,)), "eager", TORCH_DTYPE[dtype])
-    assert predicted.total(checkpointing=False) == pytest.approx(actual, rel=0.05)
+    assert predicted.outside + 2 * predicted.block == pytest.approx(actual, rel=0.05)
