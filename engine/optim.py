@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import OptimizerConfig
-from engine.optimizers import ERRORS
 
 
 class Lion(torch.optim.Optimizer):
@@ -104,11 +103,6 @@ def with_groups(
 def moment_names(config: OptimizerConfig) -> list[str]:
     """Return the names of the states that have the shape of the parameter."""
     return [name for name, state in example_states(config).items() if state.shape == (2,)]
-
-
-def state_names(config: OptimizerConfig) -> set[str]:
-    """Return the names of all states of a parameter, scalars included, without the errors of 1-bit Adam."""
-    return {name for name in example_states(config) if not name.startswith(ERRORS)}
 
 
 def example_states(config: OptimizerConfig, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -254,7 +254,7 @@ def _difference(engine: Trained, shapes: Mapping[str, torch.Size], counters: Map
     if engine.average.runs and not any(name.startswith(AVERAGE) for name in shapes):
         return "it has no average of the weights, but start_averaging was called here"
     there = {name.partition(".")[0] for name in _states(shapes) if not name.startswith(ERRORS)}
-    states = optim.state_names(engine.optimizer_config)
+    states = {name for name in optim.example_states(engine.optimizer_config) if not name.startswith(ERRORS)}
     if there != states and (there or counters["step_count"] > counters["scaler"]["skipped"]):
         found, own = (", ".join(sorted(names)) or "none" for names in (there, states))
         return f"its optimizer has the states {found}; {engine.optimizer_config.name} has {own}"
