@@ -12,10 +12,10 @@ With P parameters, N shards and d bytes of compute precision, FSDP2 holds:
 One rank without offload uses no FSDP2: copies dP of the masters where d < 4, gradients 4P, at every stage. A model that
 only scores uses no FSDP2 at stage 0, and has no copies.
 
-Without an offloaded optimizer, its states are next to the shards, also on the host. With one, the device holds shards of
-dP/N, and during backward one unit's reduced gradient in fp32 and in compute precision. The host holds masters, moments
-and reduced gradients (dP/N where a step reduces once, otherwise 4P/N). On NVMe masters and moments are in files, and
-the host buffers `SUB_GROUPS_IN_FLIGHT` sub-groups of them.
+Without an offloaded optimizer, masters and moments are next to the shards, also on the host. With one, the device holds
+shards of dP/N, and during backward one unit's reduced gradient in fp32 and in compute precision. The host holds
+masters, moments and reduced gradients (dP/N where a step reduces once, otherwise 4P/N). On NVMe masters and moments are
+in files, and the host buffers `SUB_GROUPS_IN_FLIGHT` sub-groups of them.
 """
 
 import math

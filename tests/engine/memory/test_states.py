@@ -243,5 +243,11 @@ def test_optimizer_adapters_and_offload() -> None:
     assert (half.resting, half.gradients, half.host) == (500_000 + 100_000 * 12, 400_000, 150_000 * 16)
     short = states_of({"zero_stage": 1, "offload_optimizer": "cpu", "sub_group_size": 100_000})
     assert short.host == 250_000 * (2 + 4 + 8) + 4 * 100_000  # a step casts the gradients of a sub-group to fp32
+    early = {"zero_stage": 1, "offload_parameters": "cpu"}  # gradients go to the host when they are reduced
+    several, one = states_of(early), states_of(early, step_tokens=1)
+    assert (several.gradients, one.gradients, one.host) == (4 * 10**6, 0, (12 + 4) * 250_000)
+    assert states_of({"zero_stage": 0, "offload_parameters": "cpu"}).gradients == 4 * 10**6
+    narrow = {"zero_stage": 0, "dtype": "bf16", "states": "bf16"}
+    assert states_of(narrow, step_tokens=1).gradients == 2 * 10**6
     last = states_of({"zero_stage": 1}, step_tokens=1)
     assert last.gathered + last.gradients - last.overlap == 2 * 10**6  # copies are freed as gradients come
