@@ -265,12 +265,12 @@ class Engine:
 
     def score_to_learn(
         self, micro_batches: Sequence[Batch], work: Callable[[nn.Module, Batch], Sequence[Score]]
-    ) -> list[Sequence[Score]] | None:
+    ) -> list[Sequence[Score]]:
         """Score like `score`, and keep the graphs for the next `update` over the same micro-batches.
 
         `work` calls the module once. The `loss_fn` of the update also calls it once, and gets the same output. Any
         other use of the engine discards the graphs; the update then runs its own forwards. Dropout is as in training.
-        Returns None under pipeline parallelism, which does not support this.
+        Pipeline parallelism does not support this and raises ValueError.
         """
         dist.check_unchanged(self._world)
         return self._passes.score_to_learn(micro_batches, work)

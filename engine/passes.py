@@ -102,8 +102,8 @@ class Passes:
         with watch_pass():
             return to_host([score_fn(self.module, micro_batch) for micro_batch in micro_batches])
 
-    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
-        """Return `score_fn` of each micro-batch, and hold the graphs for `train`. None if that is not supported."""
+    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
+        """Return `score_fn` of each micro-batch, and hold the graphs for `train`."""
         self.discard_scored()
         zero.release(self.module)
         self._before = PassState(self.module)

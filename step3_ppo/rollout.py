@@ -176,8 +176,8 @@ def collect(
     """Score one answer per prompt with all models, by the trainer's forward, with dropout off.
 
     scores: the result of `score_answers`; None: of the answers as they are generated
-    shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring, if their
-        engines support it (`Engine.score_to_learn`)
+    shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring
+        (`Engine.score_to_learn`)
     score_separately: whether the actor also scores by a forward of its own (`Rollout.separate_logprobs`)
     sampled: as in `Rollout`
     """
@@ -193,8 +193,8 @@ def collect(
         return _by_sequence(batch, critic_values(module, batch))
 
     def score(role: str, engine: Engine, work: Callable[[nn.Module, Microbatch], Results]) -> dict[int, Tensor]:
-        shared = engine.score_to_learn(batches, work) if role in shared_forwards else None
-        return dict(chain.from_iterable(engine.score(batches, work) if shared is None else shared))
+        run = engine.score_to_learn if role in shared_forwards else engine.score
+        return dict(chain.from_iterable(run(batches, work)))
 
     # The models that share their forwards score last: graphs that are held for the update need memory.
     scores = scores or score_answers(models, prompts, responses, pad_id=pad_id, budget=budget)

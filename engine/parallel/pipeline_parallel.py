@@ -67,10 +67,6 @@ class PipelinePasses(Passes):
         # Results may be views of one tensor, and the pickle of a view contains the memory of the whole tensor.
         return self._broadcast_from_last(tree_map_only(Tensor, Tensor.clone, to_host(results)))
 
-    def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]] | None:
-        """Return None: forwards and backwards of a pipeline take turns."""
-        return None
-
     def _dry_run(self, micro_batch: Any, loss_fn: LossFn[Any]) -> None:
         self._train([micro_batch] * self.split.size, loss_fn, 1.0)
 

@@ -129,13 +129,10 @@ def trained(stage: int, sizes: list[int], *, shares: bool, **others: Any) -> dic
     """Score the rows and train on them in each step, by one forward if `shares`."""
     engine = engine_of(stage, **others)
     torch.manual_seed(5 + dist.world().rank)
-    scores, updates, separate = list[float](), [], 0
+    scores, updates = list[float](), []
     for step in range(STEPS):
         share = batches(step, sizes)
-        actual = engine.score_to_learn(share, rows_of) if shares else None
-        if actual is None:
-            separate += 1
-            actual = engine.score(share, rows_of)
+        actual = (engine.score_to_learn if shares else engine.score)(share, rows_of)
         scores += [score.item() for rows in actual for score in rows]
         assert not any(score.requires_grad for rows in actual for score in rows)
         updates.append(engine.update(share, loss, 16.0))
@@ -143,7 +140,7 @@ def trained(stage: int, sizes: list[int], *, shares: bool, **others: Any) -> dic
     left = [p.grad for p in engine.module.parameters() if p.grad is not None]
     return {
         "weights": weights, "losses": [u.loss for u in updates], "norms": [u.grad_norm for u in updates],
-        "rows": [u.sums["rows"] for u in updates], "left": len(left), "scores": scores, "apart": separate,
+        "rows": [u.sums["rows"] for u in updates], "left": len(left), "scores": scores,
         "seen": engine.module.seen.item(), "random": torch.rand(1).item(), "reduced": updates[-1].sent.reduce,
     }  # fmt: skip
 
@@ -161,7 +158,7 @@ def test_one_rank(sizes: list[int], dtype: str) -> None:
     expected = trained(2, sizes, shares=False, dtype=dtype)
     actual = trained(2, sizes, shares=True, dtype=dtype)
     check(actual, expected, 0.0)
-    assert actual["apart"] == 0 and actual["seen"] == 16 * STEPS and expected["apart"] == STEPS
+    assert actual["seen"] == 16 * STEPS
 
 
 @pytest.mark.parametrize(("where", "call"), WAYS)
@@ -201,11 +198,11 @@ def test_other_passes_discard_the_shared_forwards() -> None:
     engine.module.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     for step in range(STEPS):
         share = batches(step, [16])
-        assert engine.score_to_learn(batches(9, [16]) if step == 1 else share, rows_of) is not None
+        engine.score_to_learn(batches(9, [16]) if step == 1 else share, rows_of)
         if step == 0:
             engine.score(share, rows_of)
         elif step == 2:
-            assert engine.score_to_learn(share, rows_of) is not None
+            engine.score_to_learn(share, rows_of)
         losses.append(engine.update(share, loss, 16.0).loss)
     assert losses == expected["losses"] and engine.module.seen.item() == expected["seen"]
     assert forwards == [True, False, True, True, True, True, True]  # only the two forwards of the third step are shared
@@ -240,7 +237,7 @@ def test_other_uses_discard_the_shared_forwards(use: str, tmp_path: Path) -> Non
     """They release the gathered parameters, which the graphs of the forwards need."""
     expected, engine = engine_of(0, dtype="bf16"), engine_of(0, dtype="bf16")
     share = batches(0, [16])
-    assert engine.score_to_learn(share, rows_of) is not None
+    engine.score_to_learn(share, rows_of)
     if use == "save":
         engine.save(tmp_path / "saved")
     else:

@@ -241,6 +241,7 @@ def collect_refusals() -> list[str]:
         lambda: engine.backward(torch.zeros(())),
         lambda: engine.update([{"no": "ids"}] * 2, loss_of, 1),
         lambda: engine.update([object()] * 2, loss_of, 1),
+        lambda: engine.score_to_learn(make_batches(0), lambda module, ids: [loss_of(module, ids)[0]]),
     ):
         with pytest.raises(ValueError) as problem:
             wrong()
@@ -261,6 +262,7 @@ def test_unsupported_models_and_settings_are_refused() -> None:
         "Call update",
         "input_ids",
         "input_ids",
+        "a module that is called outside of Engine.update supports no gradients",
     )
     for actual in run_ranks(collect_refusals, 2):
         for message, part in zip(actual, reference, strict=True):
