@@ -8,7 +8,6 @@ and `training_bytes` predict bytes by owner. `CostModel` predicts seconds from t
 
 from engine.generation.kv_cache import VLLM_SEQUENCES
 from engine.host_memory import host_memory
-from engine.memory.activations import activations
 from engine.memory.cost_model import CostModel
 from engine.memory.model_shape import ModelShape, measure_shape
 from engine.memory.phases import (
@@ -20,7 +19,7 @@ from engine.memory.phases import (
     scoring_bytes,
     training_bytes,
 )
-from engine.memory.rates import GPUS, Gpu, Rates, measure_rates, tabulated_rates
+from engine.memory.rates import GPUS, Rates, measure_rates, tabulated_rates
 from engine.memory.states import (
     ModelStates,
     Owners,
@@ -38,13 +37,11 @@ __all__ = [
     "VLLM_SEQUENCES",
     "CostModel",
     "GenerationLoad",
-    "Gpu",
     "ModelShape",
     "ModelStates",
     "Owners",
     "Rates",
     "Workload",
-    "activations",
     "bytes_per_trained_parameter",
     "checkpoint_bytes",
     "frozen_states",

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from engine import EngineConfig, Generator, Sampling
-from engine.memory import GenerationLoad, Workload, activations, generation_bytes, measure_shape
+from engine.memory import GenerationLoad, Workload, generation_bytes, measure_shape
+from engine.memory.activations import activations
 
 FP32 = Workload(EngineConfig(dtype="fp32"))
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, OPTConfig
 
-from engine.memory import Workload, activations, measure_shape
+from engine.memory import Workload, measure_shape
+from engine.memory.activations import activations
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 OPT = OPTConfig(ffn_dim=256, word_embed_proj_dim=64, max_position_embeddings=80, **SMALL)

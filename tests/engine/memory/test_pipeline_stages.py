@@ -8,7 +8,8 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.memory import ModelShape, Workload, activations, measure_shape, pipeline_training_bytes
+from engine.memory import ModelShape, Workload, measure_shape, pipeline_training_bytes
+from engine.memory.activations import activations
 from engine.memory.model_shape import pipeline_stages
 from tests.engine.parallel.test_pipeline import loss_of
 from tests.ranks import run_ranks

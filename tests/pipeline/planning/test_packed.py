@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Pretra
 from engine import EngineConfig
 from engine.config import TORCH_DTYPE, Precision
 from engine.kernels_cpu.library import library
-from engine.memory import ModelStates, Workload, activations, measure_shape, training_bytes
+from engine.memory import ModelStates, Workload, measure_shape, training_bytes
+from engine.memory.activations import activations
 from engine.parallel.sequence import sequence_shard
 from pipeline.data.batch import Documents
 from pipeline.models.attention import use_documents
