@@ -4,8 +4,7 @@ ZeRO-Offload: Ren et al., 2021, arXiv:2101.06840; ZeRO-Infinity: Rajbhandari et 
 keeps its shards in compute precision. Steps, checkpoints and averages use the fp32 master weight of each shard.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,6 @@ class OffloadedOptimizer:
         self._is_nvme = engine.offload_optimizer == "nvme"
         if self._is_nvme:
             return_freed_memory()
-        self._config = config
         self.param_groups: list[dict[str, Any]] = [{"lr": config.lr}]
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         groups = optim.parameter_groups([p for _, p in named], config)
@@ -56,7 +54,7 @@ class OffloadedOptimizer:
                 nvme_path=engine.nvme_path,
                 is_nvme=members is offloaded and self._is_nvme,
             )
-            self.tiers.append(Tier(members, states, optim.example_states(config, device), device, after_write))
+            self.tiers.append(Tier(members, states, config, after_write))
         self._shards = {shard.name: (tier, n) for tier in self.tiers for n, shard in enumerate(tier.shards)}
         takers = {id(t.shards[n].parameter): partial(t.gradients.add, n) for t, n in self._shards.values()}
         take_gradients(module, takers)
@@ -88,12 +86,7 @@ class OffloadedOptimizer:
     def step(self) -> None:
         """Update every parameter that has a gradient, and the averages."""
         for tier in self.tiers:
-            tier.step(self._make_optimizer, self._factor, self.average_weight)
-
-    def _make_optimizer(self, masters: Sequence[tuple[float, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Return an optimizer of fp32 masters, each with its weight decay, with the learning rate of the step."""
-        groups = [([m for own, m in masters if own == decay], decay) for decay in {decay for decay, _ in masters}]
-        return optim.with_groups(groups, replace(self._config, lr=self.param_groups[0]["lr"]))
+            tier.step(self.param_groups[0]["lr"], self._factor, self.average_weight)
 
     def zero_grad(self) -> None:
         """Drop the step's gradients."""

@@ -9,19 +9,20 @@ The step goes through the sub-groups in order. The optimizer is any class of tor
 gets the segments of a sub-group as parameters with their states. Scalar states such as the step count stay in memory.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine import optim
+from engine.config import OptimizerConfig
 from engine.host_memory import pinned
 from engine.offload.states import Segment, States, SubGroup
 from engine.parallel import dtensors
 
 MASTER, AVERAGE = "parameter", "average"
-MakeOptimizer = Callable[[Sequence[tuple[float, nn.Parameter]]], torch.optim.Optimizer]  # of (weight decay, master)
 
 
 @dataclass(frozen=True)
@@ -89,30 +90,28 @@ class GradientSums:
 
 
 class Tier:
-    """Shards whose states are in `states`, stepped on `device`.
+    """Shards whose states are in `states`, stepped on the device of the states.
 
-    `example` has the optimizer's states of any parameter: moments have its shape, the others are scalars. `after_write`
-    is called when the shards of a sub-group have new values in the module.
+    `after_write` is called when the shards of a sub-group have new values in the module.
     """
 
     def __init__(
         self,
         shards: Sequence[TrainedShard],
         states: States,
-        example: Mapping[str, Tensor],
-        device: torch.device,
+        config: OptimizerConfig,
         after_write: Callable[[], None] | None = None,
     ) -> None:
-        self.shards, self.states, self.device = shards, states, device
-        self.moments = [kind for kind, value in example.items() if value.ndim]
+        self.shards, self.states, self._config = shards, states, config
+        self._example = optim.example_states(config, states.device)  # of any parameter
+        self.moments = [kind for kind, value in self._example.items() if value.ndim]  # the others are scalars
         for kind in (MASTER, *self.moments):
             states.add(kind)
-        self.gradients = GradientSums(device)
-        self._example = example
+        self.gradients = GradientSums(states.device)
         self._scalars: dict[int, dict[str, Any]] = {}  # of the shards that were stepped
         self._after_write = after_write
         self._fp32_gradients: Tensor | None = None
-        self._is_upload = device.type == "cpu" and shards[0].flat.device.type == "cuda"
+        self._is_upload = states.device.type == "cpu" and shards[0].flat.device.type == "cuda"
 
     def update_masters(self) -> None:
         """Copy the shards of the module that are not their rounded master weights to the master weights."""
@@ -141,7 +140,7 @@ class Tier:
             if shard.name in names
         }
 
-    def step(self, make_optimizer: MakeOptimizer, factor: float, average_weight: float | None) -> None:
+    def step(self, lr: float, factor: float, average_weight: float | None) -> None:
         """Step the shards that have a gradient, multiplied by `factor`, and write them to the module.
 
         `average_weight` is the weight of the new master weights in their average; None if there is no average.
@@ -154,7 +153,7 @@ class Tier:
         for group, states in self.states.iterate(groups, list(self.states.tensors)):
             segments = [segment for segment in group.segments if segment.shard in self.gradients.sums]
             if segments:
-                self._step_segments(make_optimizer, segments, states, factor)
+                self._step_segments(segments, states, lr, factor)
             if average_weight is not None:
                 states[AVERAGE].lerp_(states[MASTER], average_weight)
             self._write(group, states[MASTER])
@@ -182,11 +181,12 @@ class Tier:
         if self._after_write is not None:
             self._after_write()
 
-    def _step_segments(
-        self, make_optimizer: MakeOptimizer, segments: Sequence[Segment], states: dict[str, Tensor], factor: float
-    ) -> None:
+    def _step_segments(self, segments: Sequence[Segment], states: dict[str, Tensor], lr: float, factor: float) -> None:
         masters = [(segment, nn.Parameter(states[MASTER][segment.slice])) for segment in segments]
-        optimizer = make_optimizer([(self.shards[segment.shard].decay, master) for segment, master in masters])
+        groups: dict[float, list[nn.Parameter]] = {}  # by weight decay
+        for segment, master in masters:
+            groups.setdefault(self.shards[segment.shard].decay, []).append(master)
+        optimizer = optim.with_groups([(m, decay) for decay, m in groups.items()], replace(self._config, lr=lr))
         for segment, master in masters:
             master.grad = self._fp32_gradient(segment, factor)
             if segment.shard in self._scalars:
@@ -209,6 +209,6 @@ class Tier:
         gradient = self.gradients.sums[segment.shard][segment.start : segment.stop]
         if gradient.dtype != torch.float32:
             if self._fp32_gradients is None:
-                self._fp32_gradients = torch.empty(self.states.largest_sub_group, device=self.device)
+                self._fp32_gradients = torch.empty(self.states.largest_sub_group, device=self.states.device)
             gradient = self._fp32_gradients[segment.slice].copy_(gradient)
         return gradient if factor == 1.0 else gradient.mul_(factor)
