@@ -63,21 +63,19 @@ class DecodeRows(NamedTuple):
 
 @dataclass
 class StepTokens:
-    """The tokens of one forward: one token of each decode row, then chunks of prompts."""
+    """The tokens of one forward: chunks of prompts, then one token of each decode row.
+
+    A row may read a prompt whose last chunk is in the same forward.
+    """
 
     cache: KVCache
-    rows: DecodeRows | None
+    rows: DecodeRows
     chunks: Sequence[Chunk] = ()
-
-    @cached_property
-    def decode_tokens(self) -> int:
-        return 0 if self.rows is None else len(self.rows.slots)
 
     @cached_property
     def row_addresses(self) -> tuple[int, ...]:
         """The addresses of the rows' tensors, for the kernel in C."""
         rows = self.rows
-        assert rows is not None
         return in_c.addresses(rows.slots, rows.lengths, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
 
     @cached_property
@@ -116,13 +114,12 @@ class LayerAttention:
     def rows(self, query: Tensor, key: Tensor, value: Tensor, step: StepTokens) -> Tensor:
         """Write the new token of each decode row and attend; return (1, B, H, Dv).
 
-        query (1, H, N, D), key (1, Hkv, N, D) and value (1, Hkv, N, Dv) begin with the B rows.
+        query: (1, H, B, D). key: (1, Hkv, B, D). value: (1, Hkv, B, Dv).
         """
         if self._in_c is not None:
             return self._in_c(query, key, value, step.row_addresses)
         rows, layer = step.rows, self.layer
-        assert rows is not None
-        q, k, v = (tensor[0, :, : len(rows.slots)].transpose(0, 1) for tensor in (query, key, value))
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         layer.answer_keys[rows.slots, :, rows.offsets] = k
         layer.answer_values[rows.slots, :, rows.offsets] = v
         prompts = Prompts(layer.prompt_keys, layer.prompt_values, rows.prompt_slots, rows.prompt_lengths, rows.firsts)
@@ -205,11 +202,11 @@ def slot_attention(
         step.cache.attention[index] = attention
     if not step.chunks:
         return attention.rows(query, key, value, step), None
-    count = step.decode_tokens
-    outputs = [attention.rows(query, key, value, step)[0]] if count else []
-    of_chunks = [tensor[0, :, count:].transpose(0, 1) for tensor in (query, key, value)]
-    outputs.append(attention.chunks(of_chunks[0], of_chunks[1], of_chunks[2], step))
-    return torch.cat(outputs)[None], None
+    count = query.shape[2] - len(step.rows.slots)
+    q, k, v = (tensor[0, :, :count].transpose(0, 1) for tensor in (query, key, value))
+    of_chunks = attention.chunks(q, k, v, step)
+    query, key, value = (tensor[:, :, count:] for tensor in (query, key, value))
+    return torch.cat([of_chunks, attention.rows(query, key, value, step)[0]])[None], None
 
 
 def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:

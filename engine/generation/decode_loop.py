@@ -27,7 +27,7 @@ from engine.generation.model_support import (
     plain_logits,
 )
 from engine.generation.sampling import SampledToken, Sampling
-from engine.generation.scheduler import Chunk, Plan, Scheduler, queue_order
+from engine.generation.scheduler import Chunk, Scheduler, queue_order
 from engine.host_memory import upload
 from engine.oom import is_out_of_memory
 
@@ -143,7 +143,7 @@ class DecodeLoop:
                 from engine.generation.cuda_graph import GraphedStep
 
                 scratch, name = step.cache.size.sequences, type(self.model.module).__name__
-                run = partial(step.run, Plan([], [], [], []), samplers=[sampler])
+                run = partial(step.run, chunks=(), samplers=[sampler])
                 graphs = GraphedStep(run, step.state.step, scratch=scratch, name=name)
             entry = sampler, graphs
         self._samplers[settings] = entry
@@ -153,21 +153,21 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def _try(self) -> int:
-        """Run a few tokens as a chunk and one as a row; return the bytes of a cached token.
+        """Run a few tokens as a chunk, then each of them as a row; return the bytes of a cached token.
 
         Raises UnsupportedModel if the cache does not support the model.
         """
         module, device = self.model.module, self.device
         prompt = fixed_prompts(module)[0]
-        cache, last = KVCache(CacheSize(1, len(prompt), 2, 1), device), len(prompt) - 1
-        token_ids, positions = upload([prompt, [*range(last + 1)]], device)
-        rows = DecodeRows(*upload([[0], [prompt[-1]], [last], [0], [0], [0], [last + 1], [0], [last], [0]], device))
+        count = len(prompt)
+        cache = KVCache(CacheSize(1, count, count + 1, 1), device)
+        token_ids, at, zeros = upload([prompt, [*range(count)], [0] * count], device)
+        rows = DecodeRows(at, token_ids, at, zeros, zeros, zeros, at + 1, zeros, at, zeros)
+        no_rows = DecodeRows(*(each[:0] for each in rows))
         try:
-            logits = []
-            if last:
-                chunk = StepTokens(cache, None, [Chunk(0, prompt[:last], 0)])
-                logits.append(self.model(token_ids[:last], positions[:last], chunk))
-            logits.append(self.model(rows.tokens, rows.positions, StepTokens(cache, rows)))
+            if count > 1:
+                self.model(token_ids[:-1], at[:-1], StepTokens(cache, no_rows, [Chunk(0, prompt[:-1], 0)]))
+            logits = self.model(token_ids, at, StepTokens(cache, rows))
             plain = plain_logits(module, device, prompt)
             are_from_zero = counts_from_zero(module, device)
         except Exception as error:  # a forward that needs other arguments may raise any exception
@@ -181,6 +181,6 @@ class DecodeLoop:
             raise UnsupportedModel("its layers do not pass their sliding window to the registered attention")
         if not are_from_zero:
             raise UnsupportedModel("its own positions do not count from 0")
-        if logits_differ(module, torch.cat(logits), plain):
+        if logits_differ(module, logits, plain):
             raise UnsupportedModel("its logits differ from those of its plain forward")
         return cache.token_bytes

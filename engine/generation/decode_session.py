@@ -142,16 +142,14 @@ class DecodeSession:
         decoding = [self._requests[sequence.request] for sequence in scheduler.decoding]
         graphs = self._common_graphs(decoding or [*self._requests.values()])
         step.state.clear()
-        steps = 0
-        rows = self._below_limit(plan.decoding) if plan.chunks or graphs is None else []
-        sequences = [*rows, *plan.starting]
-        if sequences or plan.chunks:
-            samplers = [self._requests[sequence.request].sampler for sequence in sequences]
-            if plan.starting:
-                step.start([self._table_row(sequence) for sequence in plan.starting], plan, samplers[len(rows) :])
-            step.run(plan, upload(_slots_and_firsts(sequences), step.cache.device), samplers)
+        if plan.starting:
+            self._start(plan.starting)
+        steps, rows = 0, self._below_limit(scheduler.decoding)
+        if plan.chunks or (rows and graphs is None):
+            samplers = [self._requests[sequence.request].sampler for sequence in rows]
+            step.run(upload(_slots_and_firsts(rows), step.cache.device), plan.chunks, samplers)
             steps = 1
-            for sequence in sequences:
+            for sequence in rows:
                 sequence.sampled += 1
         if graphs is not None and (rows := self._below_limit(scheduler.decoding)):
             times = min(self._window, max(self._remaining(sequence) for sequence in rows))
@@ -197,11 +195,16 @@ class DecodeSession:
     def _below_limit(self, sequences: Sequence[ActiveSequence]) -> list[ActiveSequence]:
         return [sequence for sequence in sequences if self._remaining(sequence) > 0]
 
-    def _table_row(self, sequence: ActiveSequence) -> list[int]:
-        """Return the table row of a sequence whose prompt is complete and whose first token is not yet sampled."""
-        prompt, request = sequence.prompt, self._requests[sequence.request]
-        length = len(prompt.tokens)
-        return [prompt.tokens[-1], length - 1, request.seed, 0, request.limit, 0, prompt.slot, length]
+    def _start(self, sequences: Sequence[ActiveSequence]) -> None:
+        """Write the table rows of sequences that run their first token, the last one of their prompt."""
+        table_rows = []
+        for sequence in sequences:
+            prompt, request = sequence.prompt, self._requests[sequence.request]
+            cached = len(prompt.tokens)
+            table_rows.append([sequence.last, cached, request.seed, 0, request.limit, 0, prompt.slot, cached])
+            request.sampler.start(sequence.slot, [*prompt.tokens, sequence.last])
+        state, slots = self._step.state, [sequence.slot for sequence in sequences]
+        state.rows.index_copy_(0, upload(slots, state.rows.device), upload(table_rows, state.rows.device))
 
 
 def _slots_and_firsts(rows: Sequence[ActiveSequence]) -> tuple[list[int], list[int]]:

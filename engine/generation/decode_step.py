@@ -5,12 +5,11 @@ its slots, runs the model's own forward with attention over the key-value cache,
 answer and writes the rows back. A step without chunks of prompts reads no number on the host
 and allocates nothing that outlives it, so a CUDA graph can replay it.
 
-Shapes: B rows of a step, n starting sequences, V vocabulary.
+Shapes: B rows of a step, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,13 @@ from engine.generation.attention import AttentionByName, DecodeRows, StepTokens
 from engine.generation.kv_cache import KVCache
 from engine.generation.prepacked_linears import PrepackedLinears
 from engine.generation.sampling import RawLogprobs, Sampling, penalise, raw_logprobs, uniforms
-from engine.generation.scheduler import Plan
+from engine.generation.scheduler import Chunk
 from engine.host_memory import upload
 from engine.kernels import sample
 
-# TOKEN: the token sampled last. CACHED: the number of tokens in the cache. SEED: the sample seed. COUNT and LIMIT: the
-# tokens sampled so far, and at most. ENDED: 1 after the end of the answer. PROMPT: the slot of the prompt. SHARED: the
-# number of tokens that are in the prompt slot; the others are in the row's own slot.
+# TOKEN: the newest token, which the next step runs. CACHED: the number of tokens in the cache. SEED: the sample seed.
+# COUNT and LIMIT: the tokens sampled so far, and at most. ENDED: 1 after the end of the answer. PROMPT: the slot of the
+# prompt. SHARED: the number of tokens that are in the prompt slot; the others are in the row's own slot.
 COLUMNS = TOKEN, CACHED, SEED, COUNT, LIMIT, ENDED, PROMPT, SHARED = range(8)
 NOTHING = -1  # the token of a row whose answer ended before this step
 
@@ -37,19 +36,18 @@ class SlotModel:
         self.module, self.device = module, device
         self.packs = PrepackedLinears(module)
         self._attention = AttentionByName(module)
-        self._computes_chosen_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        self._computes_last_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, step: StepTokens, columns: Tensor | None = None) -> Tensor:
-        """Run token ids (N,) at positions (N,); return the logits (B, V) after `columns` (B,), or after all tokens."""
-        chosen: dict[str, Any] = {}
-        if columns is not None and self._computes_chosen_logits:
-            chosen["logits_to_keep"], columns = columns, None
+    def __call__(self, token_ids: Tensor, positions: Tensor, step: StepTokens) -> Tensor:
+        """Run token ids (N,) at positions (N,); return the logits (B, V) after the last B of them, the step's rows."""
+        count = len(step.rows.slots)
+        last = {"logits_to_keep": max(1, count)} if self._computes_last_logits else {}  # 0 would keep all
         with self._attention.applied(), self.packs.applied():
             output = self.module(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step, **chosen
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, step=step, **last
             )
         logits: Tensor = output.logits[0]
-        return logits if columns is None else logits[columns]
+        return logits[len(logits) - count :]
 
 
 class DecodeState:
@@ -142,14 +140,10 @@ class Sampler:
             self._forbidden = torch.zeros(vocabulary, dtype=torch.bool, device=device)
             self._forbidden.index_fill_(0, self._end_ids, True)
 
-    def start(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Mark the tokens of the prompts of starting sequences, by slot."""
-        if self._seen is None:
-            return
-        width, device = self._seen.shape[1], self._seen.device
-        self._seen.index_fill_(0, upload([*prompts], device), False)
-        indices = [slot * width + token for slot, prompt in prompts.items() for token in prompt]
-        self._seen.view(-1).index_fill_(0, upload(indices, device), True)
+    def start(self, slot: int, prompt: Sequence[int]) -> None:
+        """Mark the tokens of the prompt of a starting sequence."""
+        if self._seen is not None:
+            self._seen[slot].fill_(False).index_fill_(0, upload(prompt, self._seen.device), True)
 
     def __call__(self, slots: Tensor, seeds: Tensor, counts: Tensor, logits: Tensor) -> None:
         """Sample a token of each slot (B,) from logits (B, V), and write it into the table."""
@@ -178,29 +172,19 @@ class DecodeStep:
         self.model, self.cache = model, cache
         self.state = DecodeState(cache.size.sequences, steps, model.device)
 
-    def start(self, table_rows: Sequence[Sequence[int]], plan: Plan, samplers: Sequence[Sampler]) -> None:
-        """Write the table rows (n, 8) of the plan's starting sequences. samplers: of each sequence, (n,)."""
-        slots = upload([sequence.slot for sequence in plan.starting], self.model.device)
-        self.state.rows.index_copy_(0, slots, upload(table_rows, self.model.device))
-        for sampler in dict.fromkeys(samplers):
-            own = [each for each, other in zip(plan.starting, samplers, strict=True) if other is sampler]
-            sampler.start({sequence.slot: sequence.prompt.tokens for sequence in own})
+    def run(self, chosen: Tensor, chunks: Sequence[Chunk], samplers: Sequence[Sampler]) -> None:
+        """Run chunks of prompts and one token of each row in one forward, and sample. Needs inference mode.
 
-    def run(self, plan: Plan, chosen: Tensor, samplers: Sequence[Sampler]) -> None:
-        """Run one token of each decoding row and the plan's chunks in one forward, and sample. Needs inference mode.
-
-        chosen (2, B + n) int64: the slots of the B rows and of the plan's n starting sequences, whose first tokens are
-        sampled from the logits after their prompts; and of each the first neighbour with the same prompt. samplers: of
-        each row and starting sequence, (B + n), or a single one. A CUDA graph can capture the call for a plan without
-        chunks and starting sequences.
+        chosen (2, B) int64: the slots of the rows, and of each the first neighbour with the same prompt. samplers: of
+        each row, (B,), or a single one. A CUDA graph can capture the call without chunks.
         """
-        rows, count, logits = self.state.read(chosen), chosen.shape[1] - len(plan.starting), list[Tensor]()
-        if count or plan.chunks:
-            decoding = DecodeRows(*(each[:count] for each in rows)) if plan.starting else rows
-            logits.append(self._forward(decoding if count else None, plan))
-        if plan.starting:
-            logits.append(self.cache.logits_after(rows.prompt_slots[count:]))
-        drawn = rows.slots, rows.seeds, rows.counts, torch.cat(logits) if len(logits) > 1 else logits[0]
+        rows = self.state.read(chosen)
+        step, token_ids, positions = StepTokens(self.cache, rows, chunks), rows.tokens, rows.positions
+        if chunks:
+            of_chunks = upload([token for chunk in chunks for token in chunk.tokens], self.model.device)
+            token_ids = torch.cat([of_chunks, token_ids])
+            positions = torch.cat([step.chunk_positions[1], positions])
+        drawn = rows.slots, rows.seeds, rows.counts, self.model(token_ids, positions, step)
         different = dict.fromkeys(samplers)
         for sampler in different:
             if len(different) == 1:
@@ -208,22 +192,3 @@ class DecodeStep:
                 return
             own = upload([row for row, other in enumerate(samplers) if other is sampler], self.model.device)
             sampler(*(each.index_select(0, own) for each in drawn))
-
-    def _forward(self, rows: DecodeRows | None, plan: Plan) -> Tensor:
-        """Run rows and chunks. Store the logits after complete prompts, and return the logits after the rows."""
-        step = StepTokens(self.cache, rows, plan.chunks)
-        if rows is not None and not plan.chunks:
-            return self.model(rows.tokens, rows.positions, step)
-        token_ids = upload([token for chunk in plan.chunks for token in chunk.tokens], self.model.device)
-        positions = step.chunk_positions[1]
-        if rows is not None:
-            token_ids, positions = torch.cat([rows.tokens, token_ids]), torch.cat([rows.positions, positions])
-        columns, count = [*range(step.decode_tokens)], step.decode_tokens
-        for chunk in plan.chunks:
-            count += len(chunk.tokens)
-            columns += [count - 1] if chunk.completes else []
-        logits = self.model(token_ids, positions, step, upload(columns or [0], self.model.device))
-        completed = [chunk.slot for chunk in plan.chunks if chunk.completes]
-        if completed:
-            self.cache.store_logits(upload(completed, self.model.device), logits[step.decode_tokens :])
-        return logits[: step.decode_tokens]

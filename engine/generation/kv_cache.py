@@ -1,8 +1,8 @@
 """The key-value cache: prompt slots, which the samples of a prompt share, and answer slots, one per sequence.
 
-A prompt is cached once, whatever the number of its answers and whenever they begin. The tokens of each answer have
-their own slot. Memory has a fixed size, and attention reads the tokens in place. The tokens of one key head are
-contiguous, so that one query reads memory in order.
+A prompt is cached once, whatever the number of its answers and whenever they begin. The last token of the prompt and
+the tokens of the answer have a slot for each answer. Memory has a fixed size, and attention reads the tokens in place.
+The tokens of one key head are contiguous, so that one query reads memory in order.
 """
 
 import math
@@ -101,7 +101,6 @@ class KVCache:
         self.size, self.device = size, device
         self.layers: dict[int, LayerCache] = {}
         self.attention: dict[int, Any] = {}  # by layer, its attention over this cache (engine/generation/attention.py)
-        self._logits: Tensor | None = None  # (prompt slots, V)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
         """Return a layer; the first call allocates it for keys and values of shape (1, key heads, N, head size)."""
@@ -118,17 +117,6 @@ class KVCache:
         for layer in self.layers.values():
             for states in (layer.prompt_keys, layer.prompt_values):
                 states[target, :, :tokens] = states[source, :, :tokens]
-
-    def store_logits(self, slots: Tensor, logits: Tensor) -> None:
-        """Store the logits (n, V) after the prompts in these slots (n,). Later samples of a prompt begin with them."""
-        if self._logits is None:
-            self._logits = logits.new_empty(self.size.prompt_slots, logits.shape[-1])
-        self._logits.index_copy_(0, slots, logits)
-
-    def logits_after(self, slots: Tensor) -> Tensor:
-        """Return the stored logits (n, V) of these prompt slots (n,)."""
-        assert self._logits is not None, "a prompt is complete before its samples begin"
-        return self._logits.index_select(0, slots)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,10 +1,10 @@
 """Continuous batching: plan which sequences decode and which prompt tokens the next forward runs.
 
 Prompts wait in a queue. The next sequence gets a slot as soon as one is free. Its prompt runs in chunks, in the same
-forwards as the single tokens of decoding sequences, so that a long prompt does not delay them. Equal prompts run once:
-the prompt stays in a prompt slot while sequences read it, and later samples begin from its stored logits. A prompt that
-begins like a cached one copies the common beginning. After Yu et al., 2022 ("Orca: a distributed serving system for
-transformer-based generative models").
+forwards as the single tokens of decoding sequences, so that a long prompt does not delay them. The last token of a
+prompt is not part of a chunk: it is the first single token of the sequence. Equal prompts run once and stay in a prompt
+slot while sequences read it. A prompt that begins like a cached one copies the common beginning. After Yu et al., 2022
+("Orca: a distributed serving system for transformer-based generative models").
 """
 
 import heapq
@@ -17,7 +17,7 @@ MIN_PREFIX = 16  # tokens; a shorter common beginning is not copied
 
 @dataclass(eq=False)
 class CachedPrompt:
-    """A prompt in a prompt slot: `cached` of its tokens are there, `readers` sequences use it."""
+    """A prompt without its last token, in a prompt slot: `cached` tokens are there, `readers` sequences use it."""
 
     tokens: list[int]
     slot: int
@@ -33,23 +33,24 @@ class CachedPrompt:
 class ActiveSequence:
     """A sequence with an answer slot. `request` is its index in the call, `sampled` the number of its sampled tokens.
 
-    If the host runs behind the device, `sampled` is an upper bound: the answer may have ended before.
+    `last` is the last token of its prompt. If the host runs behind the device, `sampled` is an upper bound: the answer
+    may have ended before.
     """
 
     request: int
     slot: int
     prompt: CachedPrompt
+    last: int
     sampled: int = 0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of a prompt that one forward runs: those from position `start` on; `completes` if they are the last."""
+    """Tokens of a prompt that one forward runs: those from position `start` on."""
 
     slot: int
     tokens: Sequence[int]
     start: int
-    completes: bool = False
 
     @property
     def end(self) -> int:
@@ -58,16 +59,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of one step.
+    """The work of one step, besides the single tokens of the decoding sequences.
 
     copies: (source slot, target slot, tokens) of prompt slots, to make before the forward.
-    decoding: sequences that run their last token, those of one prompt next to each other.
     chunks: tokens of prompts.
-    starting: sequences whose prompt is complete after the step; they sample their first token from its logits.
+    starting: the decoding sequences that run their first token. The last chunk of their prompt may be in the same step.
     """
 
     copies: list[tuple[int, int, int]]
-    decoding: list[ActiveSequence]
     chunks: list[Chunk]
     starting: list[ActiveSequence]
 
@@ -77,7 +76,7 @@ class Scheduler:
     """A queue of requests, `slots` answer slots and `prompt_slots` prompt slots.
 
     A forward runs at most `prefill_tokens` tokens of prompts. Call `add` at any time, `plan` once per step and `finish`
-    when answers have ended.
+    when answers have ended. `decoding` has the sequences of one prompt next to each other.
     """
 
     slots: int
@@ -89,12 +88,16 @@ class Scheduler:
         self._waiting = deque[tuple[int, list[int]]]()
         self._free = list(range(self.slots))
         self._cached: list[CachedPrompt | None] = [None] * self.prompt_slots
-        self._filling: list[CachedPrompt] = []  # prompts with tokens to run, in order of admission
-        self._admitted: list[ActiveSequence] = []  # sequences without a sampled token
+        self._admitted: list[ActiveSequence] = []  # sequences whose prompt is incomplete, in order of admission
 
     @property
     def busy(self) -> bool:
         return bool(self.decoding or self._admitted or self._waiting)
+
+    @property
+    def _filling(self) -> list[CachedPrompt]:
+        """The incomplete prompts, in order of admission."""
+        return list(dict.fromkeys(sequence.prompt for sequence in self._admitted))
 
     def add(self, request: int, prompt: Sequence[int]) -> None:
         """Append a request to the queue."""
@@ -103,19 +106,17 @@ class Scheduler:
     def plan(self) -> Plan:
         """Fill free slots and return the work of the next step, which the caller must then run."""
         copies = self._admit() if self._waiting and self._free else []
-        decoding, chunks = list(self.decoding), list[Chunk]()
-        left = self.prefill_tokens
+        chunks, left = list[Chunk](), self.prefill_tokens
         for prompt in self._filling:
             tokens = prompt.tokens[prompt.cached : prompt.cached + left]
             if tokens:
                 start, prompt.cached, left = prompt.cached, prompt.cached + len(tokens), left - len(tokens)
-                chunks.append(Chunk(prompt.slot, tokens, start, prompt.complete))
+                chunks.append(Chunk(prompt.slot, tokens, start))
         starting = [sequence for sequence in self._admitted if sequence.prompt.complete]
         if starting:
-            self._filling = [prompt for prompt in self._filling if not prompt.complete]
             self._admitted = [sequence for sequence in self._admitted if not sequence.prompt.complete]
-            self.decoding = sorted(decoding + starting, key=lambda s: (s.prompt.slot, s.slot))
-        return Plan(copies, decoding, chunks, starting)
+            self.decoding = sorted(self.decoding + starting, key=lambda s: (s.prompt.slot, s.slot))
+        return Plan(copies, chunks, starting)
 
     def finish(self, requests: set[int]) -> None:
         """Free the slots of these requests. A prompt stays cached until its slot is needed for another one."""
@@ -125,12 +126,12 @@ class Scheduler:
     def abort(self, request: int) -> None:
         """Remove a request in any state. Free its slot, and drop its prompt if the prompt is incomplete and unread."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != request)
-        self._free_slots([sequence for sequence in self._admitted if sequence.request == request])
+        dropped = [sequence for sequence in self._admitted if sequence.request == request]
+        self._free_slots(dropped)
         self._admitted = [sequence for sequence in self._admitted if sequence.request != request]
-        for prompt in self._filling:
-            if not prompt.readers:
-                self._cached[prompt.slot] = None
-        self._filling = [prompt for prompt in self._filling if prompt.readers]
+        for sequence in dropped:
+            if not sequence.prompt.readers:
+                self._cached[sequence.prompt.slot] = None
         self.finish({request})
 
     def forget_prompts(self) -> None:
@@ -147,21 +148,20 @@ class Scheduler:
         copies: list[tuple[int, int, int]] = []
         left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
         while self._waiting and self._free:
-            request, tokens = self._waiting.popleft()
+            request, (*tokens, last) = self._waiting[0]
             prompt = next((each for each in self._cached if each is not None and each.tokens == tokens), None)
             if prompt is None:
                 slot = self._free_prompt_slot()
                 if left <= 0 or slot is None:
-                    self._waiting.appendleft((request, tokens))
                     break
                 source, common = self._longest_cached_prefix(tokens)
                 prompt = self._cached[slot] = CachedPrompt(tokens, slot, common)
-                self._filling.append(prompt)
                 if common and source != slot:
                     copies.append((source, slot, common))
                 left -= len(tokens) - common
+            self._waiting.popleft()
             prompt.readers += 1
-            self._admitted.append(ActiveSequence(request, heapq.heappop(self._free), prompt))
+            self._admitted.append(ActiveSequence(request, heapq.heappop(self._free), prompt, last))
         return copies
 
     def _free_prompt_slot(self) -> int | None:
@@ -172,13 +172,10 @@ class Scheduler:
         return min(free)[1] if free else None
 
     def _longest_cached_prefix(self, tokens: list[int]) -> tuple[int, int]:
-        """Return the prompt slot with the longest common prefix, and the length of this prefix.
-
-        The prefix never includes the last token of the prompt, which must run. (0, 0) if it is below MIN_PREFIX.
-        """
+        """Return the prompt slot with the longest common prefix, and its length; (0, 0) if it is below MIN_PREFIX."""
         best, source = 0, 0
         for slot, other in enumerate(self._cached):
-            usable = min(other.cached, len(tokens) - 1) if other is not None else 0
+            usable = min(other.cached, len(tokens)) if other is not None else 0
             if other is not None and usable > best and other.tokens[best] == tokens[best]:
                 pairs = zip(tokens[:usable], other.tokens, strict=False)
                 common = next((index for index, (one, two) in enumerate(pairs) if one != two), usable)

@@ -100,7 +100,8 @@ class TransformersFallback:
         steps = self._generate([*prompts.values()], self.batching, sampling.max_new_tokens)
         logits = next(steps)
         sampler = Sampler(sampling, state, logits.shape[1])
-        sampler.start(dict(enumerate(prompts.values())))
+        for slot, prompt in enumerate(prompts.values()):
+            sampler.start(slot, prompt)
         state.step.fill_(0)
         while True:
             sampler(slots, seeds, table[:, COUNT], logits)

@@ -112,8 +112,8 @@ class SlotAttention:
     def __call__(self, query: Tensor, new_keys: Tensor, new_values: Tensor, rows: tuple[int, ...]) -> Tensor:
         """Return (1, B, H, Dv): first write the new token of each of the B rows, then attend.
 
-        query (1, H, N, D), new_keys (1, Hkv, N, D) and new_values (1, Hkv, N, Dv) begin with the B rows and may have
-        any strides. rows: the result of `addresses`. A row's new token is the last of its `lengths`. The indices are
+        query (1, H, B, D), new_keys (1, Hkv, B, D) and new_values (1, Hkv, B, Dv) may have any strides. rows: the
+        result of `addresses`. A row's new token is the last of its `lengths`. The indices are
         not checked. Raises TypeError for mixed dtypes.
         """
         call = self._call

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation import attention, decode_loop, prepacked_linears
-from engine.generation.attention import StepTokens
+from engine.generation.attention import DecodeRows, StepTokens
 from engine.generation.cuda_graph import bucket
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_step import CACHED, COUNT, ENDED, LIMIT, NOTHING, PROMPT, SEED, SlotModel
 from engine.generation.generator import Generation, Generator
 from engine.generation.kv_cache import CacheSize, KVCache
 from engine.generation.sampling import Sampling, combine_seeds, uniforms
-from engine.generation.scheduler import Chunk, Plan
+from engine.generation.scheduler import Chunk
 from tests.engine.generation.families import (
     ENDS,
     VOCABULARY,
@@ -38,6 +38,7 @@ SEEDS = [4, 9, 2, 7, 0, 11, 3, 5]
 STREAMS = list(range(len(PROMPTS)))
 GREEDY = Sampling(12, temperature=0, end_ids=ENDS)
 RANDOM = Sampling(12, temperature=0.8, end_ids=ENDS, seed=6)
+NO_ROWS = DecodeRows(*torch.zeros(10, 0, dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,10 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[StepTokens]:
     seen: list[StepTokens] = []
     call = SlotModel.__call__
 
-    def record(
-        self: SlotModel, ids: Tensor, positions: Tensor, step: StepTokens, columns: Tensor | None = None
-    ) -> Tensor:
-        assert len(ids) == step.decode_tokens + sum(len(chunk.tokens) for chunk in step.chunks)
+    def record(self: SlotModel, ids: Tensor, positions: Tensor, step: StepTokens) -> Tensor:
+        assert len(ids) == len(step.rows.slots) + sum(len(chunk.tokens) for chunk in step.chunks)
         seen.append(step)
-        return call(self, ids, positions, step, columns)
+        return call(self, ids, positions, step)
 
     monkeypatch.setattr(SlotModel, "__call__", record)
     return seen
@@ -154,9 +153,9 @@ def test_one_loop_serves_many_sampling_settings(llama: nn.Module) -> None:
 def test_each_token_is_computed_exactly_once(llama: nn.Module, steps: list[StepTokens]) -> None:
     answers = Generator(llama, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=3)
     ran = steps[2:]  # the first two steps are the loop's trial
-    tokens = [step.decode_tokens + sum(len(chunk.tokens) for chunk in step.chunks) for step in ran]
+    tokens = [len(step.rows.slots) + sum(len(chunk.tokens) for chunk in step.chunks) for step in ran]
     assert sum(tokens) == sum(len(p) + len(a.token_ids) - 1 for p, a in zip(PROMPTS, answers, strict=True))
-    busy = [step.decode_tokens + len(step.chunks) for step in ran]
+    busy = [len(step.rows.slots) for step in ran]
     assert max(busy) == 3
     last_prompt = max(index for index, step in enumerate(ran) if step.chunks)
     assert all(rows == 3 for rows in busy[: last_prompt + 1]), "a slot was idle while a prompt waited"
@@ -185,10 +184,10 @@ def test_samples_share_their_prompt(
     loop = loop_of(generator, windows=windows)
     steps.clear()
     shared = generator.generate(prompts, sampling, list(range(21)), batch_size=5, samples=7)
-    assert sum(len(c.tokens) for step in steps for c in step.chunks) == sum(len(prompt) for prompt in prompts)
+    assert sum(len(c.tokens) for step in steps for c in step.chunks) == sum(len(prompt) - 1 for prompt in prompts)
     if chunk < longest:
-        assert any(step.chunks and step.decode_tokens for step in steps), "no forward had prompt and decode tokens"
-    firsts = [step.rows.firsts.tolist() for step in steps if step.rows is not None]
+        assert any(step.chunks and len(step.rows.slots) for step in steps), "no forward had prompt and decode tokens"
+    firsts = [step.rows.firsts.tolist() for step in steps]
     assert any(len(set(each)) < len(each) for each in firsts), "no prompt was read once for several rows"
     assert loop.cache is not None and loop.cache.size == CacheSize(3, 192 if longest > 128 else 64, 5 + 1, 64)
     single = Generator(model, "cpu")
@@ -201,8 +200,8 @@ def test_a_common_prefix_is_copied(llama: nn.Module, steps: list[StepTokens]) ->
     start, *rest = ragged_prompts(20, 3, 4, 5)
     prompts = [start + end for end in rest]
     assert_greedy(llama, prompts, Generator(llama, "cpu").generate(prompts, GREEDY, [0, 1, 2], batch_size=2))
-    assert sum(len(chunk.tokens) for step in steps[2:] for chunk in step.chunks) == (20 + 5) + (20 + 4) + 3, (
-        "the third prompt starts when a slot is free and computes only its last three tokens"
+    assert sum(len(chunk.tokens) for step in steps[2:] for chunk in step.chunks) == (20 + 4) + (20 + 3) + 2, (
+        "the third prompt starts when a slot is free, and its chunk has only two tokens"
     )
 
 
@@ -347,7 +346,7 @@ def test_chunks_attend_as_the_definition(
             states.copy_(torch.randn(states.shape, generator=generator))
         module = nn.Module()
         module.layer_idx = 0
-        step = StepTokens(cache, None, chunks)
+        step = StepTokens(cache, NO_ROWS, chunks)
         how: dict[str, Any] = {"scaling": 0.4, "sliding_window": window, "softcap": softcap}
         results.append(attention.slot_attention(module, query, key, value, step=step, **how)[0][0])
         begin = 0
@@ -444,7 +443,7 @@ def test_a_sequence_that_has_ended_samples_nothing(llama: nn.Module) -> None:
     state.clear()
     state.rows[1, ENDED], state.rows[:2, LIMIT] = 0, 9
     with torch.inference_mode():
-        step.run(Plan([], [], [], []), torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]), [sampler])
+        step.run(torch.tensor([[0, 1, 2, 2], [0, 1, 2, 3]]), [], [sampler])
     tokens = state.tokens
     assert tokens[0, 0] == NOTHING and tokens[0, 1] != NOTHING and (tokens[1:] == NOTHING).all()
     assert state.rows[0, CACHED:PROMPT].tolist() == [*before[0, CACHED:LIMIT].tolist(), 9, 1]

@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.generation.scheduler import Plan, Scheduler, queue_order
 
-LONG = list(range(40))
+LONG = list(range(41))  # 40 tokens run in chunks, and the last one as the first token of its sequences
 
 
 def scheduler_of(prompts: Sequence[list[int]], **sizes: Any) -> Scheduler:
@@ -24,17 +24,14 @@ def starting(plan: Plan) -> list[tuple[int, int, int]]:
 
 
 def test_a_freed_slot_goes_to_the_next_prompt() -> None:
-    scheduler = scheduler_of([[1, 2], [3], [4, 5, 6]], slots=2, prompt_slots=2, prefill_tokens=100)
+    scheduler = scheduler_of([[1, 2, 0], [3], [4, 5, 6, 7]], slots=2, prompt_slots=2, prefill_tokens=100)
     first = scheduler.plan()
-    assert (
-        chunks(first) == [(0, 0, 3), (1, 0, 2)]
-        and [chunk.completes for chunk in first.chunks] == [True, True]
-        and not first.decoding
-    )
+    assert chunks(first) == [(0, 0, 3), (1, 0, 2)] and starting(first) == [(2, 0, 0), (0, 1, 1)]
+    assert [sequence.last for sequence in first.starting] == [7, 0]
     scheduler.finish({2})
     second = scheduler.plan()
-    assert chunks(second) == [(0, 0, 1)] and starting(second) == [(1, 0, 0)]
-    assert [sequence.request for sequence in second.decoding] == [0]
+    assert not second.chunks and starting(second) == [(1, 0, 0)]
+    assert [sequence.request for sequence in scheduler.decoding] == [1, 0]
 
 
 def test_late_samples_do_not_compute_their_prompt_again() -> None:
@@ -46,7 +43,7 @@ def test_late_samples_do_not_compute_their_prompt_again() -> None:
     assert not second.chunks and starting(second) == [(3, 1, 0)]
     scheduler.finish({0})
     third = scheduler.plan()
-    assert chunks(third) == [(1, 0, 1)] and starting(third) == [(2, 0, 1)]
+    assert not third.chunks and starting(third) == [(2, 0, 1)]
     scheduler.finish({2, 3})
     assert not scheduler.busy
 
@@ -67,14 +64,14 @@ def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
 def test_samples_wait_while_their_prompt_runs_in_chunks() -> None:
     scheduler = scheduler_of([LONG, LONG], slots=2, prompt_slots=1, prefill_tokens=20)
     plan = scheduler.plan()
-    assert chunks(plan) == [(0, 0, 20)] and [chunk.completes for chunk in plan.chunks] == [False] and not plan.starting
+    assert chunks(plan) == [(0, 0, 20)] and not plan.starting
     plan = scheduler.plan()
-    assert chunks(plan) == [(0, 20, 40)] and [chunk.completes for chunk in plan.chunks] == [True]
+    assert chunks(plan) == [(0, 20, 40)]
     assert starting(plan) == [(0, 0, 0), (1, 1, 0)]
 
 
 def test_a_common_prefix_is_copied_between_prompts() -> None:
-    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78]], slots=2, prompt_slots=2, prefill_tokens=40)
+    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78, 79]], slots=2, prompt_slots=2, prefill_tokens=40)
     plan = scheduler.plan()
     assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
     plan = scheduler.plan()
@@ -82,14 +79,20 @@ def test_a_common_prefix_is_copied_between_prompts() -> None:
 
 
 def test_a_common_prefix_in_the_same_slot_is_not_copied() -> None:
-    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78]], slots=1, prompt_slots=1, prefill_tokens=100)
+    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78, 79]], slots=1, prompt_slots=1, prefill_tokens=100)
     scheduler.plan()
     scheduler.finish({0})
     plan = scheduler.plan()
     assert plan.copies == [] and chunks(plan) == [(0, 30, 32)]
 
 
+def test_prompts_that_differ_in_their_last_token_run_once() -> None:
+    scheduler = scheduler_of([LONG, [*LONG[:-1], 99], LONG[:-1]], slots=3, prompt_slots=2, prefill_tokens=100)
+    assert chunks(scheduler.plan()) == [(0, 0, 40), (1, 0, 39)]
+    assert [(sequence.last, sequence.prompt.slot) for sequence in scheduler.decoding] == [(40, 0), (99, 0), (39, 1)]
+
+
 def test_sequences_of_one_prompt_are_adjacent() -> None:
     scheduler = scheduler_of([LONG, [9], LONG], slots=3, prompt_slots=2, prefill_tokens=100)
     scheduler.plan()
-    assert [sequence.request for sequence in scheduler.plan().decoding] == [0, 2, 1]
+    assert [sequence.request for sequence in scheduler.decoding] == [0, 2, 1]
