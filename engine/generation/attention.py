@@ -28,7 +28,7 @@ from engine.host_memory import upload
 from engine.internals import attention_name
 from engine.kernels import decode_attention
 from engine.kernels.decode_attention import Prompts
-from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
+from engine.kernels.varlen import varlen_fits, within_sequences
 from engine.kernels_cpu import attention as in_c
 from engine.kernels_cpu.attention import Families, ragged_attention
 
@@ -141,35 +141,24 @@ class LayerAttention:
             out = ragged_attention(query.transpose(0, 1), *layer.prompt_rows, families, scale=scale, window=window)
             if out is not None:
                 return out
-        kernel = varlen_kernel() if self.softcap is None and query.is_cuda and varlen_fits(query, value) else None
-        if kernel is not None:
+        if self.softcap is None and varlen_fits(query, value):
             if any(chunk.start for chunk in step.chunks):
                 key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))
-            return within_sequences(kernel, query, key, value, *step.chunk_bounds, scale=scale, window=window)
-        outputs, begin = list[Tensor](), 0
-        for chunk in step.chunks:
-            outputs += self._by_operators(query[begin : begin + len(chunk.tokens)].transpose(0, 1), chunk)
-            begin += len(chunk.tokens)
-        return torch.cat(outputs)
+            return within_sequences(query, key, value, *step.chunk_bounds, scale=scale, window=window)
+        return torch.cat([*self._by_operators(query, step.chunks)])
 
-    def _by_operators(self, query: Tensor, chunk: Chunk) -> Iterator[Tensor]:
-        """Yield the outputs of one chunk, (up to MASKED_QUERIES, H, Dv), in order, by PyTorch's operators.
-
-        query: (H, n, D).
-        """
-        window = self.window
-        for begin in range(0, len(chunk.tokens), MASKED_QUERIES):
-            queries = query[None, :, begin : begin + MASKED_QUERIES]
-            start, end = chunk.start + begin, chunk.start + begin + queries.shape[2]
-            first = 0 if window is None else max(0, start + 1 - window)
-            keys, values = (
-                t[chunk.slot, None, :, first:end] for t in (self.layer.prompt_keys, self.layer.prompt_values)
-            )
-            positions = torch.arange(first, end, device=query.device)
-            distances = torch.arange(start, end, device=query.device)[:, None] - positions
-            mask = (distances >= 0) if window is None else (distances >= 0) & (distances < window)
-            out = attend(queries, keys, values, mask, scaling=self.scale, softcap=self.softcap)
-            yield out[0].transpose(0, 1)
+    def _by_operators(self, query: Tensor, chunks: Sequence[Chunk]) -> Iterator[Tensor]:
+        """Yield the outputs of up to MASKED_QUERIES tokens of a chunk, (tokens, H, Dv), by PyTorch's operators."""
+        cached, window, begin = (self.layer.prompt_keys, self.layer.prompt_values), self.window, 0
+        for chunk in chunks:
+            for start in range(chunk.start, chunk.end, MASKED_QUERIES):
+                end = min(start + MASKED_QUERIES, chunk.end)
+                first = 0 if window is None else max(0, start + 1 - window)
+                keys, values = (states[chunk.slot, None, :, first:end] for states in cached)
+                queries = query[None, begin : begin + end - start].transpose(1, 2)
+                out = attend(queries, keys, values, scaling=self.scale, window=window, softcap=self.softcap)
+                yield out[0].transpose(0, 1)
+                begin += end - start
 
 
 def slot_attention(
@@ -224,27 +213,36 @@ def _gather(cached: Tensor, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Return the attention of L queries to T keys, (B, H, L, Dv).
+    """Return the causal attention of the last L of T tokens, (B, H, L, Dv).
 
-    query: (B, H, L, D). key: (B, Hkv, T, D). value: (B, Hkv, T, Dv). mask: True for the keys that a query attends to;
-    it broadcasts to (B, H, L, T). Without a mask attention is causal, and L must be 1 or T.
+    query: (B, H, L, D). key: (B, Hkv, T, D). value: (B, Hkv, T, Dv). window: the most tokens that a query attends to,
+    itself included. With a soft cap there is no dropout.
     """
-    groups = query.shape[1] // key.shape[1]
+    length, tokens, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    causal = mask is None and query.shape[2] > 1
-    if softcap is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+    mask, window = None, tokens if window is None else window
+    if length < tokens or window < tokens or softcap is not None:
+        positions = torch.arange(tokens, device=query.device)
+        distances = positions[tokens - length :, None] - positions
+        mask = (distances >= 0) & (distances < window)
+    if mask is None or softcap is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+        )
     # PyTorch's fused functions do not bound scores to +-softcap (Gemma 2, 2024). As in those, scores are fp32.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.tanh((scale / softcap * query.float()) @ key.float().transpose(-1, -2)) * softcap
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1).to(value.dtype) @ value
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(value.dtype) @ value
 
 
 class AttentionByName:

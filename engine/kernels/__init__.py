@@ -8,7 +8,7 @@ arguments and return the same results up to rounding. Triton is imported with th
 from engine.kernels.decode_attention import Prompts, decode_attention
 from engine.kernels.sample import sample
 from engine.kernels.token_logprobs import VocabularyShard, token_logprobs
-from engine.kernels.varlen import varlen_fits, varlen_kernel, within_sequences
+from engine.kernels.varlen import varlen_fits, within_sequences
 from engine.kernels_cpu.attention import Families, ragged_attention
 from engine.kernels_cpu.library import load_libraries
 
@@ -22,6 +22,5 @@ __all__ = [
     "sample",
     "token_logprobs",
     "varlen_fits",
-    "varlen_kernel",
     "within_sequences",
 ]

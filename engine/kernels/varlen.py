@@ -17,7 +17,7 @@ LARGEST_HEAD = 256
 
 
 @cache
-def varlen_kernel() -> Callable[..., Tensor]:
+def _varlen_attention() -> Callable[..., Tensor]:
     """Return PyTorch's variable-length attention. Query heads may share a key head without copying it.
 
     PyTorch 2.13 has an argument for this case, 2.11 has none.
@@ -29,14 +29,13 @@ def varlen_kernel() -> Callable[..., Tensor]:
 
 
 def varlen_fits(query: Tensor, value: Tensor) -> bool:
-    """Return whether the kernel supports these heads, (..., size) on a GPU."""
-    if query.dtype not in DTYPES or torch.cuda.get_device_capability(query.device) < CAPABILITY:
+    """Return whether `within_sequences` supports these heads, (..., size)."""
+    if not query.is_cuda or query.dtype not in DTYPES or torch.cuda.get_device_capability(query.device) < CAPABILITY:
         return False
     return query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
 
 
 def within_sequences(
-    kernel: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,4 +52,5 @@ def within_sequences(
     longest: the most queries and the most keys of a sequence. window: the most tokens that a query attends to.
     """
     rows = (t.contiguous() for t in (query, key, value))
-    return kernel(*rows, *starts, *longest, scale=scale, window_size=(-1 if window is None else window - 1, 0))
+    window_size = (-1 if window is None else window - 1, 0)
+    return _varlen_attention()(*rows, *starts, *longest, scale=scale, window_size=window_size)

@@ -11,13 +11,11 @@ On CUDA one call of a variable-length kernel computes all documents. On CPUs one
 """
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention, distributed, kernels
@@ -94,26 +92,10 @@ class _Options:
 
         query: (B, heads, Q, size). key and value: (B, key heads, K, size)
         """
-        mask = self.mask(query.shape[2], key.shape[2], query.device)
-        if self.softcap is not None:
-            return attention.attend(query, key, value, mask, scaling=self.scaling, softcap=self.softcap)
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=self.dropout, is_causal=mask is None, scale=self.scaling
-        )
-
-    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return the mask (Q, K), True where a query attends to a key; None for plain causal attention."""
-        window = keys if self.window is None else self.window
-        is_windowed = keys > window
-        if queries == keys and not is_windowed:
-            return None
-        positions = torch.arange(keys, device=device)
-        distance: Tensor = positions[keys - queries :, None] - positions
-        visible = distance >= 0
-        return visible & (distance < window) if is_windowed else visible
+        return attention.attend(
+            query, key, value,
+            scaling=self.scaling, window=self.window, softcap=self.softcap, dropout=self.dropout,
+        )  # fmt: skip
 
     def fits_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Return whether the variable-length kernel supports these options."""
@@ -125,9 +107,8 @@ def _attend_documents(documents: Documents, query: Tensor, key: Tensor, value: T
 
     Shapes: query (1, heads, N, size) -> (1, N, heads, size).
     """
-    kernel = kernels.varlen_kernel() if query.is_cuda and options.fits_kernel(query, value) else None
-    if kernel is not None:
-        return _by_kernel(kernel, query[0], key[0], value[0], documents.ragged(query.device), options)[None]
+    if options.fits_kernel(query, value):
+        return _by_kernel(query[0], key[0], value[0], documents.ragged(query.device), options)[None]
     return _by_lengths(query, key, value, documents, options)
 
 
@@ -166,9 +147,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Documents,
     return torch.cat(out, dim=1)
 
 
-def _by_kernel(
-    kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, options: _Options
-) -> Tensor:
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, options: _Options) -> Tensor:
     """Compute attention of all documents with one call of the variable-length kernel.
 
     Shapes: query (heads, N, size) -> (N, heads, size). Attention is causal: the last query and the last key of a
@@ -178,7 +157,7 @@ def _by_kernel(
     if ragged.keys is not None:
         k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
     starts, longest = (ragged.query_starts, ragged.key_starts), (ragged.longest_query, ragged.longest_key)
-    return kernels.within_sequences(kernel, q, k, v, starts, longest, scale=options.scaling, window=options.window)
+    return kernels.within_sequences(q, k, v, starts, longest, scale=options.scaling, window=options.window)
 
 
 AttentionInterface.register(NAME, document_attention)

@@ -149,7 +149,7 @@ def test_prompt_chunks_in_one_kernel_call_equal_one_call_each(
         cache = KVCache(CacheSize(4, 8, 2, 8), query.device)
         cache.layer(0, *heads[1:]).prompt_keys.fill_(0.5)
         if one_by_one:
-            monkeypatch.setattr(attention, "varlen_kernel", lambda: None)
+            monkeypatch.setattr(attention, "varlen_fits", lambda *_: False)
         step = StepTokens(cache, DecodeRows(*torch.zeros(10, 0, dtype=torch.int64, device="cuda")), chunks)
         out, _ = attention.slot_attention(module, *heads, step=step, sliding_window=window)  # type: ignore[arg-type]
         results.append(out)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig
 from engine.config import LossScale
 from engine.engine import Engine
-from engine.kernels.varlen import varlen_kernel
 from pipeline.data.batch import Documents, true_indices
 from pipeline.models import attention
 from pipeline.models.checks import verify
@@ -28,9 +27,9 @@ def test_the_kernel_equals_the_operators(window: int | None, dtype: torch.dtype)
         pytest.skip("the kernel of a GPU")
     documents = Documents((30, 20, 45, 1), (None, 0, None, None))
     inputs = [torch.randn(1, heads, 96, 64, device=DEVICE, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
-    how, kernel = attention._Options(0.125, window, None, 0.0), varlen_kernel()
-    assert kernel is not None and how.fits_kernel(inputs[0], inputs[2])
-    actual = attention._by_kernel(kernel, *(t[0] for t in inputs), documents.ragged(DEVICE), how)
+    how = attention._Options(0.125, window, None, 0.0)
+    assert how.fits_kernel(inputs[0], inputs[2])
+    actual = attention._by_kernel(*(t[0] for t in inputs), documents.ragged(DEVICE), how)
     expected = attention._one_by_one(*inputs, documents, how)[0]
     torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
     upstream = torch.randn_like(actual)
