@@ -1,9 +1,8 @@
 """Sampling: one token per row from logits, with its log-probability.
 
-A token is the inverse of the cumulative distribution at one uniform number per row. With top-k or top-p the
-distribution is in descending order of probability (ties in the order of the vocabulary), otherwise in the order of the
-vocabulary. Filters apply in the order temperature, top-k, top-p (Holtzman et al., 2020, arXiv:1904.09751), min-p
-(Nguyen et al., 2024, arXiv:2407.01082); probabilities are normalised again after top-k.
+A token is the inverse of the cumulative distribution, in the order of the vocabulary, at one uniform number per row.
+Filters apply in the order temperature, top-k, top-p (Holtzman et al., 2020, arXiv:1904.09751), min-p (Nguyen et al.,
+2024, arXiv:2407.01082); probabilities are normalised again after top-k.
 
 `sample` selects the implementation: Triton on GPUs, otherwise `reference`. The implementations sum in different orders.
 A token may therefore differ if its uniform number is within about 1e-6 of the border of two tokens.
@@ -56,47 +55,42 @@ def reference(
     logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `sample` with torch operators. `torch.topk` decides which of several equal logits pass top-k."""
-    if temperature > 0 and top_k == 0 and top_p == 1:
-        return _invert(_without_unlikely(_weights(logits, temperature), min_p), uniforms)
-    logits = logits.float()
     if temperature == 0:
+        logits = logits.float()
         highest, tokens = logits.max(-1)
         return tokens, highest - logits.logsumexp(-1)
-    if temperature != 1:
-        logits = logits / temperature
     if not 0 < top_k < logits.shape[-1]:
-        return _sample_ranked(logits, uniforms, logits.logsumexp(-1, keepdim=True), top_p, min_p, LIKELY)
-    ranked, tokens = torch.topk(logits, top_k, dim=-1)
-    columns, logprobs = _sample_ranked(ranked, uniforms, ranked.logsumexp(-1, keepdim=True), top_p, min_p, top_k)
+        return _sample(_weights(logits, temperature), uniforms, top_p, min_p, LIKELY)
+    tokens = logits.topk(top_k, sorted=False).indices.sort(-1).values
+    weights = _weights(logits.gather(-1, tokens), temperature)
+    columns, logprobs = _sample(weights, uniforms, top_p, min_p, top_k)
     return tokens.gather(-1, columns[:, None])[:, 0], logprobs
 
 
-def _sample_ranked(
-    logits: Tensor, uniforms: Tensor, total: Tensor, top_p: float, min_p: float, count: int
-) -> tuple[Tensor, Tensor]:
-    """Sample one column (B,) of logits (B, V), and its log-probability (B,); `total` (B, 1) is their log-sum-exp.
+def _sample(weights: Tensor, uniforms: Tensor, top_p: float, min_p: float, count: int) -> tuple[Tensor, Tensor]:
+    """Sample one column (B,) of weights (B, V), and its log-probability (B,).
 
-    The search of the `count` likeliest columns is several times as fast as a sort. A row whose top-p needs more columns
-    is sampled again with more of them.
+    Top-p searches the `count` likeliest columns, which is several times as fast as a sort. A row whose top-p needs more
+    columns is sampled again with more of them.
     """
-    if count < logits.shape[-1]:
-        tokens = torch.topk(logits, count, dim=-1, sorted=False).indices.sort(-1).values
-        ranked, order = torch.sort(logits.gather(-1, tokens), dim=-1, descending=True, stable=True)
-        tokens = tokens.gather(-1, order)
-    else:
-        ranked, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
-    probabilities = (ranked - total).exp_()
-    before = probabilities.cumsum(-1) - probabilities  # mass of all more probable tokens
-    allowed = _without_unlikely(probabilities.masked_fill(before >= top_p, 0) if top_p < 1 else probabilities, min_p)
-    columns, logprobs = _invert(allowed, uniforms)
-    tokens = tokens.gather(-1, columns[:, None])[:, 0]
-    if count < logits.shape[-1]:
-        above_last = probabilities.masked_fill(ranked == ranked[:, -1:], 0).sum(-1)  # other columns may equal the last
-        rows = (~(above_last >= top_p)).nonzero()[:, 0]
-        if len(rows):
-            others = _sample_ranked(logits[rows], uniforms[rows], total[rows], top_p, min_p, 16 * count)
-            tokens[rows], logprobs[rows] = others
-    return tokens, logprobs
+    if top_p == 1:
+        return _invert(_without_unlikely(weights, min_p), uniforms)
+    total, likely, tokens = top_p * weights.sum(-1, keepdim=True), weights, None
+    if count < weights.shape[-1]:
+        tokens = weights.topk(count, sorted=False).indices.sort(-1).values
+        likely = weights.gather(-1, tokens)
+    ranked, order = torch.sort(likely, dim=-1, descending=True, stable=True)
+    before = ranked.cumsum(-1) - ranked  # weight of all more probable columns
+    allowed = torch.zeros_like(likely).scatter_(-1, order, ranked.masked_fill(before >= total, 0))
+    columns, logprobs = _invert(_without_unlikely(allowed, min_p), uniforms)
+    if tokens is None:
+        return columns, logprobs
+    columns = tokens.gather(-1, columns[:, None])[:, 0]
+    above_last = ranked.masked_fill(ranked == ranked[:, -1:], 0).sum(-1)  # other columns may equal the last
+    rows = (~(above_last >= total[:, 0])).nonzero()[:, 0]
+    if len(rows):
+        columns[rows], logprobs[rows] = _sample(weights[rows], uniforms[rows], top_p, min_p, 16 * count)
+    return columns, logprobs
 
 
 def _without_unlikely(probabilities: Tensor, min_p: float) -> Tensor:

@@ -1,9 +1,9 @@
 """`engine.kernels.sample` in Triton: one program per row, which searches thresholds instead of sorting.
 
-Temperature, top-k, top-p, min-p and the inverse of the cumulative distribution all need one function: the largest logit
-v for which the tokens with logits >= v reach a target, by number (top-k) or by weight (top-p, the sampled token).
-`_search` finds v by bisection. Each pass over the row evaluates one threshold and narrows the interval to logits that
-occur in the row, so a search ends after about log2(V) passes. Equal logits are taken in the order of the vocabulary.
+Top-k and top-p both need one function: the largest logit v for which the tokens with logits >= v reach a target, by
+number (top-k) or by weight (top-p). `_search` finds v by bisection. Each pass over the row evaluates one threshold and
+narrows the interval to logits that occur in the row, so a search ends after about log2(V) passes. Equal logits are
+taken in the order of the vocabulary.
 
 A program reads its row from memory once; the row stays in the L2 cache for the passes that follow. Without top-k and
 top-p three passes suffice: the maximum, the sum of weights, and the cumulative sum.
@@ -45,7 +45,6 @@ def sample(
         top_p,
         log(min_p) if min_p > 0 else 0.0,
         GREEDY=greedy,
-        RANKED=not greedy and (top_k > 0 or top_p < 1),
         HAS_TOP_K=not greedy and 0 < top_k < vocabulary,
         HAS_TOP_P=not greedy and top_p < 1,
         HAS_MIN_P=not greedy and min_p > 0,
@@ -97,9 +96,8 @@ def _from(logits, vocabulary, inverse_temperature, top, threshold, low, high, TI
 
 
 @triton.jit
-def _search(logits, vocabulary, inverse_temperature, top, low, target, BY_COUNT: tl.constexpr, STRICT: tl.constexpr,
-            TILE: tl.constexpr):  # fmt: skip
-    """Find the largest logit v in [low, top] for which the tokens with z >= v reach (STRICT: exceed) the target.
+def _search(logits, vocabulary, inverse_temperature, top, low, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
+    """Find the largest logit v in [low, top] for which the tokens with z >= v reach the target.
 
     Returns v, and weight and number of the tokens with z > v; v = low if no logit reaches the target.
     """
@@ -112,12 +110,7 @@ def _search(logits, vocabulary, inverse_temperature, top, low, target, BY_COUNT:
         weight_here, count_here, smallest, largest = _from(
             logits, vocabulary, inverse_temperature, top, middle, low, high, TILE
         )
-        if BY_COUNT:
-            reaches = count_here >= target
-        elif STRICT:
-            reaches = weight_here > target
-        else:
-            reaches = weight_here >= target
+        reaches = (count_here if BY_COUNT else weight_here) >= target
         low = tl.where(reaches, smallest, low)
         high = tl.where(reaches, high, largest)
         weight = tl.where(reaches, weight, weight_here)
@@ -126,37 +119,28 @@ def _search(logits, vocabulary, inverse_temperature, top, low, target, BY_COUNT:
 
 
 @triton.jit
-def _nth(logits, vocabulary, inverse_temperature, value, n, TILE: tl.constexpr):
-    """The n-th token (from 0) whose logit is `value`; the last one if there are fewer."""
-    token = 0
-    passed = 0
-    for step in range(tl.cdiv(vocabulary, TILE)):
-        z, columns = _tile(logits, step * TILE, vocabulary, inverse_temperature, TILE)
-        same = ((z == value) & (columns < vocabulary)).to(tl.int32)
-        rank = passed + tl.cumsum(same, 0) - 1
-        token = tl.maximum(token, tl.max(tl.where((same > 0) & (rank <= n), columns, 0), 0))
-        passed += tl.sum(same, 0)
-    return token
+def _invert(logits, vocabulary, inverse_temperature, top, low, ties, target, TILE: tl.constexpr):
+    """The first token at which the cumulative weight of the tokens that remain exceeds the target.
 
-
-@triton.jit
-def _in_vocabulary_order(logits, vocabulary, inverse_temperature, top, low, target, TILE: tl.constexpr):
-    """The first token at which the cumulative weight of the tokens with z >= low exceeds the target.
-
-    If rounding leaves the sum of all weights below the target, the last token that has a weight is returned.
+    Tokens with z > low remain, and the first `ties` tokens with z = low. If rounding leaves the sum of all weights
+    below the target, the last token that has a weight is returned.
     """
     token = 0
     found = 0
     passed = 0.0 * target
+    equal = 0
     for step in range(tl.cdiv(vocabulary, TILE)):
         z, columns = _tile(logits, step * TILE, vocabulary, inverse_temperature, TILE)
-        e = tl.where(z >= low, tl.exp(z - top), 0.0)
+        same = (z == low).to(tl.int32)
+        remain = (z > low) | ((same > 0) & (equal + tl.cumsum(same, 0) <= ties))
+        e = tl.where(remain, tl.exp(z - top), 0.0)
         above = (passed + tl.cumsum(e, 0) > target) & (e > 0)
         here = tl.min(tl.where(above, columns, vocabulary), 0)
         last = tl.max(tl.where(e > 0, columns, token), 0)
         token = tl.where(found > 0, token, tl.where(here < vocabulary, here, last))
         found = tl.maximum(found, (here < vocabulary).to(tl.int32))
         passed += tl.sum(e, 0)
+        equal += tl.sum(same, 0)
     return token
 
 
@@ -173,7 +157,6 @@ def row_kernel(
     top_p,
     log_min_p,
     GREEDY: tl.constexpr,
-    RANKED: tl.constexpr,
     HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
@@ -182,46 +165,39 @@ def row_kernel(
     """Sample the token of one row.
 
     The tokens that remain have z >= `low`; of those with z = `low` only the first `ties` remain. Their weight is
-    `total`. RANKED: tokens are ordered by probability.
+    `total`.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     top, nans = _largest(logits, vocabulary, inverse_temperature, TILE)
     low = top - DEPTH
-    if HAS_MIN_P and not RANKED:
+    if HAS_MIN_P and not (HAS_TOP_K or HAS_TOP_P):
         low = tl.maximum(low, top + log_min_p)
     total, number, low, _below = _from(logits, vocabulary, inverse_temperature, top, low, low, top, TILE)
     ties = number
     if HAS_TOP_K:  # noqa: SIM102  a constant; the other condition is evaluated on the device
         if number > top_k:
-            low, weight, count = _search(logits, vocabulary, inverse_temperature, top, low, top_k, True, False, TILE)
+            low, weight, count = _search(logits, vocabulary, inverse_temperature, top, low, top_k, True, TILE)
             ties = top_k - count
             total = weight + ties.to(tl.float32) * tl.exp(low - top)
     if HAS_TOP_P:
         target = top_p * total
-        edge, weight, _ = _search(logits, vocabulary, inverse_temperature, top, low, target, False, False, TILE)
+        edge, weight, _ = _search(logits, vocabulary, inverse_temperature, top, low, target, False, TILE)
         one = tl.exp(edge - top)
         most = tl.where(edge == low, ties, number).to(tl.float32)
         ties = tl.minimum(tl.maximum(tl.ceil((target - weight) / one), 1.0), most).to(tl.int32)
         low = edge
         total = weight + ties.to(tl.float32) * one
-    if HAS_MIN_P and RANKED:  # noqa: SIM102
+    if HAS_MIN_P and (HAS_TOP_K or HAS_TOP_P):  # noqa: SIM102
         if top + log_min_p > low:
             total, ties, low, _below = _from(
                 logits, vocabulary, inverse_temperature, top, top + log_min_p, low, top, TILE
             )
     target = tl.load(uniforms + row) * total
-    value = top
-    if GREEDY:
-        token = _nth(logits, vocabulary, inverse_temperature, top, 0, TILE)
-    elif RANKED:
-        value, weight, _ = _search(logits, vocabulary, inverse_temperature, top, low, target, False, True, TILE)
-        last = tl.where(value == low, ties, number) - 1
-        n = tl.floor((target - weight) / tl.exp(value - top))
-        n = tl.minimum(tl.maximum(n, 0.0), last.to(tl.float32)).to(tl.int32)
-        token = _nth(logits, vocabulary, inverse_temperature, value, n, TILE)
-    else:
-        token = _in_vocabulary_order(logits, vocabulary, inverse_temperature, top, low, target, TILE)
-        value = tl.load(logits + token).to(tl.float32) * inverse_temperature
+    if GREEDY:  # the first of the most probable tokens
+        low = top
+        target = 0.0 * total
+    token = _invert(logits, vocabulary, inverse_temperature, top, low, ties, target, TILE)
+    value = tl.load(logits + token).to(tl.float32) * inverse_temperature
     tl.store(tokens + row, token)
     tl.store(logprobs + row, tl.where(nans > 0, float("nan"), value - top - tl.log(total)))

@@ -246,7 +246,7 @@ def sample_by_definition(
 ) -> tuple[list[int], list[float]]:
     """Sample each token after the tokens of `answer`, in float64: repetition penalty, minimal length, filtered softmax.
 
-    The cumulative distribution, most probable tokens first, is inverted at the uniform number of the sample seed.
+    The cumulative distribution is inverted at the uniform number of the sample seed.
     """
     ids, logprobs = list(prompt), []
     for position, logits in enumerate(plain_logits(model, prompt, answer)[: how.max_new_tokens]):
@@ -258,9 +258,8 @@ def sample_by_definition(
             token, logprob = int(logits.argmax()), float(logits.log_softmax(-1).max())
         else:
             probabilities = filtered(logits, how.temperature, how.top_k, how.top_p, how.min_p)
-            order = probabilities.argsort(descending=True)
             number = uniforms(torch.tensor([combine_seeds(how.seed, sample_seed)]), position).double()
-            token = int(order[(probabilities[order].cumsum(0) <= number).sum()])
+            token = int((probabilities.cumsum(0) <= number).sum())
             logprob = float(probabilities[token].log())
         ids.append(token)
         logprobs.append(logprob)

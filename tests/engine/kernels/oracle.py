@@ -123,17 +123,14 @@ def probability_and_border(
     tokens: Tensor, logits: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Tensor, Tensor]:
     """Return the filtered probability of each token and the sum of the probabilities before it: (B,) each, float64."""
-    p = (logits.double() / temperature).softmax(-1)
-    order = torch.arange(p.shape[-1], device=p.device).expand_as(p)
-    if top_k or top_p < 1:
-        order = logits.argsort(dim=-1, descending=True, stable=True)
-        p = p.gather(-1, order)
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    p = (logits.double() / temperature).softmax(-1).gather(-1, order)
     if top_k:
         p[:, top_k:] = 0
         p /= p.sum(-1, keepdim=True)
     p[p.cumsum(-1) - p >= (top_p if top_p < 1 else 2)] = 0
     p[p < min_p * p.amax(-1, keepdim=True)] = 0
     p /= p.sum(-1, keepdim=True)
-    rank = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
-    probability = p.gather(-1, rank)[:, 0]
-    return probability, p.cumsum(-1).gather(-1, rank)[:, 0] - probability
+    p = torch.zeros_like(p).scatter_(-1, order, p)  # in the order of the vocabulary
+    probability = p.gather(-1, tokens[:, None])[:, 0]
+    return probability, p.cumsum(-1).gather(-1, tokens[:, None])[:, 0] - probability

@@ -44,7 +44,7 @@ def test_ties_at_the_limit_of_top_k_are_cut(monkeypatch: pytest.MonkeyPatch) -> 
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0, 0.0, -9.0]], device=DEVICE).repeat(4, 1)
     uniforms = torch.tensor([0.0, 0.5, 0.7, 0.9], device=DEVICE)
     tokens, logprobs = kernel.sample(logits, uniforms, **{**PLAIN, "top_k": 4})
-    assert tokens.tolist() == [1, 0, 2, 3]
+    assert tokens.tolist() == [0, 1, 2, 3]
     total = torch.tensor(1.0).exp() + 3
     torch.testing.assert_close(logprobs.cpu(), logits[0, tokens].cpu() - total.log(), atol=ROUNDING, rtol=0)
 

@@ -203,11 +203,11 @@ def _sample() -> Iterator[Variant]:
         **_pointers("fp32", "logits", "uniforms", "logprobs"), "tokens": "*i64",
         **dict.fromkeys(("inverse_temperature", "top_p", "log_min_p"), "fp32"),
     }  # fmt: skip
-    kinds = dict.fromkeys(("GREEDY", "RANKED", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"), False)
+    kinds = dict.fromkeys(("GREEDY", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"), False)
     for label, used in (
         ("greedy", ["GREEDY"]),
         ("min-p", ["HAS_MIN_P"]),
-        ("all filters", ["RANKED", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"]),
+        ("all filters", ["HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"]),
     ):
         constants = {**kinds, **dict.fromkeys(used, True), "TILE": sample.TILE, "num_warps": 16}
         yield _variant(f"sample, {label}", sample.row_kernel, types, constants)
