@@ -1,7 +1,7 @@
 """Matrix products with fp32 sums, and linear layers in fp32, by the fastest implementation of this machine.
 
-bf16 and fp16 (`Products`). A plain product of bf16 matrices rounds its result to bf16, which changes log-probabilities
-by percents. `Products` returns fp32:
+bf16 and fp16 (`products_of`). A plain product of bf16 matrices rounds its result to bf16, which changes
+log-probabilities by percents. These products return fp32:
 
 - CUDA products have fp32 accumulators and an fp32 output.
 - On CPUs that multiply bf16 and are not Intel's, a C kernel computes them (`engine/kernels_cpu/products.c`). Intel's
@@ -16,10 +16,9 @@ products. It adds the same terms in another order.
 """
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,36 +31,28 @@ from engine.kernels_cpu.library import is_intel
 MIN_OPERATIONS = 2**22  # MKL computes fp32 products with fewer operations than this
 
 
-class Products:
-    """Products of hidden states and the rows of a weight with results in fp32, whatever the precision of both."""
+class Products(NamedTuple):
+    """Products of hidden states and the rows of a weight.
 
-    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
-        is_narrow = hidden.dtype == weight.dtype != torch.float32
-        self._cuda_dtype = hidden.dtype if is_narrow and hidden.is_cuda else None
-        self._is_cpu_bf16 = is_narrow and weight.dtype == torch.bfloat16 and hidden.device.type == "cpu"
-        self._uses_c = (
-            self._is_cpu_bf16 and hidden.shape[1] % 2 == 0 and not is_intel() and in_c.supports(torch.bfloat16)
-        )
+    dtype: of products whose results may be rounded. operand_dtype: of the arguments of `multiply`, which returns a @ b
+    in fp32.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of products whose results may be rounded."""
-        return torch.bfloat16 if self._is_cpu_bf16 else self._cuda_dtype or torch.float32
+    dtype: torch.dtype
+    operand_dtype: torch.dtype
+    multiply: Callable[[Tensor, Tensor], Tensor]
 
-    def operand(self, matrix: Tensor) -> Tensor:
-        """Convert a matrix for `__call__`. Several products can use one converted matrix."""
-        return matrix if self._cuda_dtype is not None or self._uses_c else matrix.float()
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a @ b in fp32, where a and b are results of `operand`."""
-        if self._cuda_dtype is not None:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        if self._uses_c:
-            return in_c.product(a, b)
-        if not self._is_cpu_bf16:
-            return product_of(a, b)
-        with _bf16_products():
-            return torch.mm(a, b)
+def products_of(hidden: Tensor, weight: Tensor) -> Products:
+    """Return the products for hidden states (N, D) and a weight (V, D), whatever the precision of both."""
+    is_narrow = hidden.dtype == weight.dtype != torch.float32
+    if is_narrow and hidden.is_cuda:
+        return Products(hidden.dtype, hidden.dtype, partial(torch.mm, out_dtype=torch.float32))
+    if not is_narrow or hidden.dtype != torch.bfloat16 or hidden.device.type != "cpu":
+        return Products(torch.float32, torch.float32, product_of)
+    if hidden.shape[1] % 2 == 0 and not is_intel() and in_c.supports(torch.bfloat16):
+        return Products(torch.bfloat16, torch.bfloat16, in_c.product)
+    return Products(torch.bfloat16, torch.float32, _rounding_product)
 
 
 def product_of(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -69,9 +60,8 @@ def product_of(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return in_c.product(a, b, out=out) if uses_c(a, b) else torch.mm(a, b, out=out)
 
 
-@contextmanager
-def _bf16_products() -> Iterator[None]:
-    """Make oneDNN round the inputs of fp32 products to bf16 inside the context.
+def _rounding_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b of fp32 matrices, which oneDNN rounds to bf16.
 
     This changes a setting of the process and restores it at the end.
     """
@@ -79,7 +69,7 @@ def _bf16_products() -> Iterator[None]:
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:
-        yield
+        return torch.mm(a, b)
     finally:
         setting.fp32_precision = before
 

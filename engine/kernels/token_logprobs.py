@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.kernels.products import Products, product_of
+from engine.kernels.products import product_of, products_of
 from engine.kernels_triton.device import ALIGNMENT, has_triton
 
 # Logits per block. On CPUs 8 MB of logits stay in the caches from the product to the sums; smaller blocks gain nothing.
@@ -163,11 +163,11 @@ def statistics(
     reduce, _ = _implementation(hidden)
     lses, entropies = [], []  # of each block
     target_logits = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-    products, blocks = Products(hidden, weight), _blocks(hidden, weight)
-    operand = products.operand(hidden)
+    products, blocks = products_of(hidden, weight), _blocks(hidden, weight)
+    operand = hidden.to(products.operand_dtype)
     for start, end in blocks:
-        rows = products.operand(weight[start:end])
-        z = products(operand, rows.T)
+        rows = weight[start:end].to(products.operand_dtype)
+        z = products.multiply(operand, rows.T)
         lse, entropy, logits = reduce(head, z, None if bias is None else bias[start:end], targets - start)
         lses.append(lse)
         entropies.append(entropy)
@@ -213,14 +213,14 @@ def gradients(
     """
     _, gradient = _implementation(hidden)
     d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs[0] else None
-    products, blocks = Products(hidden, weight), _blocks(hidden, weight)
+    products, blocks = products_of(hidden, weight), _blocks(hidden, weight)
     d_weight = torch.empty_like(weight, dtype=products.dtype) if needs[1] else None
     d_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
-    operand = products.operand(hidden)
+    operand = hidden.to(products.operand_dtype)
     rounded = hidden.to(products.dtype)
     for start, end in blocks:
-        rows = products.operand(weight[start:end])
-        z = products(operand, rows.T)
+        rows = weight[start:end].to(products.operand_dtype)
+        z = products.multiply(operand, rows.T)
         dz = gradient(
             head, z, None if bias is None else bias[start:end], targets - start, lse, entropy, d_logprobs, d_entropy,
             products.dtype,
@@ -228,7 +228,8 @@ def gradients(
         if d_bias is not None:
             d_bias[start:end] = dz.sum(0, dtype=torch.float32)
         if d_hidden is not None:  # a GPU adds the blocks without rounding each of them
-            d_hidden += products(dz, rows) if dz.is_cuda else product_of(dz, weight[start:end].to(products.dtype))
+            multiply = products.multiply if dz.is_cuda else product_of
+            d_hidden += multiply(dz, weight[start:end].to(products.dtype))
         if d_weight is not None:
             product_of(dz.T, rounded, d_weight[start:end])
     return d_hidden, d_weight, d_bias

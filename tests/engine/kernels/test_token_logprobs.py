@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import VocabularyShard, token_logprobs
-from engine.kernels.products import Products
+from engine.kernels.products import Products, products_of
 from engine.parallel import collectives, dist
 from tests.engine.kernels.oracle import close, in_float64, make
 from tests.ranks import run_ranks
@@ -83,15 +83,17 @@ def test_frozen_head_gets_no_gradient() -> None:
 
 def test_at_most_one_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
-    product = Products.__call__
 
-    def watched(self: Products, a: Tensor, b: Tensor) -> Tensor:
-        result = product(self, a, b)
-        if a.shape == (64, 8):  # hidden x head, in the forward and again in the backward
-            widths.append(result.shape[1])
-        return result
+    def watched(hidden: Tensor, weight: Tensor) -> Products:
+        products = products_of(hidden, weight)
 
-    monkeypatch.setattr(Products, "__call__", watched)
+        def multiply(a: Tensor, b: Tensor) -> Tensor:
+            widths.append(b.shape[1])  # hidden x head, in the forward and again in the backward
+            return products.multiply(a, b)
+
+        return products._replace(multiply=multiply)
+
+    monkeypatch.setattr(kernel, "products_of", watched)
     monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * 100})
     hidden, weight, _ = make(64, 1050, 8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import products as kernels_products
-from engine.kernels.products import Products
+from engine.kernels.products import products_of
 from engine.kernels_cpu import library, products
 from engine.kernels_cpu.products import product, supports
 
@@ -126,8 +126,8 @@ def test_products_of_the_head_use_the_kernel_for_bf16(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels_products, "is_intel", lambda: False)
     monkeypatch.setattr(products, "product", lambda a, b, out=None: calls.append(a.dtype) or inner(a, b, out=out))
     hidden, weight = torch.randn(9, 64).to(BF16), torch.randn(33, 64).to(BF16)
-    head = Products(hidden, weight)
-    close(head(head.operand(hidden), head.operand(weight).T), hidden, weight.T, None)
-    odd = Products(hidden[:, :63], weight[:, :63])  # the kernel reads pairs of numbers, so PyTorch computes odd widths
-    close(odd(odd.operand(hidden[:, :63]), odd.operand(weight[:, :63]).T), hidden[:, :63], weight[:, :63].T, None)
+    for width in (64, 63):  # the kernel reads pairs of numbers, so PyTorch computes odd widths
+        _, dtype, multiply = products_of(hidden[:, :width], weight[:, :width])
+        a, b = hidden[:, :width], weight[:, :width].T
+        close(multiply(a.to(dtype), b.to(dtype)), a, b, None)
     assert calls == [BF16]
