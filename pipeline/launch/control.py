@@ -10,6 +10,7 @@ again. A thread makes all calls of the store, because a call never returns if th
 """
 
 import json
+import math
 import os
 import socket
 import threading
@@ -35,7 +36,10 @@ class LeaderLost(RuntimeError):
 
 
 class _Exchange(threading.Thread):
-    """The thread that calls the store: it writes messages and this launcher's state, and reads the watched keys."""
+    """The thread that calls the store: it writes messages and this launcher's state, and reads the watched keys.
+
+    A launcher without others has an exchange without a store, which is never started and watches nothing.
+    """
 
     def __init__(self, store: Any) -> None:
         super().__init__(daemon=True, name="launchers")
@@ -47,7 +51,7 @@ class _Exchange(threading.Thread):
         self.watched: tuple[str, ...] = ()
         self.values: dict[str, Any] = {}
         self.changed: dict[str, float] = {}  # when a value changed last
-        self.answered = time.monotonic()  # the end of the last exchange
+        self.answered = math.inf if store is None else time.monotonic()  # the end of the last exchange
         self.failed = False
 
     def send(self, key: str, message: Any) -> None:
@@ -63,12 +67,13 @@ class _Exchange(threading.Thread):
     def flush(self, seconds: float) -> None:
         """Wait until everything is written, for at most some seconds."""
         wanted, deadline = self._changes, time.monotonic() + seconds
-        while self._sent < wanted and not self.failed and time.monotonic() < deadline:
+        while self.is_alive() and self._sent < wanted and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def close(self) -> None:
         self._closed.set()
-        self.join(1.0)
+        if self.is_alive():
+            self.join(1.0)
 
     def run(self) -> None:
         try:
@@ -107,9 +112,9 @@ class Control:
         self._hang_seconds: float | None = None
         self._is_stopped = False
         self._cause: StageEnd | None = None  # what this launcher found out about the current start
-        self._exchange: _Exchange | None = None
-        if ranks.local != ranks.world:
-            self._exchange = _Exchange(self._connect())
+        self.keeps_store = ranks.local != ranks.world  # whether the workers can join a store that outlives them
+        self._exchange = _Exchange(self._connect() if self.keeps_store else None)
+        if self.keeps_store:
             others = [f"launcher/{first}" for first in range(0, ranks.world, ranks.local) if first != ranks.first]
             self._exchange.watched = tuple(others) if ranks.leads else ("verdict", "message/0")
             self._publish([], None)
@@ -131,11 +136,6 @@ class Control:
         return PrefixStore(f"zerochat/launchers/{self._ranks.attempt}", store)
 
     @property
-    def keeps_store(self) -> bool:
-        """Return whether the workers can join a store that outlives them."""
-        return self._exchange is not None
-
-    @property
     def is_complete(self) -> bool:
         """Return whether all launchers still run and none was stopped, so that a stage can start again."""
         return not self._lost() and not any(state["stopped"] for state in self._states())
@@ -150,7 +150,7 @@ class Control:
         """Send the end of the job to all launchers, and wait until they have received it."""
         self._send({"end": status})
         deadline = time.monotonic() + LAST_MESSAGE_TIMEOUT
-        while self._exchange is not None and time.monotonic() < deadline and not self._lost():
+        while time.monotonic() < deadline and not self._lost():
             states = self._states()
             received = [state["launch"] == self._launch or state["stopped"] for state in states]
             if len(states) == len(self._exchange.watched) and all(received):
@@ -159,23 +159,20 @@ class Control:
         self.close()
 
     def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
+        self._exchange.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._exchange is not None:
-            self._exchange.send(f"message/{self._launch}", message)
+        self._exchange.send(f"message/{self._launch}", message)
         self._launch += 1
         self._announce("")
 
     def _announce(self, verdict: str) -> None:
         """Publish the verdict of the first launcher."""
-        if self._exchange is not None and self._ranks.leads:
+        if self._ranks.leads:
             self._exchange.publish("verdict", {"launch": self._launch, "verdict": verdict})
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message of the first launcher and return it. Raise LeaderLost if it is gone."""
-        assert self._exchange is not None
         key = f"message/{self._launch}"
         while key not in self._exchange.values:
             if reason := self._lost():
@@ -194,8 +191,7 @@ class Control:
         """Report that this launcher received a stop signal, so that the others do not wait for its ranks."""
         self._is_stopped = True
         self._publish([], None)
-        if self._exchange is not None:
-            self._exchange.flush(REPORT_TIMEOUT)
+        self._exchange.flush(REPORT_TIMEOUT)
 
     def others(self, states: Sequence[RankState]) -> str:
         """Publish what the ranks of this launcher do, and return the verdict on the stage.
@@ -215,9 +211,8 @@ class Control:
         """
         self._is_stopped |= end.status in ENDED_EARLY or bool(end.stop_status)
         self._publish([], end)
-        if self._exchange is None or not self._ranks.leads:
-            if self._exchange is not None:
-                self._exchange.flush(REPORT_TIMEOUT)
+        if not self._ranks.leads:
+            self._exchange.flush(REPORT_TIMEOUT)
             return end if self._cause is None else merge_ends([end, self._cause])
         failed_at = None if end.status == 0 else time.monotonic()
         while True:
@@ -235,7 +230,7 @@ class Control:
 
     def _publish(self, states: Sequence[RankState], end: StageEnd | None) -> None:
         """Set the state that the exchange writes."""
-        if self._exchange is None or self._ranks.leads:
+        if self._ranks.leads:
             return
         state = {
             "launch": self._launch,
@@ -251,7 +246,7 @@ class Control:
         if reason := self._lost():
             self._cause = self._cause or StageEnd(HUNG, reason, order=END_ORDER["lost"])
             return "failed"
-        if self._exchange is not None and not self._ranks.leads:
+        if not self._ranks.leads:
             verdict = self._exchange.values.get("verdict", {})
             return str(verdict["verdict"]) if verdict.get("launch") == self._launch else ""
         verdict = self._judge(states)
@@ -272,21 +267,17 @@ class Control:
 
     def _states(self) -> list[dict[str, Any]]:
         """Return the states of the other launchers, if this is the first one."""
-        if self._exchange is None or not self._ranks.leads:
+        if not self._ranks.leads:
             return []
         return [self._exchange.values[key] for key in self._exchange.watched if key in self._exchange.values]
 
     def _current(self) -> dict[str, dict[str, Any]]:
         """Return the states of the other launchers that belong to the current start, by key."""
-        if self._exchange is None:
-            return {}
         values = {key: self._exchange.values.get(key) for key in self._exchange.watched}
         return {key: state for key, state in values.items() if state and state.get("launch") == self._launch}
 
     def _lost(self) -> str:
         """Return why this launcher lost the others; "" if it did not."""
-        if self._exchange is None:
-            return ""
         ranks, silence, now = self._ranks, stopped_limit(self._hang_seconds), time.monotonic()
         if self._exchange.failed:
             return f"the launcher or torchrun at {ranks.address} has ended: its store is closed"
