@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline.progress import Moment, Row
@@ -32,9 +32,10 @@ FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.
 
 
 @dataclass(frozen=True)
-class RankState:
-    """What one rank does, as its launcher sees it. `idle` is the time without a change, in seconds.
+class RankState(Moment):
+    """What one rank does, as its launcher sees it: the content of its row, and the process.
 
+    idle: seconds without a change of the row
     is_stopped: whether the process is stopped by a signal
     stack: the Python stack of the main thread, the innermost call first; "" if the rank is not idle or gives none
     """
@@ -43,12 +44,6 @@ class RankState:
     host: str
     process: int
     idle: float
-    limit: float
-    step: int
-    phase: str
-    number: int
-    collective: str
-    inside: bool
     is_stopped: bool = False
     stack: str = ""
 
@@ -107,22 +102,18 @@ class RankWatch:
             self._moment, self._idle, self._requested = moment, 0.0, False
         elif moment.moves:
             self._idle += passed
-        is_stopped = _process_state(process) == "T"
+        is_stopped = _is_stopped(process)
         if not self._requested and self._idle > moment.limit and not is_stopped:
             self._request_stack(process)
+        stack = self._read_stack() if self._requested else ""
         return RankState(
-            self.rank,
-            socket.gethostname(),
-            process,
-            self._idle,
-            moment.limit,
-            moment.step,
-            moment.phase,
-            moment.number,
-            moment.collective,
-            moment.inside,
-            is_stopped,
-            self._read_stack() if self._requested else "",
+            **asdict(moment),
+            rank=self.rank,
+            host=socket.gethostname(),
+            process=process,
+            idle=self._idle,
+            is_stopped=is_stopped,
+            stack=stack,
         )
 
     def _request_stack(self, process: int) -> None:
@@ -152,12 +143,14 @@ def frames(dump: str) -> str:
     return dump.partition("\n")[2].rstrip()
 
 
-def _process_state(process: int) -> str:
-    """Return the letter of the process state: T is stopped by a signal; "" without /proc."""
+def _is_stopped(process: int) -> bool:
+    """Return whether a process is stopped by a signal."""
+    import psutil  # here, because the commands report missing packages themselves
+
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return bool(psutil.Process(process).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_hung(states: Sequence[RankState], hang_seconds: float | None) -> bool:

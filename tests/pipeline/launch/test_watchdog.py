@@ -63,7 +63,8 @@ work()
 
 def state(rank: int, **changes: object) -> RankState:
     """Return the state of a rank that waits in its twelfth collective."""
-    waits = RankState(rank, "one", 100 + rank, 70.0, 60.0, 3, "generate", 12, "gather_objects", inside=True)
+    moment = {"moves": 9, "limit": 60.0, "step": 3, "number": 12, "inside": True, "phase": "generate"}
+    waits = RankState(**moment, collective="gather_objects", rank=rank, host="one", process=100 + rank, idle=70.0)
     return replace(waits, **changes)
 
 
