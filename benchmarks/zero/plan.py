@@ -24,7 +24,7 @@ from pipeline.launch.worker import read_config
 from pipeline.models.source import resolve
 from pipeline.planning.demand import predict_seconds
 from pipeline.planning.planner import measure as measure_machine
-from pipeline.planning.stage_task import stage_task
+from pipeline.planning.stage_task import PlanInputs, stage_task
 from step3_ppo.models import load_models
 from step3_ppo.setup import load_prompts
 
@@ -160,7 +160,7 @@ def predict(run_dir: Path, stage: str) -> dict[str, float]:
         length = sum(map(len, prompts.ids)) // len(prompts.ids) + config.rollout.max_new_tokens
     world = dist.world()
     is_cpu = world.device.type == "cpu"
-    task = stage_task(config, stage, policy=policy, reward=reward, ranks=world.size, is_cpu=is_cpu)
+    task = stage_task(config, stage, PlanInputs(policy, reward), ranks=world.size, is_cpu=is_cpu)
     rates = measure_machine(config, task)
     if length is not None:
         task = replace(task, tokens=length)

@@ -29,6 +29,7 @@ from pipeline.launch.folder import named_folder, with_stage_shares
 from pipeline.launch.ranks import count_gpus, own_ranks
 from pipeline.planning.candidates import predict
 from pipeline.planning.planner import measure, plan
+from pipeline.planning.stage_task import PlanInputs
 from pipeline.stages.start import batch_line, few_steps, steps_line
 
 USAGE = f"""\
@@ -124,7 +125,7 @@ def _predictions(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
     for each in facts.stages:
         size = replace(each.size, answer=each.size.answer or answer)
         try:
-            planned = plan(config, each.stage, policy=facts.policy, reward=facts.reward, ranks=ranks, size=size)
+            planned = plan(config, each.stage, PlanInputs(facts.policy, facts.reward, size), ranks=ranks)
             rates = rates or measure(config, planned.task, has_files=False)
             seconds = predict(planned.task, planned.capacity, rates).stage_seconds
         except Exception as problem:  # a model that cannot be counted trains without a prediction

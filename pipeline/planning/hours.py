@@ -22,7 +22,7 @@ from pipeline.planning.candidates import Capacity, Prediction, candidates, faste
 from pipeline.planning.data_size import DataSize, data_sizes
 from pipeline.planning.demand import run_bytes
 from pipeline.planning.planner import measure, more_memory
-from pipeline.planning.stage_task import StageTask, stage_task
+from pipeline.planning.stage_task import PlanInputs, StageTask, stage_task
 from pipeline.stages.data import on_rank_zero
 
 GIB = 2**30
@@ -124,10 +124,9 @@ def _tasks(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize]) -
     reward = architecture(config.reward_model, config.seed) if config.reward_model is not None else None
     tasks, is_cpu = {}, not machine.capacity.is_gpu
     for stage, size in sizes.items():
+        inputs = PlanInputs(policy, reward, size)
         try:
-            tasks[stage] = stage_task(
-                config, stage, policy=policy, reward=reward, ranks=machine.ranks, is_cpu=is_cpu, size=size
-            )
+            tasks[stage] = stage_task(config, stage, inputs, ranks=machine.ranks, is_cpu=is_cpu)
         except UserError:
             raise
         except ValueError as problem:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.files import PLAN, read_plan, write_json
-from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
-from pipeline.planning.data_size import DataSize, later_size
+from pipeline.planning.data_size import later_size
 from pipeline.planning.demand import warn_of_disk
-from pipeline.planning.stage_task import DECODE_BATCH, StageTask, stage_task
+from pipeline.planning.stage_task import DECODE_BATCH, PlanInputs, StageTask, stage_task
 from pipeline.stages.restart import within_limits
 
 RANK_COUNTS = (2, 4, 8, 16, 32, 64)  # tried where no engine setting fits
@@ -27,29 +26,19 @@ RANK_COUNTS = (2, 4, 8, 16, 32, 64)  # tried where no engine setting fits
 def plan(
     config: RunConfig,
     stage: str,
+    inputs: PlanInputs,
     *,
-    policy: ModelSource,
-    reward: ModelSource | None = None,
     ranks: int,
     capacity: Capacity | None = None,
-    size: DataSize | None = None,
     rates: Rates | None = None,
 ) -> Prediction:
-    """Predict a stage on `ranks` ranks and `capacity` (default: this machine's); other arguments as in `stage_task`."""
+    """Predict a stage on `ranks` ranks and `capacity` (default: this machine's)."""
     capacity = capacity or measure_capacity(config.engine, ranks)
-    is_cpu = not capacity.is_gpu
-    task = stage_task(config, stage, policy=policy, reward=reward, ranks=ranks, is_cpu=is_cpu, size=size)
-    return predict(task, capacity, rates)
+    return predict(stage_task(config, stage, inputs, ranks=ranks, is_cpu=not capacity.is_gpu), capacity, rates)
 
 
 def announce(
-    config: RunConfig,
-    stage: str,
-    folder: Path,
-    *,
-    policy: ModelSource,
-    reward: ModelSource | None = None,
-    size: DataSize | None = None,
+    config: RunConfig, stage: str, folder: Path, inputs: PlanInputs
 ) -> tuple[RunConfig, dict[str, dict[str, int]]]:
     """Print the prediction of a stage. Every rank calls.
 
@@ -63,39 +52,29 @@ def announce(
     record, world = _earlier_record(folder), distributed.world()
     try:
         if config.engine.auto:
-            config, record = _choose_setting(config, stage, record, policy, reward, size)
+            config, record = _choose_setting(config, stage, record, inputs)
         config = within_limits(config, stage, folder)
-        planned, reason = plan(config, stage, policy=policy, reward=reward, ranks=world.size, size=size), ""
+        planned, reason = plan(config, stage, inputs, ranks=world.size), ""
     except UserError:
         raise
     except Exception as problem:
         if config.engine.auto:
-            reason = f"engine=auto: the memory of {policy.name} cannot be predicted ({problem})"
+            reason = f"engine=auto: the memory of {inputs.policy.name} cannot be predicted ({problem})"
             raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
         first_line = str(problem).partition("\n")[0]
         planned, reason = None, f"{type(problem).__name__}: {first_line}"
     plans, reasons = zip(*distributed.gather_objects((planned, reason)), strict=True)
     failures = list(filter(None, reasons))  # a prediction may fail on some ranks only
     if failures:
-        _print([f"memory: no prediction for {policy.name} ({failures[0]})"])
+        _print([f"memory: no prediction for {inputs.policy.name} ({failures[0]})"])
         return config, {}
     planned = _tightest(plans)
-    capacity = planned.capacity
-    more = partial(
-        suggest_changes, config, stage, policy=policy, reward=reward, ranks=world.size, capacity=capacity, size=size
-    )
+    more = partial(suggest_changes, config, stage, inputs, ranks=world.size, capacity=planned.capacity)
     refuses = world.device.type == "cuda" and config.engine.memory_check == "refuse"
     _print(check_fit(planned, refuse=refuses, remedy=more))
-    if stage == "ppo":
-        section = config.ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
-        batch_size = config.rollout.batch_size or max(planned.task.load.slots, DECODE_BATCH)
-        rollout = config.rollout.model_copy(update={"batch_size": batch_size})
-        config = config.model_copy(update={"ppo": section, "rollout": rollout})
-    if planned.task.load.uses_vllm:
-        rollout = config.rollout.model_copy(update={"cache_bytes": planned.task.load.cache_bytes})
-        config = config.model_copy(update={"rollout": rollout})
-    if size is not None and "stage_seconds" not in record:
-        record |= _expected_seconds(config, planned, size, policy, reward)
+    config = _with_predicted_sizes(config, planned)
+    if inputs.size is not None and "stage_seconds" not in record:
+        record |= _expected_seconds(config, planned, inputs)
     if distributed.is_rank_zero():
         _print(warn_of_disk(config, planned.task, folder, record.get("stage_seconds", math.inf)))
     if record and distributed.is_rank_zero():
@@ -110,37 +89,37 @@ def _tightest(plans: Sequence[Prediction]) -> Prediction:
     return min(plans, key=lambda each: astuple(each.capacity))
 
 
-def _expected_seconds(
-    config: RunConfig, planned: Prediction, size: DataSize, policy: ModelSource, reward: ModelSource | None
-) -> dict[str, Any]:
+def _with_predicted_sizes(config: RunConfig, planned: Prediction) -> RunConfig:
+    """Return the configuration with the sizes that the prediction decides, if the user left them to it."""
+    load, changes, ppo = planned.task.load, dict[str, Any](), config.ppo
+    if planned.task.stage == "ppo":
+        ppo = ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
+        changes["batch_size"] = config.rollout.batch_size or max(load.slots, DECODE_BATCH)
+    if load.uses_vllm:
+        changes["cache_bytes"] = load.cache_bytes
+    return config.model_copy(update={"ppo": ppo, "rollout": config.rollout.model_copy(update=changes)})
+
+
+def _expected_seconds(config: RunConfig, planned: Prediction, inputs: PlanInputs) -> dict[str, Any]:
     """Return the predicted seconds of a step by phase, of the stage, and of the later stages of the run."""
     task, capacity = planned.task, planned.capacity
     has_files = "nvme" in (task.work.config.offload_optimizer, task.work.config.offload_parameters)
     rates = measure(config, task, has_files=has_files)
     expected = predict(task, capacity, rates)
-    later_seconds: float | None = 0.0
-    ranks = distributed.world().size
+    assert inputs.size is not None
+    sizes = {later: later_size(config, task.stage, inputs.size, later) for later in _later_stages(config, task.stage)}
+    # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
+    planning = partial(plan, config, ranks=distributed.world().size, capacity=capacity, rates=rates)
+    later_seconds: float | None
     try:
-        for later in _later_stages(config, task.stage):
-            # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
-            coming = plan(
-                config,
-                later,
-                policy=policy,
-                reward=reward,
-                ranks=ranks,
-                capacity=capacity,
-                size=later_size(config, task.stage, size, later),
-                rates=rates,
-            )
-            later_seconds = (later_seconds or 0.0) + coming.stage_seconds
+        later_seconds = sum(planning(later, replace(inputs, size=size)).stage_seconds for later, size in sizes.items())
     except ValueError:  # a model that cannot be counted, for example as a reward model
         later_seconds = None
     return {
         "seconds": expected.seconds,
         "stage_seconds": expected.stage_seconds,
         "later_seconds": later_seconds,
-        "answer_tokens": size.answer,
+        "answer_tokens": inputs.size.answer,
     }
 
 
@@ -168,21 +147,11 @@ def check_fit(planned: Prediction, *, refuse: bool, remedy: Callable[[], str]) -
     return [planned.summary, f"memory: the prediction {'almost fills' if is_close else 'exceeds'} the device. {advice}"]
 
 
-def suggest_changes(
-    config: RunConfig,
-    stage: str,
-    *,
-    policy: ModelSource,
-    reward: ModelSource | None = None,
-    ranks: int,
-    capacity: Capacity,
-    size: DataSize | None = None,
-) -> str:
+def suggest_changes(config: RunConfig, stage: str, inputs: PlanInputs, *, ranks: int, capacity: Capacity) -> str:
     """Return what a user can change where no engine setting of a stage fits; arguments as in `plan`."""
 
     def fits(count: int) -> bool:
-        is_cpu = not capacity.is_gpu
-        task = stage_task(config, stage, policy=policy, reward=reward, ranks=count, is_cpu=is_cpu, size=size)
+        task = stage_task(config, stage, inputs, ranks=count, is_cpu=not capacity.is_gpu)
         return any(candidate.fits for candidate in candidates(task, capacity))
 
     return more_memory(config, stage, ranks=ranks, capacity=capacity, fits=fits)
@@ -230,27 +199,19 @@ def measure(config: RunConfig, task: StageTask, *, has_files: bool = True) -> Ra
 
 
 def _choose_setting(
-    config: RunConfig,
-    stage: str,
-    record: dict[str, Any],
-    policy: ModelSource,
-    reward: ModelSource | None,
-    size: DataSize | None,
+    config: RunConfig, stage: str, record: dict[str, Any], inputs: PlanInputs
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Return the configuration with the setting of an earlier start, or with the fastest one; and its record."""
     if "engine" in record:
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
         return _configured(config, stage, record), record
     ranks = distributed.world().size
-    own = plan(config, stage, policy=policy, reward=reward, ranks=ranks, size=size)
-    planned = _tightest(distributed.gather_objects(own))
+    planned = _tightest(distributed.gather_objects(plan(config, stage, inputs, ranks=ranks)))
     rates = measure(config, planned.task)
     best: Prediction | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:
         device_size = format_bytes(planned.capacity.device)
-        advice = suggest_changes(
-            config, stage, policy=policy, reward=reward, ranks=ranks, capacity=planned.capacity, size=size
-        )
+        advice = suggest_changes(config, stage, inputs, ranks=ranks, capacity=planned.capacity)
         anyway = "To start one nevertheless: engine=zero3 engine.memory_check=warn"
         raise UserError(f"engine=auto: no setting fits in {device_size} per device; {advice}. {anyway}")
     peak, words = format_bytes(best.demand.peak), " ".join(best.changes) or "as configured"

@@ -106,23 +106,24 @@ class StageTask:
         return replace(self, models={name: changed(model) for name, model in self.models.items()})
 
 
-def stage_task(
-    config: RunConfig,
-    stage: str,
-    *,
-    policy: ModelSource,
-    reward: ModelSource | None = None,
-    ranks: int,
-    is_cpu: bool,
-    size: DataSize | None = None,
-) -> StageTask:
-    """Describe a stage on `ranks` ranks.
+@dataclass(frozen=True)
+class PlanInputs:
+    """The models and the data that a stage is planned with.
 
-    `policy` is the language model, `reward` the base of reward model and critic (default: `policy`). Without the `size`
-    of its data, the stage has one step of sequences of the largest length.
+    policy: the language model
+    reward: the base of reward model and critic (default: `policy`)
+    size: the size of the data; None: the stage has one step of sequences of the largest length
     """
-    if stage == "reward":
-        policy = reward or policy
+
+    policy: ModelSource
+    reward: ModelSource | None = None
+    size: DataSize | None = None
+
+
+def stage_task(config: RunConfig, stage: str, inputs: PlanInputs, *, ranks: int, is_cpu: bool) -> StageTask:
+    """Describe a stage on `ranks` ranks."""
+    reward, size = inputs.reward or inputs.policy, inputs.size
+    policy = reward if stage == "reward" else inputs.policy
     ppo, is_ppo = config.ppo, stage == "ppo"
     shape = _shape(policy, config.engine.tensor_parallel, scores=stage == "reward")
     generates = None
@@ -130,7 +131,7 @@ def stage_task(
         generates = _shape(policy, config.rollout.tensor_parallel)
     layout = frozen_parameters(shape, getattr(config, stage).lora, policy.quantize)
     if is_ppo:
-        models = _ppo_models(config, ranks, shape, layout, reward or policy, is_cpu=is_cpu)
+        models = _ppo_models(config, ranks, shape, layout, reward, is_cpu=is_cpu)
     else:
         models = {"policy": StageModel(shape, workload(config, stage, ranks, config.engine, layout, is_cpu=is_cpu))}
     load = _generation_load(config, stage, ranks)

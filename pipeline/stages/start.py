@@ -22,7 +22,7 @@ from pipeline.models.build import DTYPE, EngineChoice
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import size_of
 from pipeline.planning.planner import announce
-from pipeline.planning.stage_task import stage_steps
+from pipeline.planning.stage_task import PlanInputs, stage_steps
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
 
@@ -202,7 +202,7 @@ def plan_stage(
     size = size_of(examples)
     if size.answer is None:  # PPO's prompts: answers as long as those of SFT
         size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))
-    config, predicted = announce(config, stage, folder, policy=policy, reward=reward, size=size)
+    config, predicted = announce(config, stage, folder, PlanInputs(policy, reward, size))
     seed_torch(config)
     if distributed.is_rank_zero():
         print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)

@@ -15,7 +15,7 @@ from pipeline.planning import planner
 from pipeline.planning.candidates import Capacity, candidates, fastest, measure_capacity, predict
 from pipeline.planning.demand import predict_bytes
 from pipeline.planning.planner import announce, plan
-from pipeline.planning.stage_task import stage_task
+from pipeline.planning.stage_task import PlanInputs, stage_task
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
@@ -36,7 +36,7 @@ def test_the_ranks_of_this_machine_divide_the_host(monkeypatch: pytest.MonkeyPat
 
 def test_less_memory_needs_settings_with_less_memory() -> None:
     config = tiny_config(sft={"micro_batch_tokens": 4096, "batch_size": 128})
-    task = stage_task(config, "sft", policy=source(), ranks=4, is_cpu=False)
+    task = stage_task(config, "sft", PlanInputs(source()), ranks=4, is_cpu=False)
     chosen = []
     for size in (80 * GIB, 3 * GIB, 2 * GIB, GIB):
         best = fastest(candidates(task, Capacity(size, 10 * GIB, 10 * GIB, is_gpu=True), RATES))
@@ -53,7 +53,7 @@ def test_auto_chooses_once_for_each_stage(
 ) -> None:
     config = tiny_config(engine={"auto": True, "zero_stage": 3}, ppo={"minibatches": 1})
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
-    chosen_config, predicted = announce(config, "sft", tmp_path, policy=source())
+    chosen_config, predicted = announce(config, "sft", tmp_path, PlanInputs(source()))
     assert chosen_config.engine.zero_stage == 0 and not chosen_config.engine.auto and predicted["train"]
     assert "engine=auto: engine.zero_stage=0" in capsys.readouterr().out
 
@@ -61,14 +61,14 @@ def test_auto_chooses_once_for_each_stage(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(planner, "measure", again)
-    assert announce(config, "sft", tmp_path, policy=source())[0] == chosen_config
+    assert announce(config, "sft", tmp_path, PlanInputs(source()))[0] == chosen_config
     assert "the setting that this stage started with" in capsys.readouterr().out
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
     with pytest.raises(UserError, match=r"no setting fits in .*; 2, 4 or 8 ranks with 0 MiB each do not fit either"):
-        announce(config, "reward", tmp_path / "other", policy=source())
+        announce(config, "reward", tmp_path / "other", PlanInputs(source()))
     configured = tiny_config(ppo={"minibatches": 1})
-    announce(configured, "reward", tmp_path, policy=source())
+    announce(configured, "reward", tmp_path, PlanInputs(source()))
     assert "No engine setting fits; use adapters (reward.lora.rank=16)" in capsys.readouterr().out
 
 
@@ -81,14 +81,14 @@ def test_a_gpu_decodes_as_many_sequences_as_fit_with_training(tmp_path: Path, mo
         capacity = Capacity(size, size, size, is_gpu=is_gpu)
         monkeypatch.setattr(planner, "measure_capacity", lambda *_: capacity)
         rollout = config.rollout.model_copy(update={"batch_size": batch_size})
-        chosen, _ = announce(config.model_copy(update={"rollout": rollout}), "ppo", tmp_path, policy=source())
+        chosen, _ = announce(config.model_copy(update={"rollout": rollout}), "ppo", tmp_path, PlanInputs(source()))
         return chosen.rollout.batch_size
 
     assert slots(80 * GIB) == 500
     fits = [slots(size) or 0 for size in (8 * GIB, 16 * GIB, 24 * GIB)]
     assert 64 <= fits[0] < fits[1] < fits[2] < 500
     # One more sequence has to exceed the share of memory that a prediction may fill.
-    task = replace(stage_task(config, "ppo", policy=source(), ranks=1, is_cpu=False), shares_forward=False)
+    task = replace(stage_task(config, "ppo", PlanInputs(source()), ranks=1, is_cpu=False), shares_forward=False)
     capacity = Capacity(8 * GIB, 8 * GIB, 8 * GIB, is_gpu=True)
     most = predict(task, capacity, None).task.load.slots
     peaks = [predict_bytes(replace(task, load=replace(task.load, slots=n))).peak for n in (most, most + 1)]
@@ -104,20 +104,20 @@ def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
     config = tiny_config(
         engine={"dtype": "bf16"}, ppo={"batch_size": 2000, "micro_batch_tokens": 2048}, rollout=longest
     )
-    task = stage_task(config, "ppo", policy=source(), ranks=1, is_cpu=False)
+    task = stage_task(config, "ppo", PlanInputs(source()), ranks=1, is_cpu=False)
     assert task.load.slots == 1024 and not task.fills_memory
     sequence = 2048 * 2 * 2 * 8 * 512  # keys and values in bf16 of 8 layers
 
     def pages(size: int, cache_bytes: int | None = None, **rollout: bool) -> int | None:
         monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(size, size, size, is_gpu=True))
         section = config.rollout.model_copy(update={"cache_bytes": cache_bytes, **rollout})
-        chosen, _ = announce(config.model_copy(update={"rollout": section}), "ppo", tmp_path, policy=source())
+        chosen, _ = announce(config.model_copy(update={"rollout": section}), "ppo", tmp_path, PlanInputs(source()))
         return chosen.rollout.cache_bytes
 
     assert pages(200 * GIB) == 2000 * sequence
     kept, freed = pages(16 * GIB) or 0, pages(16 * GIB, keep=False) or 0
     assert 8 * sequence < kept < freed < 16 * GIB, "freed pages leave their memory to training"
-    demand = plan(config, "ppo", policy=source(), ranks=1, capacity=Capacity(16 * GIB, 0, 0, is_gpu=True)).demand
+    demand = plan(config, "ppo", PlanInputs(source()), ranks=1, capacity=Capacity(16 * GIB, 0, 0, is_gpu=True)).demand
     assert demand.peak == int(0.92 * 16 * GIB) and demand.peak_phase == "train actor"
     assert pages(GIB) == 8 * sequence and pages(16 * GIB, cache_bytes=12345) == 12345
 
@@ -135,7 +135,7 @@ def choices_of_a_rank(folder: Path) -> list[tuple[Any, ...]]:
         patch.setattr(planner, "measure", lambda *_: RATES)
         for auto in (False, True):
             config = tiny_config(engine={"auto": auto, "dtype": "fp32"}, ppo=keys)
-            chosen, predicted = announce(config, "ppo", folder / str(auto), policy=source())
+            chosen, predicted = announce(config, "ppo", folder / str(auto), PlanInputs(source()))
             choices.append((chosen.ppo.shared_forward, chosen.rollout.batch_size, chosen.engine, predicted))
     return choices
 
@@ -152,8 +152,8 @@ def test_ranks_with_different_devices_make_the_same_choices(tmp_path: Path) -> N
 def test_offloaded_bytes() -> None:
     tiers = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
     config = tiny_config(engine=tiers)
-    _, predicted = announce(config, "sft", Path(), policy=source())
-    demand = plan(config, "sft", policy=source(), ranks=1).demand
+    _, predicted = announce(config, "sft", Path(), PlanInputs(source()))
+    demand = plan(config, "sft", PlanInputs(source()), ranks=1).demand
     assert demand.host > 0 and demand.nvme > 14 * measure_shape("small", source().config).parameters - 1
     assert (predicted["train"]["host"], predicted["train"]["nvme"]) == (demand.host, demand.nvme)
     gradients = 4 * measure_shape("small", source().config).parameters

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.schema import RunConfig
 from pipeline.planning import demand
 from pipeline.planning.demand import most_checkpoints, run_bytes, stage_checkpoint, warn_of_disk
-from pipeline.planning.stage_task import StageTask, stage_task
+from pipeline.planning.stage_task import PlanInputs, StageTask, stage_task
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.tiny import tiny_config
 
@@ -17,7 +17,7 @@ POLICY = 52_008_960  # parameters of `source`; a checkpoint has 0.58 GiB
 
 
 def task_of(config: RunConfig, stage: str) -> StageTask:
-    return stage_task(config, stage, policy=source(), ranks=2, is_cpu=False)
+    return stage_task(config, stage, PlanInputs(source()), ranks=2, is_cpu=False)
 
 
 def test_a_checkpoint_has_masters_and_two_moments_of_each_model_that_trains() -> None:

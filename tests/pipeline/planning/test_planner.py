@@ -17,7 +17,7 @@ from pipeline.planning import planner
 from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.demand import Demand
 from pipeline.planning.planner import announce, check_fit, plan, suggest_changes
-from pipeline.planning.stage_task import adapter_parameters, stage_steps, stage_task
+from pipeline.planning.stage_task import PlanInputs, adapter_parameters, stage_steps, stage_task
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -34,7 +34,7 @@ def gpu(size: int) -> Capacity:
 
 
 def test_a_stage_that_fits_prints_one_line() -> None:
-    found = plan(tiny_config(), "sft", policy=source(), ranks=2, capacity=gpu(80 * GIB))
+    found = plan(tiny_config(), "sft", PlanInputs(source()), ranks=2, capacity=gpu(80 * GIB))
     assert found.fits and found.advice is None
     (line,) = check_fit(found, refuse=True, remedy=str)
     assert line.startswith("memory: about ") and "of 80.00 GiB per device (train: " in line
@@ -42,7 +42,7 @@ def test_a_stage_that_fits_prints_one_line() -> None:
 
 def test_ppo_without_a_critic() -> None:
     critic, others = (
-        plan(tiny_config(ppo=keys), "ppo", policy=source(), ranks=1, capacity=gpu(80 * GIB))
+        plan(tiny_config(ppo=keys), "ppo", PlanInputs(source()), ranks=1, capacity=gpu(80 * GIB))
         for keys in ({}, {"advantage": "grpo", "samples": 3})
     )
     assert "train critic" in critic.demand.phases and "train critic" not in others.demand.phases
@@ -63,8 +63,8 @@ def test_a_critic_warmup_of_all_rollouts_is_refused(steps: int | None) -> None:
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_a_stage_that_does_not_fit_is_refused_with_a_setting_that_fits(stage: str) -> None:
     config = tiny_config(**{stage: {"micro_batch_tokens": 8192}})
-    peak = plan(config, stage, policy=source(), ranks=4, capacity=gpu(80 * GIB)).demand.peak
-    tight = plan(config, stage, policy=source(), ranks=4, capacity=gpu(round(peak * 0.8)))
+    peak = plan(config, stage, PlanInputs(source()), ranks=4, capacity=gpu(80 * GIB)).demand.peak
+    tight = plan(config, stage, PlanInputs(source()), ranks=4, capacity=gpu(round(peak * 0.8)))
     assert tight.advice is not None
     with pytest.raises(UserError, match=r"does not fit. This setting fits: .*micro_batch_tokens|engine\."):
         check_fit(tight, refuse=True, remedy=str)
@@ -74,18 +74,18 @@ def test_a_stage_that_does_not_fit_is_refused_with_a_setting_that_fits(stage: st
     engine = {key[7:]: yaml.safe_load(value) for key, value in overrides.items() if key.startswith("engine.")}
     tokens = overrides.get(f"{stage}.micro_batch_tokens", 8192)
     changed = tiny_config(**{"engine": engine, stage: {"micro_batch_tokens": tokens}})
-    assert plan(changed, stage, policy=source(), ranks=4, capacity=gpu(round(peak * 0.8))).fits
+    assert plan(changed, stage, PlanInputs(source()), ranks=4, capacity=gpu(round(peak * 0.8))).fits
 
 
 def test_pairs_are_not_split() -> None:
     for stage, sequences in {"sft": 1, "reward": 2, "dpo": 2}.items():
-        task = stage_task(tiny_config(), stage, policy=source(), ranks=1, is_cpu=False)
+        task = stage_task(tiny_config(), stage, PlanInputs(source()), ranks=1, is_cpu=False)
         smallest = min(candidate.task.work.micro_batch_tokens for candidate in candidates(task, gpu(GIB)))
         assert smallest == sequences * task.work.max_length < task.work.micro_batch_tokens
 
 
 def test_no_setting_fits() -> None:
-    found = plan(tiny_config(), "ppo", policy=source(), ranks=1, capacity=gpu(GIB // 100))
+    found = plan(tiny_config(), "ppo", PlanInputs(source()), ranks=1, capacity=gpu(GIB // 100))
     assert not found.fits and found.advice is None
     lines = check_fit(found, refuse=False, remedy=lambda: "use the moon")
     assert lines[1].endswith("the prediction exceeds the device. No engine setting fits; use the moon")
@@ -102,8 +102,8 @@ def test_a_user_can_start_a_stage_that_is_predicted_not_to_fit(
     monkeypatch.setattr(planner.distributed, "world", lambda: on_gpu)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: gpu(GIB // 100))
     with pytest.raises(UserError, match=r"To start it nevertheless: engine\.memory_check=warn"):
-        announce(tiny_config(), "sft", tmp_path, policy=source())
-    announce(tiny_config(engine={"memory_check": "warn"}), "sft", tmp_path, policy=source())
+        announce(tiny_config(), "sft", tmp_path, PlanInputs(source()))
+    announce(tiny_config(engine={"memory_check": "warn"}), "sft", tmp_path, PlanInputs(source()))
     assert "the prediction exceeds the device" in capsys.readouterr().out
 
 
@@ -112,10 +112,10 @@ def test_the_remedy_names_the_smallest_number_of_ranks_that_fits() -> None:
     config = tiny_config(ppo={"minibatches": 1})
 
     def advice(device_bytes: int, ranks: int = 1) -> str:
-        return suggest_changes(config, "ppo", policy=source(), ranks=ranks, capacity=gpu(device_bytes))
+        return suggest_changes(config, "ppo", PlanInputs(source()), ranks=ranks, capacity=gpu(device_bytes))
 
     def least_bytes(ranks: int) -> int:
-        task = stage_task(config, "ppo", policy=source(), ranks=ranks, is_cpu=False)
+        task = stage_task(config, "ppo", PlanInputs(source()), ranks=ranks, is_cpu=False)
         demands = [candidate.demand for candidate in candidates(task, gpu(GIB))]
         return min(demand.peak for demand in demands if not demand.host and not demand.nvme)
 
@@ -140,7 +140,7 @@ def test_ppo_shares_forwards_if_those_of_a_step_fit() -> None:
             engine={"pipeline_parallel": pipeline, "dtype": "fp32"},
             ppo={"minibatches": 1, "micro_batch_tokens": 256, "max_length": 128, **keys},
         )
-        return plan(config, "ppo", policy=source(), ranks=2, capacity=gpu(device_bytes)).demand
+        return plan(config, "ppo", PlanInputs(source()), ranks=2, capacity=gpu(device_bytes)).demand
 
     separate, shared = demand_of(shared_forward=False), demand_of(shared_forward=True)
     assert demand_of() == shared != separate and shared.shares_forward and not separate.shares_forward
@@ -159,14 +159,14 @@ def test_ppo_shares_forwards_if_those_of_a_step_fit() -> None:
 
 
 def test_measured_capacity_and_adapters() -> None:
-    full = plan(tiny_config(), "ppo", policy=source(), ranks=2)
+    full = plan(tiny_config(), "ppo", PlanInputs(source()), ranks=2)
     assert full.capacity.device > GIB // 4 and full.capacity.disk > 0
     adapters = tiny_config(ppo={"lora": {"rank": 4}})
-    assert plan(adapters, "ppo", policy=source(), ranks=2).demand.peak < full.demand.peak
+    assert plan(adapters, "ppo", PlanInputs(source()), ranks=2).demand.peak < full.demand.peak
 
 
 def test_adapters_of_selected_layers() -> None:
-    shape = plan(tiny_config(), "sft", policy=source(), ranks=1).task.policy.shape
+    shape = plan(tiny_config(), "sft", PlanInputs(source()), ranks=1).task.policy.shape
     expected = adapter_parameters(shape, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
     assert expected == 8 * 4 * (512 + 2048)
     assert adapter_parameters(shape, LoraConfig(rank=4, targets=r".*\.fc1")) == expected
@@ -174,7 +174,7 @@ def test_adapters_of_selected_layers() -> None:
 
 def test_an_unused_reference_needs_no_memory() -> None:
     penalized, unused, logged = (
-        plan(tiny_config(ppo={"kl_target": None, **keys}), "ppo", policy=source(), ranks=1).demand.phases
+        plan(tiny_config(ppo={"kl_target": None, **keys}), "ppo", PlanInputs(source()), ranks=1).demand.phases
         for keys in ({}, {"kl_coef": 0.0, "guard": "off"}, {"kl_coef": 0.0, "reference": True})
     )
     assert logged == penalized and penalized.keys() == unused.keys()
@@ -184,9 +184,9 @@ def test_an_unused_reference_needs_no_memory() -> None:
 
 
 def test_a_model_with_engine_settings_of_its_own() -> None:
-    shared = plan(tiny_config(engine={"zero_stage": 3}), "ppo", policy=source(), ranks=4).demand
+    shared = plan(tiny_config(engine={"zero_stage": 3}), "ppo", PlanInputs(source()), ranks=4).demand
     config = tiny_config(engine={"zero_stage": 3}, ppo={"reference_engine": {"zero_stage": 0}})
-    own = plan(config, "ppo", policy=source(), ranks=4).demand
+    own = plan(config, "ppo", PlanInputs(source()), ranks=4).demand
     assert own.phases["generate"]["reference"] == 4 * shared.phases["generate"]["reference"]
     assert own.phases["generate"]["reward"] == shared.phases["generate"]["reward"]
 
@@ -195,7 +195,7 @@ def test_a_pipeline_step_has_a_micro_batch_for_each_rank() -> None:
     def tokens(stages: int, length: int) -> int:
         sft = {"batch_size": 2048 // length, "max_length": length, "micro_batch_tokens": 1024}
         config = tiny_config(sft=sft, engine={"pipeline_parallel": stages})
-        return stage_task(config, "sft", policy=source(), ranks=stages, is_cpu=False).work.micro_batch_tokens
+        return stage_task(config, "sft", PlanInputs(source()), ranks=stages, is_cpu=False).work.micro_batch_tokens
 
     assert (tokens(2, 128), tokens(4, 128)) == (1024, 512)
     assert tokens(4, 1024) == 1024  # a sequence is never split
@@ -205,14 +205,14 @@ def test_a_deepspeed_schedule_over_all_steps() -> None:
     file: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
     with_one, without = (
-        plan(tiny_config(engine={"deepspeed": file | more}), "sft", policy=source(), ranks=1).demand
+        plan(tiny_config(engine={"deepspeed": file | more}), "sft", PlanInputs(source()), ranks=1).demand
         for more in ({"scheduler": scheduler}, {})
     )
     assert with_one == without
 
 
 def test_on_a_cpu_host_memory_is_the_device() -> None:
-    found = plan(tiny_config(engine={"offload_optimizer": "cpu"}), "sft", policy=source(), ranks=1)
+    found = plan(tiny_config(engine={"offload_optimizer": "cpu"}), "sft", PlanInputs(source()), ranks=1)
     assert found.demand.host > 0
     need = found.demand.peak + found.demand.host
     assert Capacity(round(need / 0.9), 0, 0, is_gpu=False).fits(found.demand)

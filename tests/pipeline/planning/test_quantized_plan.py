@@ -23,7 +23,7 @@ from pipeline.models.checks import verify
 from pipeline.models.source import ModelSource
 from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.planner import plan
-from pipeline.planning.stage_task import frozen_parameters
+from pipeline.planning.stage_task import PlanInputs, frozen_parameters
 from tests.pipeline.models.tiny import source_drawn, trained
 from tests.tiny import tiny_config
 
@@ -74,9 +74,9 @@ def test_eight_billion_parameters_fit_in_24_gib() -> None:
     config = tiny_config(engine=engine, rollout=lengths, sft=keys, reward=keys, ppo=keys | {"ema": None})
     source = llama(LARGE, heads=32)
     for stage in ("sft", "reward", "ppo"):
-        found = plan(config, stage, policy=source, ranks=1, capacity=gpu)
+        found = plan(config, stage, PlanInputs(source), ranks=1, capacity=gpu)
         assert found.fits, (stage, found.summary)
-        other = plan(config, stage, policy=replace(source, quantize="none"), ranks=1, capacity=gpu)
+        other = plan(config, stage, PlanInputs(replace(source, quantize="none")), ranks=1, capacity=gpu)
         assert other.fits == (stage == "reward") and other.advice is None
     # By hand: 6.98e9 weights in 4.5 bits, and an embedding (twice for the actor, with its head) in bf16.
     linear, embedding = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336), 128256 * 4096
@@ -84,6 +84,6 @@ def test_eight_billion_parameters_fit_in_24_gib() -> None:
     assert owners["reward"] == pytest.approx(linear * 4.5 / 8 + 2 * embedding, rel=1e-3)
     assert owners["actor"] == pytest.approx(linear * 4.5 / 8 + 4 * embedding + 12 * 41.9e6, rel=1e-3)
     # No sharded parameters, no offload: those are not supported.
-    task = plan(config, "ppo", policy=source, ranks=2, capacity=gpu).task
+    task = plan(config, "ppo", PlanInputs(source), ranks=2, capacity=gpu).task
     layouts = {str(each.engine) for each in candidates(task, gpu)}
     assert layouts and not any("'zero_stage': 3" in each or "'cpu'" in each or "'nvme'" in each for each in layouts)
