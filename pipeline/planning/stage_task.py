@@ -211,7 +211,7 @@ def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str,
         "dpo": prompts,
         "ppo": prompts * (1 + evaluations) + answers.prompts * (answers.best_of - 1),
     }[stage]
-    pair = _item_sequences(config, stage)
+    pair = item_sequences(config, stage)
     scored = evaluations * pair * section.eval_examples
     if stage == "dpo" and config.dpo.has_reference:
         scored += pair * (section.eval_examples * evaluations + min(size.rows, steps * section.batch_size))
@@ -232,11 +232,9 @@ def workload(
     section: StageSection = getattr(config, stage)
     # The number of steps changes no bytes; schedules of a DeepSpeed file need one.
     layout = EngineChoice(settings, OptimizerConfig(lr=section.lr, total_steps=section.steps or 1)).layout()
-    length = section.max_length
-    if stage == "ppo":
-        length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    length = longest_sequence(config, stage)
     rows = math.ceil(_rows(config, stage) / (config.ppo.minibatches if stage == "ppo" else 1))
-    step_tokens = math.ceil(rows / _data_ranks(settings, ranks)) * length
+    step_tokens = math.ceil(rows / data_ranks(settings, ranks)) * length
     # A step has a micro-batch for each pipeline stage; a sequence is never split.
     most = max(length, math.ceil(step_tokens / settings.pipeline_parallel))
     return Workload(
@@ -245,7 +243,7 @@ def workload(
         micro_batch_tokens=min(section.micro_batch_tokens, most),
         max_length=length,
         step_tokens=step_tokens,
-        item_sequences=_item_sequences(config, stage),
+        item_sequences=item_sequences(config, stage),
         optimizer=layout["optimizer"],
         is_cpu=is_cpu,
         **fields,
@@ -276,7 +274,7 @@ def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoa
     rollout, uses_vllm = config.rollout, config.rollout.generator == "vllm"
     most = VLLM_SEQUENCES if uses_vllm else rollout.batch_size or DECODE_BATCH
     answers = _rows(config, stage) if stage == "ppo" else config.evaluation.prompts
-    sequences = math.ceil(answers / _data_ranks(config.engine, ranks)) * rollout.tensor_parallel
+    sequences = math.ceil(answers / data_ranks(config.engine, ranks)) * rollout.tensor_parallel
     return GenerationLoad(
         prompt=rollout.max_prompt_tokens,
         response=rollout.max_new_tokens,
@@ -293,16 +291,22 @@ def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoa
 
 def _rows(config: RunConfig, stage: str) -> int:
     """Return the sequences of a step over all ranks."""
-    per_item = config.ppo.samples if stage == "ppo" else _item_sequences(config, stage)
+    per_item = config.ppo.samples if stage == "ppo" else item_sequences(config, stage)
     return int(getattr(config, stage).batch_size) * per_item
 
 
-def _item_sequences(config: RunConfig, stage: str) -> int:
+def item_sequences(config: RunConfig, stage: str) -> int:
     """Return the sequences that a micro-batch does not divide: two for a pair."""
     return 2 if stage == "reward" or (stage == "dpo" and config.dpo.reads_pairs) else 1
 
 
-def _data_ranks(settings: EngineSettings, ranks: int) -> int:
+def longest_sequence(config: RunConfig, stage: str) -> int:
+    """Return the largest number of tokens in a sequence of a stage."""
+    length = int(getattr(config, stage).max_length)
+    return min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens) if stage == "ppo" else length
+
+
+def data_ranks(settings: EngineSettings, ranks: int) -> int:
     """Return the ranks, or groups of ranks, that see different data."""
     return ranks // (settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel)
 

@@ -22,7 +22,7 @@ from pipeline.models.build import DTYPE, EngineChoice
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import size_of
 from pipeline.planning.planner import announce
-from pipeline.planning.stage_task import PlanInputs, stage_steps
+from pipeline.planning.stage_task import PlanInputs, data_ranks, item_sequences, longest_sequence, stage_steps
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
 
@@ -117,15 +117,12 @@ def _products_per_second(dtype: torch.dtype) -> float:
 
 def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
     """Return how ranks, micro-batches and accumulation make the batch of one optimizer step, at full length."""
-    section, settings, ppo = getattr(config, stage), config.engine, config.ppo
-    group = settings.tensor_parallel * settings.pipeline_parallel * settings.sequence_parallel
-    groups, length, rows, kind = ranks // group, section.max_length, section.batch_size, example_unit(stage, section)
-    sequences = 2 if stage == "reward" or (stage == "dpo" and config.dpo.reads_pairs) else 1
+    section, groups, length = getattr(config, stage), data_ranks(config.engine, ranks), longest_sequence(config, stage)
+    rows, kind, group = section.batch_size, example_unit(stage, section), ranks // max(1, groups)
     if stage == "ppo":
-        length = min(length, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-        rows, kind = rows * ppo.samples // ppo.minibatches, "answers"
+        rows, kind = rows * config.ppo.samples // config.ppo.minibatches, "answers"
     share = math.ceil(rows / max(1, groups))
-    fitting = min(share, max(1, section.micro_batch_tokens // (length * sequences)))
+    fitting = min(share, max(1, section.micro_batch_tokens // (length * item_sequences(config, stage))))
     unit = f"rank{'s' if groups > 1 else ''}" if group == 1 else f"groups of {group} ranks"
     return (
         f"batch of {rows} {kind} = {groups} {unit} x micro-batch of {fitting} x accumulation over "
