@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.config.check_engine import engine_mistakes
 from pipeline.config.check_ppo import ppo_mistakes
-from pipeline.config.engines import engine_mistakes
 from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RunConfig
 from pipeline.config.stage_sections import PpoSection

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.config.check import validate, warnings
+from pipeline.config.check_machine import check_paths, check_ranks, hub_data
 from pipeline.config.compose import Job, compose_jobs, parse_command
-from pipeline.config.environment import check_paths, check_ranks, hub_data
 from pipeline.config.messages import format_time
 from pipeline.config.recipes import Rate, compare_rates
 from pipeline.config.schema import RunConfig

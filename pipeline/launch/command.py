@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from pipeline.config.check import validate, warnings
+from pipeline.config.check_machine import check_paths, check_ranks, hub_data
 from pipeline.config.compose import Job, compose_jobs, parse_command
 from pipeline.config.document import help_text
-from pipeline.config.environment import check_paths, check_ranks, hub_data
 from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run

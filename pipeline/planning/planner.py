@@ -177,7 +177,7 @@ def more_memory(config: RunConfig, stage: str, *, ranks: int, capacity: Capacity
 
 def _are_divisible(config: RunConfig, ranks: int) -> bool:
     """Return whether the batches and the groups of ranks divide over the ranks."""
-    from pipeline.config.environment import check_ranks  # for advice only
+    from pipeline.config.check_machine import check_ranks  # for advice only
 
     try:
         check_ranks(config, ranks)

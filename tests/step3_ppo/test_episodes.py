@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import Generation, Sampling
-from pipeline.config.environment import check_paths
+from pipeline.config.check_machine import check_paths
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import SharedError, UserError

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from pipeline.config.check import validate, warnings
+from pipeline.config.check_machine import check_paths, check_ranks
 from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
-from pipeline.config.environment import check_paths, check_ranks
 from pipeline.config.messages import in_keys
 from pipeline.config.overrides import groups
 from pipeline.config.schema import EngineSettings, RunConfig

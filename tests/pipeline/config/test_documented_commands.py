@@ -14,7 +14,7 @@ import yaml
 
 import zerochat
 from pipeline.chat.command import _parser as chat_parser
-from pipeline.config import engines
+from pipeline.config import check_engine
 from pipeline.config.check import validate
 from pipeline.config.compose import compose_jobs, parse_command
 from pipeline.config.schema import DataConfig
@@ -73,7 +73,7 @@ def split(words: Sequence[str]) -> tuple[str, list[str]] | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: True)  # vLLM is no package of the tests
+    monkeypatch.setattr(check_engine, "find_spec", lambda name: True)  # vLLM is no package of the tests
     for name, words in filter(None, map(split, commands(page.read_text(encoding="utf-8")))):
         CHECKS[name](words)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config import engines
+from pipeline.config import check_engine
 from pipeline.errors import UserError
 from tests.composed import config_of
 
@@ -44,7 +44,7 @@ def test_a_quantized_reward_model_needs_adapters_in_ppo() -> None:
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(check_engine, "find_spec", lambda name: None)
     (line,) = refusal()
     assert "bitsandbytes" in line and "pip install '.[quantize]'" in line
     assert config_of(*QLORA, "stage=plan").stage == "plan"  # a plan needs no weights

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config import engines
+from pipeline.config import check_engine
 from pipeline.config.check import warnings
 from pipeline.errors import UserError
 from tests.composed import config_of
@@ -18,7 +18,7 @@ def refusal(*words: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: True)
+    monkeypatch.setattr(check_engine, "find_spec", lambda name: True)
 
 
 def test_the_default_is_the_built_in_generator() -> None:
@@ -46,7 +46,7 @@ def test_a_key_without_effect_is_named() -> None:
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(check_engine, "find_spec", lambda name: None)
     (line,) = refusal()
     assert line.startswith(
         "rollout.generator=vllm needs the package vllm, which is not installed: pip install '.[vllm]'"

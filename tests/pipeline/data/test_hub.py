@@ -16,7 +16,7 @@ COMMANDS = """
 import contextlib, io, json, sys
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
-from pipeline.config.environment import hub_data
+from pipeline.config.check_machine import hub_data
 from pipeline.data.load import load_stage
 from pipeline.errors import UserError
 results = []

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from pipeline.config.check import validate, warnings
+from pipeline.config.check_machine import check_paths
 from pipeline.config.compose import compose
-from pipeline.config.environment import check_paths
 from pipeline.data.records import Message, Prompt
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.evaluator import Evaluation, compare_models

@@ -14,7 +14,7 @@ import torch
 
 from pipeline import progress
 from pipeline.config.check import warnings
-from pipeline.config.environment import check_paths
+from pipeline.config.check_machine import check_paths
 from pipeline.config.stages import stages_to_run
 from pipeline.data.load import load_stage
 from pipeline.data.tokenizer import train_tokenizer

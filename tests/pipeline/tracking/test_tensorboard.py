@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.check import validate
+from pipeline.config.check_machine import check_paths
 from pipeline.config.compose import compose
-from pipeline.config.environment import check_paths
 from pipeline.errors import UserError
 from pipeline.tracking.trackers import TensorBoard, Wandb, sectioned
 from pipeline.tracking.watchers import SampleTables, open_watchers

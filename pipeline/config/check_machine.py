@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from pipeline.config.engines import shard_ranks
+from pipeline.config.check_engine import shard_ranks
 from pipeline.config.messages import indivisible, no_divisor
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import ANSWERING, POLICIES, STAGES, stages_to_run

@@ -59,13 +59,11 @@ def engine_mistakes(config: RunConfig) -> Iterable[str]:
                 yield f"ppo.{name}.{line}"
         else:
             if own:
-                yield from _offload_mistakes(f"ppo.{name}", merged, trains=name in TRAINED)
-                yield from _number_mistakes(f"ppo.{name}", merged)
-                yield from _deepspeed_mistakes(f"ppo.{name}", merged, own, trains=name in TRAINED)
+                yield from _settings_mistakes(f"ppo.{name}", merged, own, trains=name in TRAINED)
         yield from (f"ppo.{name}.{key}: {reason}" for key, reason in STAGE_KEYS.items() if key in own)
-    yield from _offload_mistakes("engine", config.engine, trains=True)
-    yield from _number_mistakes("engine", config.engine)
-    yield from _deepspeed_mistakes("engine", config.engine, _changed(config.engine), trains=True)
+    fields = EngineSettings.model_fields.items()
+    changed = [key for key, field in fields if getattr(config.engine, key) != field.default]
+    yield from _settings_mistakes("engine", config.engine, changed, trains=True)
     if config.engine.pipeline_parallel > 1:
         yield from _pipeline_mistakes(config)
     if config.engine.sequence_parallel > 1:
@@ -124,6 +122,13 @@ def _excluded(config: RunConfig, feature: str, needed: Mapping[str, Mapping[str,
             yield f"{feature} needs {name}.{key}={value}, not {actual}: remove one of the two"
 
 
+def _settings_mistakes(key: str, settings: EngineSettings, given: Collection[str], *, trains: bool) -> Iterable[str]:
+    """Yield messages about the settings of one model. `given`: the keys that the user set."""
+    yield from _offload_mistakes(key, settings, trains=trains)
+    yield from _number_mistakes(key, settings)
+    yield from _deepspeed_mistakes(key, settings, given, trains=trains)
+
+
 def _offload_mistakes(key: str, settings: EngineSettings, *, trains: bool) -> Iterable[str]:
     """Yield messages about offload tiers that do not fit the ZeRO stage. A frozen model has no optimizer to offload."""
     if settings.offload_parameters == "nvme" and settings.zero_stage != 3 and settings.deepspeed is None:
@@ -167,11 +172,6 @@ def _sequence_mistakes(config: RunConfig) -> Iterable[str]:
     yield from _excluded(config, sequence, needed)
     if not config.sft.packing and "sft" in stages_to_run(config):
         yield f"{sequence} splits packed rows: set sft.packing=true"
-
-
-def _changed(settings: EngineSettings) -> list[str]:
-    """Return the keys that differ from their defaults."""
-    return [name for name, field in EngineSettings.model_fields.items() if getattr(settings, name) != field.default]
 
 
 def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[str], *, trains: bool) -> Iterable[str]:
