@@ -14,21 +14,17 @@ from pipeline.data.batch import TokenBatch, batch_indices, token_batch
 from pipeline.data.encode import TokenItem, encode_conversations
 from pipeline.data.microbatches import largest_microbatch, token_microbatches
 from pipeline.data.rendering import example_lines
-from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
-from pipeline.models.source import ModelSource, resolve
+from pipeline.models.source import resolve
 from pipeline.models.stage_models import (
     adopt_special_ids,
     check_vocabulary,
-    require_adapters,
     require_context,
-    require_given_models,
-    require_scorer,
-    require_tokenizer,
+    require_later_models,
     run_tokenizer,
 )
 from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, log_divided, stage_records
@@ -49,7 +45,10 @@ def run(config: RunConfig, folder: Path) -> None:
     records = stage_records(config, "sft")
     ppo_prompts = check_data_to_come(config, "sft", records)
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
-    _check_model(config, source, tokenizer)
+    check_vocabulary(source, tokenizer)
+    adopt_special_ids(source, tokenizer)
+    require_context(config, "sft", source)
+    require_later_models(config, source, tokenizer)
     encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
     data = examples("sft", config.sft, records, encode)
     log_divided("sft", tokenizer)
@@ -134,17 +133,6 @@ def record_answers(name: str, engine: Engine, evaluator: Evaluator, folder: Path
     evaluations = evaluator.evaluate(engine)
     write_table(evaluator.prompts, {name: evaluations}, folder, extend=True)
     return metrics_of(evaluations)
-
-
-def _check_model(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if the base model does not serve this stage or a later stage of the run."""
-    check_vocabulary(source, tokenizer)
-    adopt_special_ids(source, tokenizer)
-    require_context(config, "sft", source)
-    require_scorer(config, source)
-    require_given_models(config)
-    require_tokenizer(config, tokenizer)
-    require_adapters(config, source)
 
 
 def _choose_packing(engine: Engine, configured: bool, max_length: int) -> bool:

@@ -26,10 +26,8 @@ from pipeline.models.stage_models import (
     actor_folder,
     adopt_special_ids,
     check_vocabulary,
-    require_adapters,
     require_context,
-    require_given_models,
-    require_scorer,
+    require_later_models,
     run_tokenizer,
 )
 from pipeline.planning.data_size import DataSize, size_of
@@ -83,9 +81,7 @@ def gather(config: RunConfig) -> Facts:
     adopt_special_ids(policy, tokenizer)
     for stage in stages:
         require_context(config, stage, reward or policy if stage == "reward" else policy)
-    require_scorer(config, policy)
-    require_given_models(config)
-    require_adapters(config, policy)
+    require_later_models(config, policy, tokenizer)
     facts = [_stage_facts(config, stage, records[stage], tokenizer) for stage in stages]
     return Facts(policy, reward, tokenizer, facts)
 

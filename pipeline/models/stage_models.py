@@ -139,11 +139,22 @@ def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
     return f"{stage}.max_length={length}: set it to {has} or less" if length > has else None
 
 
+def require_later_models(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if a model of this run cannot serve a stage after the first one.
+
+    `source` is the policy. The checks run before the first stage.
+    """
+    require_scorer(config, source)
+    require_given_models(config)
+    require_tokenizer(config, tokenizer)
+    require_adapters(config, source)
+
+
 def require_scorer(config: RunConfig, source: ModelSource) -> None:
     """Raise UserError if a stage of this run needs a reward model or critic that cannot be built, or if a separate
     reward model has too few positions or cannot be split over the ranks.
 
-    The check runs before SFT. A reward model on a hub is not checked.
+    A reward model on a hub is not checked.
     """
     stages = stages_to_run(config)
     if "reward" in stages and config.reward_model is not None:
@@ -159,8 +170,6 @@ def require_scorer(config: RunConfig, source: ModelSource) -> None:
 def require_given_models(config: RunConfig) -> None:
     """Raise UserError if a folder that `reward`, `ppo.reward_ensemble` or `teacher` names has another kind of model, or
     a model with too few positions, or a reward model that cannot be split over the ranks.
-
-    The check runs before SFT.
     """
     if "ppo" not in stages_to_run(config):
         return
@@ -191,7 +200,7 @@ def _require_split(config: RunConfig, reward: ModelSource) -> None:
 def require_tokenizer(config: RunConfig, tokenizer: ChatTokenizer) -> None:
     """Raise UserError if a reward model or the teacher of this run has another tokenizer than the policy.
 
-    The check runs before SFT. A reward model on a hub is not checked.
+    A reward model on a hub is not checked.
     """
     stages = stages_to_run(config)
     if "reward" in stages and config.reward_model is not None and config.reward_model.hub is None:
@@ -237,7 +246,7 @@ def check_teacher_tokenizer(teacher: str, tokenizer: ChatTokenizer) -> None:
 def require_adapters(config: RunConfig, source: ModelSource) -> None:
     """Raise UserError if the LoRA targets of a stage after SFT match no module of its model.
 
-    The check runs before SFT. A reward model on a hub is not checked.
+    A reward model on a hub is not checked.
     """
     for stage in stages_to_run(config):
         lora = getattr(config, stage).lora

@@ -12,6 +12,7 @@ from pipeline.data.tokenizer import train_tokenizer
 from pipeline.doctor.command import main as doctor
 from pipeline.launch.command import main as train
 from pipeline.stages.start import batch_line, steps_line
+from tests.pipeline.models.tiny import classifier, config_of
 from tests.tiny import tiny_config
 
 PAIRS = [
@@ -69,6 +70,16 @@ def test_a_mistake_has_the_message_of_training(
     message = capsys.readouterr().err
     assert train(common) == 2
     assert message.startswith("error: ") and capsys.readouterr().err.endswith(message)
+
+
+def test_a_reward_model_with_another_tokenizer_is_reported(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    classifier(config_of("llama", max_position_embeddings=512)).save_pretrained(other)
+    train_tokenizer(["ba bb"], 300).save(other)
+    assert doctor(["model=tiny", f"data.path={pairs}", "data.bad_row_limit=0.5", f"reward={other}"]) == 2
+    assert f"the reward model in {other} has another tokenizer or chat template" in capsys.readouterr().err
 
 
 def test_the_tokens_of_the_loss_are_marked_and_control_characters_are_shown() -> None:
