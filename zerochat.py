@@ -4,8 +4,9 @@ Each command imports its own code when it runs, so that `zerochat` itself starts
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
 
 from pipeline.installation import require_packages, version
 
@@ -34,13 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"zerochat {version()}")
         return 0
-    command = COMMANDS.get(name)
-    if command is None:
+    if name not in COMMANDS:
         print(f"error: {name} is not a command of zerochat ({', '.join(COMMANDS)}): {_advice(name)}", file=sys.stderr)
         return 2
     require_packages()
     try:
-        return command(rest)
+        return int(import_module(COMMANDS[name]).main(rest))
     except KeyboardInterrupt:
         return 130
 
@@ -53,50 +53,15 @@ def _advice(word: str) -> str:
     return f"did you mean zerochat {near[0]}?" if near else "zerochat --help explains them"
 
 
-def _train(arguments: list[str]) -> int:
-    from pipeline.launch.command import main as train
-
-    return train(arguments)
-
-
-def _doctor(arguments: list[str]) -> int:
-    from pipeline.doctor.command import main as doctor
-
-    return doctor(arguments)
-
-
-def _chat(arguments: list[str]) -> int:
-    from pipeline.chat.command import main as chat
-
-    return chat(arguments)
-
-
-def _serve(arguments: list[str]) -> int:
-    from pipeline.serve.command import main as serve
-
-    return serve(arguments)
-
-
-def _export(arguments: list[str]) -> int:
-    from pipeline.export.command import main as export
-
-    return export(arguments)
-
-
-def _report(arguments: list[str]) -> int:
-    from pipeline.report.report import main as report
-
-    return report(arguments)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train,
-    "doctor": _doctor,
-    "chat": _chat,
-    "serve": _serve,
-    "export": _export,
-    "report": _report,
+COMMANDS = {
+    "train": "pipeline.launch.command",
+    "doctor": "pipeline.doctor.command",
+    "chat": "pipeline.chat.command",
+    "serve": "pipeline.serve.command",
+    "export": "pipeline.export.command",
+    "report": "pipeline.report.report",
 }
+"""Each command and the module with its `main`."""
 
 if __name__ == "__main__":
     sys.exit(main())

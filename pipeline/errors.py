@@ -1,5 +1,6 @@
 """The exceptions and the signals that end a stage."""
 
+import os
 import re
 import signal
 import sys
@@ -29,20 +30,31 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def exit_status(command: Callable[[], int], *, debug: bool) -> int:
+def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
     """Run a command and return its exit status: 2 after a UserError, which is printed, and 130 after Ctrl-C.
 
-    With `debug`, a UserError is raised, so that its traceback appears.
+    The status is 1 if the program that reads the output has ended (for example `head`). With `debug`, a UserError is
+    raised, so that its traceback appears.
     """
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except UserError as mistake:
         if debug:
             raise
         print(f"error: {mistake}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        discard_output()
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def discard_output() -> None:
+    """Discard what is still written to stdout, whose reader has ended. Python flushes stdout once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class SharedError(UserError):

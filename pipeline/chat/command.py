@@ -33,11 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         return page_main(arguments)
     options = _parser().parse_args(arguments)
     require_packages()
-    try:
-        return exit_status(lambda: _chat(options), debug=options.debug)
-    except BrokenPipeError:  # the reader of the output closed the pipe
-        sys.stderr.close()
-        return 1
+    return exit_status(lambda: _chat(options), debug=options.debug)
 
 
 def _chat(options: argparse.Namespace) -> int:

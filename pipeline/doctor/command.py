@@ -4,7 +4,6 @@ The command checks the configuration, the data, the tokenizer and the sizes as `
 loads no weights, starts no process and writes no run folder.
 """
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED
 from pipeline.data.rendering import example_lines
 from pipeline.doctor.facts import Facts, StageFacts, gather
-from pipeline.errors import UserError
+from pipeline.errors import exit_status
 from pipeline.installation import DOCTOR
 from pipeline.launch.folder import named_folder, with_stage_shares
 from pipeline.launch.ranks import count_gpus, own_ranks
@@ -47,16 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(words):
         print(USAGE, end="")
         return 0
-    try:
-        jobs = compose_jobs(parse_command(words))
-        for job in jobs:
-            for line in examine(job, words, sys.stdout):
-                print(line, flush=True)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader is `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exit_status(lambda: _print_screen(words))
+
+
+def _print_screen(words: Sequence[str]) -> int:
+    for job in compose_jobs(parse_command(words)):
+        for line in examine(job, words, sys.stdout):
+            print(line, flush=True)
     return 0
 
 

@@ -25,7 +25,7 @@ from pipeline.config.document import help_text
 from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
-from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
+from pipeline.errors import Stopped, UserError, discard_output, handle_signals, raise_stopped
 from pipeline.files import ends_within, write_atomically
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the program that reads the output has ended (for example `head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
+        discard_output()
         return CRASHED
     except UserError as problem:
         if any(argument.lower().endswith("debug=true") for argument in arguments):

@@ -5,12 +5,11 @@ running stages show their results so far.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.stages import STAGES
-from pipeline.errors import UserError
+from pipeline.errors import UserError, exit_status
 from pipeline.files import write_atomically
 from pipeline.installation import REPORT as REPORT_COMMAND
 from pipeline.report import comparison, costs
@@ -88,18 +87,19 @@ def render_report(run: RunReading) -> Markup:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report of a run folder, or one page about several runs, and return the exit status."""
     run_dirs = _parser().parse_args(arguments).run_dirs
+    return exit_status(lambda: _write(run_dirs))
+
+
+def _write(run_dirs: Sequence[Path]) -> int:
     try:
         if len(run_dirs) == 1:
-            print(write_report(run_dirs[0]))
+            lines: tuple[object, ...] = (write_report(run_dirs[0]),)
         else:
             path, verdict = write_seed_report(run_dirs)
-            print(f"{verdict.headline}\n{verdict.evidence}\n{path}")
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+            lines = verdict.headline, verdict.evidence, path
     except OSError as problem:
-        print(f"error: the report cannot be written: {problem}", file=sys.stderr)
-        return 2
+        raise UserError(f"the report cannot be written: {problem}") from problem
+    print(*lines, sep="\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The modules that a rank imports before its first step."""
+"""The modules that a rank imports before its first step, and how commands end early."""
 
 import os
 import subprocess
@@ -44,3 +44,14 @@ sys.exit(zerochat.main(["doctor"]))
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_a_command_whose_reader_has_ended_prints_no_error() -> None:
+    code = "import sys; from pipeline.errors import exit_status; sys.exit(exit_status(lambda: print('x') or 0))"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert command.stdout is not None
+    command.stdout.close()
+    _, errors = command.communicate()
+    assert (command.returncode, errors) == (1, "")
