@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from engine import Engine, distributed
 from pipeline.config.stage_sections import LoraConfig
@@ -36,18 +36,16 @@ def export_policy(
 
     lora: if its rank is above 0, the adapters are also written to the folder `adapter` next to `folder`
     """
-    policy = engine.module
-    assert isinstance(policy, Policy)
+    assert isinstance(engine.module, Policy)
     if lora is not None and lora.rank:
         export_adapters(engine, source, lora, folder.with_name("adapter"))
-    config = type(source.config).from_dict(source.config.to_dict())
     generation = GenerationConfig(
         bos_token_id=tokenizer.hf.bos_token_id,
         eos_token_id=list(tokenizer.end_ids),
         pad_token_id=tokenizer.pad_id,
         do_sample=True,
     )
-    _export(engine, "lm.", policy.lm, source, config, tokenizer, folder, generation, extra={})
+    _export(engine, source, tokenizer, folder, extra={}, generation=generation)
 
 
 def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folder: Path) -> None:
@@ -85,31 +83,28 @@ def export_scorer(
 
     `extra` is added to its config.json.
     """
-    scorer = engine.module
-    assert isinstance(scorer, Scorer)
-    config = type(source.config).from_dict(source.config.to_dict())
-    config.num_labels = 1
-    _export(engine, "model.", scorer.model, source, config, tokenizer, folder, None, extra=extra)
+    assert isinstance(engine.module, Scorer)
+    _export(engine, source, tokenizer, folder, extra={"num_labels": 1, **extra})
 
 
 def _export(
     engine: Engine,
-    prefix: str,
-    module: PreTrainedModel,
     source: ModelSource,
-    config: PretrainedConfig,
     tokenizer: ChatTokenizer,
     folder: Path,
-    generation: GenerationConfig | None,
     *,
     extra: dict[str, Any],
+    generation: GenerationConfig | None = None,
 ) -> None:
-    """Write the files of a model. Collective."""
-    leads = distributed.is_rank_zero()
+    """Write the files of a model. Collective. `extra` is added to its config.json."""
+    leads, module = distributed.is_rank_zero(), engine.module
+    assert isinstance(module, Policy | Scorer)
+    prefix = "lm." if isinstance(module, Policy) else "model."
     with _complete(folder) as staging:
-        _write_weights(_full_tensors(engine, prefix, module), staging, leads=leads)
+        _write_weights(_full_tensors(engine, prefix, module.backbone), staging, leads=leads)
         if leads:
-            config.architectures = [type(module).__name__.removeprefix("FSDP")]
+            config = type(source.config).from_dict(source.config.to_dict())
+            config.architectures = [type(module.backbone).__name__.removeprefix("FSDP")]
             config.dtype = engine.dtype
             for key, value in extra.items():
                 setattr(config, key, value)
