@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel
-
 from pipeline.config.messages import OTHER_NAMES
 from pipeline.config.overrides import PLAIN_VALUE, default_options, groups, quoted, rewrite, split
 from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
@@ -127,7 +125,7 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     tokens = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
     recipe, is_selected = find_recipe(overrides)
     store = ConfigStore.instance()
-    store.store("schema", OmegaConf.merge(defaults(RunConfig), inherited), provider="schema")
+    store.store("schema", OmegaConf.merge(RunConfig.defaults(), inherited), provider="schema")
     if recipe is not None and is_selected:
         store.store("chosen", recipe.settings, group="recipe", package="_global_", provider="recipe")
         tokens.append("recipe=chosen")
@@ -159,17 +157,6 @@ def _explain(problem: Exception) -> str:
         text = lines[0].replace("++", "")
         text += ": write [1,2] for a list, quotes for one value, or add -m to run every value"
     return f"cannot read the command line: {text}"
-
-
-def defaults(section: type[BaseModel]) -> dict[str, Any]:
-    """Return the defaults of the schema as a nested dictionary without required keys."""
-    found: dict[str, Any] = {}
-    for key, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found[key] = defaults(field.annotation)
-        elif not field.is_required():
-            found[key] = field.get_default()
-    return found
 
 
 def _real_data(overrides: Sequence[str], skip: bool) -> list[str]:

@@ -403,6 +403,13 @@ class RunConfig(Section):
     profile: ProfileSection = ProfileSection()
     plan: PlanSection = PlanSection()
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the defaults as a nested dictionary. The required keys `model.name` and `data.name` are missing."""
+        required: dict[str, Any] = {"model": ModelConfig, "data": DataConfig}
+        sections = {key: section.model_construct() for key, section in required.items()}
+        return cls.model_construct(**sections).model_dump()
+
     @property
     def temperatures(self) -> tuple[float, ...]:
         """The temperatures of evaluations; by default that of rollouts and 0 (greedy decoding)."""

@@ -223,9 +223,7 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     removed. An old record has neither the files of the tokenizer and of the judge nor the keys of PPO's evaluations;
     they count as unchanged.
     """
-    from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
-
-    default_settings = flatten(defaults(RunConfig))
+    default_settings = flatten(RunConfig.defaults())
     added = {
         key: default_settings[key] for key in new["settings"] if key in default_settings and key not in old["settings"]
     }
@@ -279,9 +277,7 @@ def hash_request(config: RunConfig, stages: list[str]) -> str:
 
     Settings at their defaults are left out, so that a new key of a later version does not change the hash.
     """
-    from pipeline.config.compose import defaults  # imports Hydra, which workers do not need
-
-    default_settings = flatten(defaults(RunConfig))
+    default_settings = flatten(RunConfig.defaults())
     settings = {
         stage: {
             key: value for key, value in stage_settings(config, stage).items() if value != default_settings.get(key)
