@@ -10,7 +10,7 @@ import yaml
 
 from pipeline.config.stages import ANSWERING, METHODS, POLICIES, STAGES
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, StepGrades, read_grades, read_samples
-from pipeline.files import PLAN, json_lines, read_object
+from pipeline.files import json_lines, read_object, read_plan, summary_metrics
 from pipeline.report.svg import Point
 
 METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.yaml", "manifest.json"
@@ -58,11 +58,8 @@ class StageReading:
 
     def number(self, key: str) -> float | None:
         """Return a finite metric of the summary, from its top level or from `final`; else None."""
-        for section in (self.summary, mapping(self.summary.get("final"))):
-            value = section.get(key)
-            if is_number(value) and math.isfinite(value):
-                return float(value)
-        return None
+        value = summary_metrics(self.summary).get(key)
+        return float(value) if is_number(value) and math.isfinite(value) else None
 
     def numbers(self, key: str) -> dict[str, float]:
         """Return the finite numbers of one table of the summary."""
@@ -175,7 +172,7 @@ def _read_stage(folder: Path, name: str) -> StageReading:
         summary=read_object(folder / SUMMARY),
         samples=read_samples(folder / SAMPLES),
         config=_read_text(folder / CONFIG),
-        planned=read_object(folder / PLAN),
+        planned=read_plan(folder),
         grades=read_grades(folder / GRADES),
         rollouts=_read_rollouts(folder / ROLLOUTS),
         card=read_object(folder / CARD),

@@ -7,7 +7,7 @@ The effect of a training stage is the paired difference between two models on th
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.intervals import SeedEffect, mean_over_seeds
 from pipeline.evaluation.samples import BEST_OF
 from pipeline.files import write_atomically
+from pipeline.launch.fingerprint import flatten
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval, interval_chart
 from pipeline.report.comparison import page_header
@@ -239,19 +240,12 @@ def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict) -> Ma
 
 def _differences(runs: Sequence[RunReading]) -> str:
     """Return a sentence about the settings in which the runs differ, other than the seed; "" if there are none."""
-    settings = [_flat(run.settings) for run in runs]
+    settings = [flatten(run.settings) for run in runs]
     keys = {key for flat in settings for key in flat} - OWN_KEYS
     different = sorted(key for key in keys if any(flat.get(key) != settings[0].get(key) for flat in settings))
     if not different:
         return ""
     return f"These runs differ in more than the seed: {', '.join(different)}. The spread between seeds includes this."
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if mapping(value) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _difference_charts(runs: Sequence[RunReading], measure: Measure) -> list[Markup]:
