@@ -1,4 +1,4 @@
-"""Read JSON files, write files atomically, and report a full or blocked disk in one clear message."""
+"""Read JSON and YAML files of a run, write files atomically, and report a full or blocked disk in one clear message."""
 
 import errno
 import json
@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
@@ -80,6 +81,15 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 def read_plan(folder: Path) -> dict[str, Any]:
     """Return the prediction in a stage's folder; empty if it has none."""
     return read_object(folder / PLAN)
+
+
+def read_settings(stage_dir: Path) -> dict[str, Any]:
+    """Return the settings in the config.yaml of a stage; empty if the file is missing or damaged."""
+    try:
+        settings = yaml.safe_load((stage_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def read_record(file: Path, kind: type[Record], *, remedy: str) -> Record | None:

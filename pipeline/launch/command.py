@@ -226,7 +226,7 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
         folder = Path(run_dir) / "plan"
         folder.mkdir()
         config = with_stage_shares(config, Path(run_dir), stages_to_run(config))
-        write_atomically(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        _write_config(folder, config)
         end = _start("plan", Path(run_dir), config, ranks, control, number=0)
         if end.status:
             raise StageFailed(end.status)
@@ -270,7 +270,7 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
     if stage == "reward":  # only the launcher reads the manifest
         init = "sft" if "sft" in consumed["models"] else "base"
         resolved = resolved.model_copy(update={"reward": config.reward.model_copy(update={"init": init})})
-    write_atomically(stage_dir / "config.yaml", yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False))
+    _write_config(stage_dir, resolved)
     end = _run_until_finished(stage, run_dir, config, ranks, control)
     if end.status:
         ends_within(DISK_TIMEOUT, partial(manifest.stop, stage))  # a stage with status "running" resumes as well
@@ -280,6 +280,11 @@ def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, contr
         print(f"{stage}: finished, then stopped; run the same command again to resume", file=sys.stderr)
         raise StageFailed(end.stop_status)
     return True
+
+
+def _write_config(stage_dir: Path, config: RunConfig) -> None:
+    """Write the configuration that the ranks of a stage read."""
+    write_atomically(stage_dir / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def _run_until_finished(stage: str, run_dir: Path, config: RunConfig, ranks: Ranks, control: Control) -> StageEnd:

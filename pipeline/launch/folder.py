@@ -13,12 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import yaml
-
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.data.sources import configured_sources
 from pipeline.errors import UserError
+from pipeline.files import read_settings
 from pipeline.launch.fingerprint import data_source
 from pipeline.launch.manifest import Manifest, hash_request
 
@@ -102,9 +101,8 @@ def with_stage_shares(config: RunConfig, run_dir: Path, stages: list[str]) -> Ru
 def _recorded_shares(stage_dir: Path, config: RunConfig) -> Mapping[Any, float]:
     """Return the shares that a stage ran with; empty without such a stage, and for other data."""
     try:
-        recorded = yaml.safe_load((stage_dir / "config.yaml").read_text(encoding="utf-8"))
-        data = DataConfig.model_validate(recorded["data"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        data = DataConfig.model_validate(read_settings(stage_dir).get("data"))
+    except ValueError:
         return {}
     return data.stage_shares if data_source(data) == data_source(config.data) else {}
 

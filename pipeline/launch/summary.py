@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.config.messages import format_time
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES, STAGES
-from pipeline.files import read_object, read_plan, summary_metrics
+from pipeline.files import read_object, read_plan, read_settings, summary_metrics
 from pipeline.installation import CHAT
 from pipeline.launch.manifest import Manifest
 
@@ -124,9 +124,7 @@ def judge_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]) -> 
 
 
 def _notice(stage_dir: Path, key: str, judge: str, *, is_changed: bool) -> str:
-    from pipeline.report.data import read_run  # imports numpy
-
-    if read_run(stage_dir.parent).setting("evaluation", key) != judge:
+    if (read_settings(stage_dir).get("evaluation") or {}).get(key) != judge:
         state = "has not judged its answers"
     elif is_changed:
         state = "has changed since it judged its answers"

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import yaml
-
 from pipeline.config.stages import ANSWERING, METHODS, POLICIES, STAGES
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, StepGrades, read_grades, read_samples
-from pipeline.files import json_lines, read_object, read_plan, summary_metrics
+from pipeline.files import json_lines, read_object, read_plan, read_settings, summary_metrics
 from pipeline.report.svg import Point
 
 METRICS, SUMMARY, CONFIG, MANIFEST = "metrics.jsonl", "summary.json", "config.yaml", "manifest.json"
@@ -155,11 +153,11 @@ class RunReading:
 def read_run(run_dir: Path) -> RunReading:
     """Read a run folder. Missing, incomplete or malformed files are treated as empty."""
     stages = {name: _read_stage(run_dir / name, name) for name in STAGES if (run_dir / name).is_dir()}
-    newest = next((stages[name].config for name in reversed(STAGES) if name in stages and stages[name].config), "")
+    newest = next((name for name in reversed(STAGES) if name in stages and stages[name].config), None)
     return RunReading(
         name=run_dir.resolve().name,
         stages=stages,
-        settings=_parse_yaml(newest),
+        settings={} if newest is None else read_settings(run_dir / newest),
         manifest=read_object(run_dir / MANIFEST),
         manifest_text=_read_text(run_dir / MANIFEST),
     )
@@ -209,14 +207,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _parse_yaml(text: str) -> dict[str, Any]:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
