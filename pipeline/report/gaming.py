@@ -130,14 +130,29 @@ def gaming_section(run: RunReading) -> Markup | None:
     """
     if not run.temperatures:
         return None
-    ppo, samples = run.stage("ppo"), run.samples(run.temperatures[0])
-    at = f" At temperature {run.temperatures[0]:g}."
+    figures = _charts(run, run.samples(run.temperatures[0]))
+    if figures is None:
+        return None
+    found = combine({temperature: gaming_at(run, temperature) for temperature in run.temperatures})
+    lead = element("strong", found.headline, class_=f"outcome-{found.outcome}")
+    reasons = [element("p", line, class_="lead") for line in found.evidence.splitlines()]
+    cards = [answer_card([sample], run.labels) for sample in disagreements(run.samples(run.temperatures[0]))]
+    answers = [
+        element("h3", "Answers with the largest disagreement"),
+        element("p", f"The {run.rewarder} ranks these answers of PPO higher than the gold score does.", class_="lead"),
+        cards,
+    ] if cards else None  # fmt: skip
+    return section("gaming", f"Is the {run.rewarder} being gamed?", lead, reasons, figures, answers)
+
+
+def _charts(run: RunReading, samples: Sequence[Sample]) -> Markup | None:
+    """Draw gold score, reward score and length against each other. Return None without both scores."""
+    ppo, at = run.stage("ppo"), f" At temperature {run.temperatures[0]:g}."
     reward, gold = dict(ppo.series("eval_score")), ppo.series("gold_score")
     path = [(step, reward[step], value) for step, value in gold if step in reward]
     judged = [_points(samples, model, run.labels[model]) for model in ("sft", "ppo")]
     if not path and not any(group.points for group in judged):
         return None
-    found = combine({temperature: gaming_at(run, temperature) for temperature in run.temperatures})
     lengths = [Series(g.label, [(len(s.answers[g.tone]), s.scores[g.tone]) for s in _graded(samples, g.tone)], g.tone)
                for g in judged]  # fmt: skip
     figures = (
@@ -173,22 +188,7 @@ def gaming_section(run: RunReading) -> Markup | None:
         ),
         _kl_chart(ppo.rollouts),
     )
-    lead = element("strong", found.headline, class_=f"outcome-{found.outcome}")
-    reasons = [element("p", line, class_="lead") for line in found.evidence.splitlines()]
-    cards = [answer_card([sample], run.labels) for sample in disagreements(samples)]
-    answers = [
-        element("h3", "Answers with the largest disagreement"),
-        element("p", f"The {run.rewarder} ranks these answers of PPO higher than the gold score does.", class_="lead"),
-        cards,
-    ] if cards else None  # fmt: skip
-    return section(
-        "gaming",
-        f"Is the {run.rewarder} being gamed?",
-        lead,
-        reasons,
-        grid(figures),
-        answers,
-    )
+    return grid(figures)
 
 
 def path_groups(evaluations: Sequence[tuple[float, float, float]]) -> list[Series]:
