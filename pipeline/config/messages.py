@@ -1,12 +1,14 @@
 """Error messages about configuration keys: one line with the key, what is wrong, and what to write instead."""
 
+import difflib
 import re
-from typing import Any, get_args, get_origin
+from collections.abc import Iterable
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config.overrides import closest
 from pipeline.config.schema import EngineSettings
 
 OTHER_NAMES = {
@@ -196,3 +198,17 @@ def inner_section(annotation: Any, *, in_lists: bool = False) -> type[BaseModel]
         if isinstance(choice, type) and issubclass(choice, BaseModel):
             return choice
     return None
+
+
+def is_text(annotation: Any) -> bool:
+    """Return whether an annotation is `str` or `str | None`, with or without constraints."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    choices = get_args(annotation) if is_union else (annotation,)
+    plain = {get_args(each)[0] if get_origin(each) is Annotated else each for each in choices}
+    return str in plain and plain <= {str, type(None)}
+
+
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the most similar candidate, or None if no candidate is similar."""
+    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return near[0] if near else None

@@ -6,7 +6,6 @@ This file adds them. It raises an error for a token that is not KEY=VALUE and fo
 keys and values (`check.py`).
 """
 
-import difflib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,29 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
+from pipeline.config.messages import closest, inner_section, is_text
+from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError
 from pipeline.installation import CONF, TRAIN
 
-PATH_KEYS = {
-    "path",
-    "eval_path",
-    "hub",
-    "name",
-    "run_dir",
-    "actor",
-    "reward_path",
-    "teacher",
-    "tokenizer",
-    "chat_template",
-    "reward_function",
-    "judge",
-    "pair_judge",
-}
 REPLACED_MAPPINGS = {"architecture", "tensor_plan", "options"}
 """Mappings that replace the mapping of the option file. Hydra would merge the two."""
 PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*", re.ASCII)
+
+
+@cache
+def text_keys(section: type[BaseModel] = RunConfig) -> frozenset[str]:
+    """Return the names of the keys whose value is a text or the path of a file, in a section and below it."""
+    names = {"deepspeed"}
+    for name, field in section.model_fields.items():
+        inner = inner_section(field.annotation, in_lists=True)
+        names |= set() if inner is None else text_keys(inner)
+        names |= {name} if is_text(field.annotation) else set()
+    return frozenset(names)
 
 
 def groups() -> dict[str, list[str]]:
@@ -109,7 +107,7 @@ def _rewrite_token(token: str, options: dict[str, list[str]]) -> str:
         _check_option(key, value, options[key])
         return f"{key}={value}"
     leaf = key.rsplit(".", 1)[-1]
-    return f"++{key}={quoted(value) if leaf in PATH_KEYS else value}"
+    return f"++{key}={quoted(value) if leaf in text_keys() else value}"
 
 
 def _implied(tokens: Iterable[str], keys: Collection[str]) -> list[str]:
@@ -190,9 +188,3 @@ def _not_a_pair(token: str, options: dict[str, list[str]]) -> str:
     if candidates:
         advice = f"did you mean {' or '.join(candidates)}?"
     return f"'{token}' is not KEY=VALUE: {advice}"
-
-
-def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the most similar candidate, or None if no candidate is similar."""
-    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return near[0] if near else None

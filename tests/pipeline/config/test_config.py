@@ -66,6 +66,19 @@ def test_paths_need_no_quotes(path):
     assert config.data.sources == []
 
 
+def test_every_text_needs_no_quotes(tmp_path):
+    folder = tmp_path / "my disk (1)"
+    folder.mkdir()
+    words = (f"engine.nvme_path={folder}", "tracking.project=my project, part 2", "tracking.entity=1.10")
+    config = config_of(*words)
+    assert (config.engine.nvme_path, config.tracking.project, config.tracking.entity) == (
+        str(folder),
+        "my project, part 2",
+        "1.10",
+    )
+    assert f"{folder}/ds.json" in refusal(f"engine.deepspeed={folder}/ds.json")
+
+
 def test_a_models_own_path_replaces_the_default_option(tmp_path):
     config = validate(compose([f"model.path={tmp_path}/My Model", "data.path=~/chats.v2.jsonl"]))
     assert (config.model.name, config.model.weights, config.model.architecture) == ("My-Model", "pretrained", None)
