@@ -30,6 +30,17 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an error of a library; the name of its type if it has no text."""
+    return next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+
+
+def kind_and_line(problem: BaseException) -> str:
+    """Return the type and the first line of an error of a library: "OSError: no such file"."""
+    line, kind = first_line(problem), type(problem).__name__
+    return kind if line == kind else f"{kind}: {line}"
+
+
 def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
     """Run a command and return its exit status: 2 after a UserError, which is printed, and 130 after Ctrl-C.
 

@@ -12,7 +12,7 @@ from pipeline.chat.answer_text import AnswerText
 from pipeline.chat.folder import ChatModel
 from pipeline.data.records import Message, replace_surrogates
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from pipeline.models.source import ModelSource
@@ -161,8 +161,7 @@ def _stored_module(source: "ModelSource") -> Any:
             dtype="auto",
         )
     except (OSError, ValueError, RuntimeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{source.folder} cannot be loaded: {reason}") from error
+        raise UserError(f"{source.folder} cannot be loaded: {first_line(error)}") from error
     module, report = loaded
     check_report(source, report)
     return module

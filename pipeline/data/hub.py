@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, kind_and_line
 from pipeline.installation import CONF, TRAIN
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def load_split(hub: str, subset: str | None, split: str) -> Any:
     try:
         rows = datasets.load_dataset(hub, subset, split=split)
     except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        cause = f"{type(error).__name__}: {first_line.rstrip('.')}"
+        cause = kind_and_line(error).rstrip(".")
         raise Unreachable(f"{hub} (split {split}) cannot be downloaded from the hub: {cause}") from error
     if len(rows) == 0:
         raise UserError(f"{hub}: the split {split} is empty. Set another split in data.sources.")

@@ -22,7 +22,7 @@ from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED
 from pipeline.data.rendering import example_lines
 from pipeline.doctor.facts import Facts, StageFacts, gather
-from pipeline.errors import exit_status
+from pipeline.errors import exit_status, kind_and_line
 from pipeline.installation import DOCTOR
 from pipeline.launch.folder import named_folder, with_stage_shares
 from pipeline.launch.ranks import count_gpus, own_ranks
@@ -125,7 +125,7 @@ def _predictions(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
             rates = rates or measure(config, planned.task, has_files=False)
             seconds = predict(planned.task, planned.capacity, rates).stage_seconds
         except Exception as problem:  # a model that cannot be counted trains without a prediction
-            yield f"{each.stage}: no prediction ({type(problem).__name__}: {str(problem).partition(chr(10))[0]})"
+            yield f"{each.stage}: no prediction ({kind_and_line(problem)})"
             continue
         yield f"{each.stage}: {planned.summary}{'' if planned.fits else ': does not fit'}"
         yield f"{'':{len(each.stage)}}  time: about {format_time(seconds)} by a measurement of this machine"

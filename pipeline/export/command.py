@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import UserError, exit_status
+from pipeline.errors import UserError, exit_status, first_line
 from pipeline.export.model_card import model_card
 from pipeline.export.source import TrainedStage, find_stage
 from pipeline.files import read_object
@@ -119,10 +119,9 @@ def upload(stage: TrainedStage, options: argparse.Namespace) -> str:
                 repo_id=repository.repo_id, folder_path=folder, commit_message=f"Upload the {stage.name} model"
             )
         except Exception as problem:  # no network, no access, a bad name: the client raises errors of several libraries
-            reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
             raise UserError(
-                f"{options.repo} cannot be uploaded ({reason}): run `hf auth login` with a token that may write, and "
-                "check the name and the network"
+                f"{options.repo} cannot be uploaded ({first_line(problem)}): run `hf auth login` with a token that may "
+                "write, and check the name and the network"
             ) from problem
     return str(repository)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from engine import Engine, attention, distributed, oom
 from pipeline.data.batch import Documents, true_indices
-from pipeline.errors import UserError
+from pipeline.errors import UserError, kind_and_line
 from pipeline.models.attention import use_documents
 from pipeline.models.internals import set_attention
 from pipeline.models.modules import Policy, Scorer
@@ -135,9 +135,8 @@ def _check_runs(module: Policy | Scorer, dtype: str) -> None:
 
         if quantized_layers(module):  # a forward that reads the weight of a linear layer does not find it
             advice += "; try model.quantize=none"
-        reason = str(problem).strip().partition("\n")[0]
-        cause = f"{type(problem).__name__}: {reason}"
-        raise UserError(f"{type(module.backbone).__name__} cannot run a row of tokens{advice} ({cause})") from problem
+        name = type(module.backbone).__name__
+        raise UserError(f"{name} cannot run a row of tokens{advice} ({kind_and_line(problem)})") from problem
 
 
 def _is_causal(module: Policy | Scorer, tolerance: float) -> bool:

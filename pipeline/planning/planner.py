@@ -12,7 +12,7 @@ from engine.memory import Rates, measure_rates
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import stages_to_run
-from pipeline.errors import UserError
+from pipeline.errors import UserError, kind_and_line
 from pipeline.files import PLAN, read_plan, write_json
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import later_size
@@ -61,8 +61,7 @@ def announce(
         if config.engine.auto:
             reason = f"engine=auto: the memory of {inputs.policy.name} cannot be predicted ({problem})"
             raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
-        first_line = str(problem).partition("\n")[0]
-        planned, reason = None, f"{type(problem).__name__}: {first_line}"
+        planned, reason = None, kind_and_line(problem)
     plans, reasons = zip(*distributed.gather_objects((planned, reason)), strict=True)
     failures = list(filter(None, reasons))  # a prediction may fail on some ranks only
     if failures:

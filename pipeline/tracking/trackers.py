@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pipeline.config.schema import RunConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, kind_and_line
 from pipeline.installation import pip_install
 
 ONLINE_PATIENCE = 30.0  # seconds that wandb may take to connect, and to upload at the end
@@ -75,8 +75,7 @@ class Tracker(ABC):
 
 
 def _warn(name: str, problem: Exception) -> None:
-    reason = f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
-    text = f"{name} stopped ({reason}); metrics.jsonl is still written. tracking=none turns {name} off"
+    text = f"{name} stopped ({kind_and_line(problem)}); metrics.jsonl is still written. tracking=none turns {name} off"
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
