@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine import Engine, distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices, token_batch
-from pipeline.data.encode import TokenItem, encode_conversations
+from pipeline.data.encode import TokenItem
 from pipeline.data.microbatches import largest_microbatch, token_microbatches
 from pipeline.data.rendering import example_lines
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of, write_table
@@ -49,8 +49,7 @@ def run(config: RunConfig, folder: Path) -> None:
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
     require_later_models(config, source, tokenizer)
-    encode = partial(encode_conversations, tokenizer, max_length=config.sft.max_length, loss_on=config.sft.loss_on)
-    data = examples("sft", config.sft, records, encode)
+    data = examples(config, "sft", records, tokenizer)
     log_divided("sft", tokenizer)
     if distributed.is_rank_zero():
         first = data.train[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +9,6 @@ import torch
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
-from pipeline.data.encode import encode_labelled, encode_preferences
 from pipeline.data.load import StageRecords
 from pipeline.data.records import labelled_answers
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, compare_models, metrics_of, write_table
@@ -39,12 +37,10 @@ Item = TypeVar("Item")
 class Form:
     """What the stage learns from, pairs or labelled answers.
 
-    select: prepares the records; encode: tokenizes them; examples: pairs each answer with another one; batches: their
-    batches
+    select: prepares the records; examples: pairs each answer with another one; batches: their batches
     """
 
     select: Callable[[StageRecords], StageRecords]
-    encode: Callable[..., Any]
     examples: Callable[..., Sequence[Any]]
     batches: type[PairBatches] | type[LabelBatches]
 
@@ -55,7 +51,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "dpo", source)
     form = PAIRS if config.dpo.reads_pairs else LABELS
     records = form.select(stage_records(config, "dpo"))
-    data = examples("dpo", config.dpo, records, partial(form.encode, tokenizer, max_length=config.dpo.max_length))
+    data = examples(config, "dpo", records, tokenizer)
     log_divided("dpo", tokenizer)
     prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
     del records  # frees the texts
@@ -117,5 +113,5 @@ def _labels(records: StageRecords) -> StageRecords:
     return replace(records, train=labelled_answers(records.train), held_out=labelled_answers(records.held_out))
 
 
-PAIRS = Form(_pairs, partial(encode_preferences, stage="dpo"), lambda items, max_length: items, PairBatches)
-LABELS = Form(_labels, encode_labelled, examples_of, LabelBatches)
+PAIRS = Form(_pairs, lambda items, max_length: items, PairBatches)
+LABELS = Form(_labels, examples_of, LabelBatches)

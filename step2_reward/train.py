@@ -1,7 +1,6 @@
 """Stage 2, the reward model: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
 import statistics
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from engine import LossFn
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import PairBatch
-from pipeline.data.encode import encode_preferences
 from pipeline.data.microbatches import longer_side
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
@@ -46,8 +44,7 @@ def run(config: RunConfig, folder: Path) -> None:
     records = stage_records(config, "reward")
     check_data_to_come(config, "reward", records)
     log_undecided("reward", records.train)
-    encode = partial(encode_preferences, tokenizer, max_length=config.reward.max_length)
-    data = examples("reward", config.reward, records, encode)
+    data = examples(config, "reward", records, tokenizer)
     log_divided("reward", tokenizer)
     del records  # frees the texts
     plan = plan_stage(config, "reward", folder, data.train, policy=source)

@@ -11,7 +11,7 @@ from engine import Generation
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import batch_indices
-from pipeline.data.encode import PromptItems, encode_conversations, encode_prompts
+from pipeline.data.encode import PromptItems, encoder
 from pipeline.data.microbatches import largest_share
 from pipeline.data.records import Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
@@ -299,8 +299,7 @@ class Ppo:
 def load_prompts(config: RunConfig, sources: ModelSources) -> tuple[PromptItems, list[Prompt], dict[str, int]]:
     """Return the training prompts, the evaluation prompts, and the number of skipped rows by reason."""
     records, tokenizer = stage_records(config, "ppo"), sources.tokenizer
-    encode = partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens)
-    prompts, notes = on_rank_zero(partial(encode, records.train))
+    prompts, notes = on_rank_zero(partial(encoder(config, "ppo", tokenizer), records.train))
     log_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
     return prompts, evaluation_prompts(config, tokenizer, records.held_out), {**records.skipped, **notes}
 
@@ -310,9 +309,7 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
     ppo = config.ppo
     if ppo.ptx_coef == 0.0:
         return None
-    sft, records = config.sft, stage_records(config, "sft").train
-    encode = partial(encode_conversations, tokenizer, max_length=sft.max_length, loss_on=sft.loss_on)
-    items, _ = on_rank_zero(partial(encode, records))
+    items, _ = on_rank_zero(partial(encoder(config, "sft", tokenizer), stage_records(config, "sft").train))
     size = max(1, ppo.batch_size // ppo.minibatches)
     return PtxMix(items, ppo.ptx_coef, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
 

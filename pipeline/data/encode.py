@@ -16,7 +16,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ from pipeline.data.load import first_turn
 from pipeline.data.records import Conversation, Document, LabelledAnswer, Preference, Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
 
 Ids = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
@@ -124,6 +128,18 @@ class PromptItems:
 
     ids: ExampleRows[list[int]] = field(default_factory=lambda: ExampleRows(np.ndarray.tolist, ("i",)))
     rows: list[Row] = field(default_factory=list)
+
+
+def encoder(config: "RunConfig", stage: str, tokenizer: ChatTokenizer) -> Callable[..., tuple[Any, Counter[str]]]:
+    """Return the function of this file that encodes the records of a stage: records -> (examples, notes)."""
+    length = getattr(config, stage).max_length
+    if stage == "sft":
+        return partial(encode_conversations, tokenizer, max_length=length, loss_on=config.sft.loss_on)
+    if stage == "ppo":
+        return partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens)
+    if stage == "dpo" and not config.dpo.reads_pairs:
+        return partial(encode_labelled, tokenizer, max_length=length)
+    return partial(encode_preferences, tokenizer, max_length=length, stage=stage)
 
 
 def encode_conversations(

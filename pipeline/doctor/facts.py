@@ -8,15 +8,7 @@ from typing import Any
 
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import ANSWERING, stages_to_run
-from pipeline.data.encode import (
-    LabelledItem,
-    PairItem,
-    TokenItem,
-    encode_conversations,
-    encode_labelled,
-    encode_preferences,
-    encode_prompts,
-)
+from pipeline.data.encode import LabelledItem, PairItem, TokenItem, encoder
 from pipeline.data.load import StageRecords, load_stage
 from pipeline.data.records import labelled_answers
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
@@ -114,26 +106,12 @@ def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer
     if stage == "dpo" and not config.dpo.reads_pairs:
         train = labelled_answers(train)
     sample = train[:SAMPLE]
-    items, cut = _encoded(config, stage, sample, tokenizer)
+    items, cut = encoder(config, stage, tokenizer)(sample)
+    items = items.ids if stage == "ppo" else items
     steps = stage_steps(getattr(config, stage), len(train))
     size = replace(size_of(items), rows=len(train))
     counts = len(train), len(records.held_out), len(sample)
     return StageFacts(stage, steps, *counts, records.skipped, cut, size, _example(items[0]))
-
-
-def _encoded(
-    config: RunConfig, stage: str, sample: Sequence[Any], tokenizer: ChatTokenizer
-) -> tuple[Sequence[Any], Mapping[str, int]]:
-    """Return the encoded records, and how many are cut or dropped because of their length, by reason."""
-    length = getattr(config, stage).max_length
-    if stage == "sft":
-        return encode_conversations(tokenizer, sample, max_length=length, loss_on=config.sft.loss_on)
-    if stage == "ppo":
-        prompts, cut = encode_prompts(tokenizer, sample, max_tokens=config.rollout.max_prompt_tokens)
-        return prompts.ids, cut
-    if stage == "dpo" and not config.dpo.reads_pairs:
-        return encode_labelled(tokenizer, sample, max_length=length)
-    return encode_preferences(tokenizer, sample, max_length=length, stage=stage)
 
 
 def _example(item: Any) -> tuple[Sequence[int], Sequence[bool]]:

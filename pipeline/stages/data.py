@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from engine import distributed
 from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
+from pipeline.data.encode import encoder
 from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED, StageRecords, first_turn, is_generated, load_held_out, load_stage
 from pipeline.data.records import Preference, Prompt
@@ -19,17 +20,16 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.planning.stage_task import stage_steps
 
-Encoded = TypeVar("Encoded", bound=Sequence[object])
 Result = TypeVar("Result")
 _SHARE_ROW, _SHARES = "  {:<9}{:>9}{:>8}  {}", ("stage", "rows", "share", "keys")
 
 
 @dataclass(frozen=True)
-class Examples(Generic[Encoded]):
+class Examples:
     """Token ids of the training and the held-out examples, and the numbers of skipped and cut records by reason."""
 
-    train: Encoded
-    held_out: Encoded
+    train: Sequence[Any]
+    held_out: Sequence[Any]
     skipped: dict[str, int]
 
 
@@ -78,16 +78,13 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
     return loaded[0] if loaded else StageRecords([], [], skipped)
 
 
-def examples(
-    stage: str,
-    section: StageSection,
-    records: StageRecords,
-    encode: Callable[..., tuple[Encoded, Mapping[str, int]]],
-) -> Examples[Encoded]:
-    """Encode the records of a stage with `encode(records, name=...)`, and print how many were cut or dropped.
+def examples(config: RunConfig, stage: str, records: StageRecords, tokenizer: ChatTokenizer) -> Examples:
+    """Encode the records of SFT, the reward model or DPO, and print how many were cut or dropped.
 
     Raises UserError if no training example is left, or if `export=best` has no held-out example.
     """
+    section: StageSection = getattr(config, stage)
+    encode = encoder(config, stage, tokenizer)
     train, notes = on_rank_zero(partial(encode, records.train))
     log_cut(stage, notes, len(records.train), f"{stage}.max_length")
     evaluation_records = records.held_out[: section.eval_examples]
