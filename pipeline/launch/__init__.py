@@ -2,6 +2,8 @@
 
 command.py    the command: configuration, run folder, the stages that have to run
 folder.py     the run folder: its name, its lock
+manifest.py   the record of the stages of a run, and which of them must run
+fingerprint.py, stage_inputs.py    what a stage's result depends on: settings, data, models
 ranks.py      the number of processes and their ranks: this machine, torchrun, Slurm
 processes.py  start the ranks of one stage, watch them, forward signals
 control.py    messages between the launchers of several machines, and the verdict on a stage
