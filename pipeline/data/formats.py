@@ -25,6 +25,7 @@ from typing import Any, Literal
 from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.records import (
+    FP32_MAX,
     AssistantFirst,
     BadRow,
     Conversation,
@@ -65,7 +66,6 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "text": ("sft",),
 }
 LABEL_COLUMN = "label"
-FP32_MAX = 3.4028234663852886e38
 TEXT_COLUMN = "text"
 OPENAI_COLUMNS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences

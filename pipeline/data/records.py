@@ -18,6 +18,7 @@ Turn = str | tuple[str, str]
 """What a chat template sees of a message besides its content: the role, or (role, fields)."""
 
 
+FP32_MAX = 3.4028234663852886e38
 REASONING = "reasoning_content"
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
 

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+Z = statistics.NormalDist().inv_cdf(0.975)  # -Z to Z contains 95% of a standard normal distribution
+
 
 def paired_difference(
     before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95
@@ -106,9 +108,9 @@ def wilson_interval(successes: float, count: float) -> tuple[float, float]:
     """
     if count <= 0:
         raise ValueError("the share of no values is undefined")
-    z, share = statistics.NormalDist().inv_cdf(0.975), successes / count
-    middle = (successes + z**2 / 2) / (count + z**2)
-    half = z * math.sqrt(count * share * (1 - share) + z**2 / 4) / (count + z**2)
+    share = successes / count
+    middle = (successes + Z**2 / 2) / (count + Z**2)
+    half = Z * math.sqrt(count * share * (1 - share) + Z**2 / 4) / (count + Z**2)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -246,7 +248,7 @@ def correlation_interval(correlation: float, count: int) -> tuple[float, float]:
     if count < 4:
         return -1.0, 1.0
     middle = math.atanh(max(-0.999999, min(0.999999, correlation)))
-    half = 1.959964 * math.sqrt(1.06 / (count - 3))
+    half = Z * math.sqrt(1.06 / (count - 3))
     return math.tanh(middle - half), math.tanh(middle + half)
 
 

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pipeline import progress
-from pipeline.data.records import BadRow, Message, Row, message_of
+from pipeline.data.records import FP32_MAX, BadRow, Message, Row, message_of
 from pipeline.errors import UserError
 from pipeline.installation import advise_on_import
 
@@ -35,7 +35,6 @@ REWARD, JUDGE, PAIR_JUDGE = "ppo.reward_function", "evaluation.judge", "evaluati
 SIGNATURE = "def NAME(answer: str, row: dict) -> float"
 SINGLE = "function"  # the name of the reward of a function that returns a number
 SIGNATURES = {PAIR_JUDGE: "def NAME(first: str, second: str, row: dict) -> float | None"}
-FP32_MAX = 3.4028234663852886e38
 BOUNDS = {REWARD: (-FP32_MAX, FP32_MAX), JUDGE: (0.0, 1.0), PAIR_JUDGE: (0.0, 1.0)}
 RETURN_TYPES = {
     REWARD: "finite number",

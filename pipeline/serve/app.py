@@ -22,11 +22,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipeline.serve.answers import CHAT, COMPLETION, Choice, Endpoint, event, usage
 from pipeline.serve.arena import Arena
 from pipeline.serve.batcher import Batcher, Job
+from pipeline.serve.command import LOOPBACK
 from pipeline.serve.errors import ServeError
 from pipeline.serve.models import ServedModel
 from pipeline.serve.requests import ChatRequest, CompletionRequest, SharedFields, parse, read_json
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OPEN_PATHS = ("/", "/health")  # the page has no secrets; its requests send the key
 FOLDER = Path(__file__).parent
 
