@@ -141,7 +141,7 @@ class LayerAttention:
             out = ragged_attention(query.transpose(0, 1), *layer.prompt_rows, families, scale=scale, window=window)
             if out is not None:
                 return out
-        if self.softcap is None and varlen_fits(query, value):
+        if query.is_cuda and self.softcap is None and varlen_fits(query, value):
             if any(chunk.start for chunk in step.chunks):
                 key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))
             return within_sequences(query, key, value, *step.chunk_bounds, scale=scale, window=window)

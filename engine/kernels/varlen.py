@@ -29,8 +29,8 @@ def _varlen_attention() -> Callable[..., Tensor]:
 
 
 def varlen_fits(query: Tensor, value: Tensor) -> bool:
-    """Return whether `within_sequences` supports these heads, (..., size)."""
-    if not query.is_cuda or query.dtype not in DTYPES or torch.cuda.get_device_capability(query.device) < CAPABILITY:
+    """Return whether `within_sequences` supports these heads, (..., size) on a GPU."""
+    if query.dtype not in DTYPES or torch.cuda.get_device_capability(query.device) < CAPABILITY:
         return False
     return query.shape[-1] == value.shape[-1] <= LARGEST_HEAD and query.shape[-1] % 8 == 0
 

@@ -107,7 +107,7 @@ def _attend_documents(documents: Documents, query: Tensor, key: Tensor, value: T
 
     Shapes: query (1, heads, N, size) -> (1, N, heads, size).
     """
-    if options.fits_kernel(query, value):
+    if query.is_cuda and options.fits_kernel(query, value):
         return _by_kernel(query[0], key[0], value[0], documents.ragged(query.device), options)[None]
     return _by_lengths(query, key, value, documents, options)
 
