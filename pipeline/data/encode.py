@@ -36,6 +36,7 @@ Record = TypeVar("Record")
 Item = TypeVar("Item")
 CHUNK = 2048  # records that are lists of ids at a time
 SECONDS_PER_LINE = 10.0
+ADDED = "earlier answers as examples of their own"  # a note about rows that are neither cut nor dropped
 
 
 class _Column:
@@ -168,7 +169,7 @@ def encode_conversations(
                     items.append(part, [True] * len(part))
         conversations = [record.messages for record in chunk if not isinstance(record, Document)]
         rows = tokenizer.encode_conversations(conversations, divide=loss_on == "assistant")
-        notes["earlier answers as examples of their own"] += len(rows) - len(conversations)
+        notes[ADDED] += len(rows) - len(conversations)
         for ids, answers in rows:
             counts = answers[:max_length] if loss_on == "assistant" else [True] * min(len(ids), max_length)
             if not any(counts[1:]):

@@ -12,7 +12,7 @@ from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
-from pipeline.data.encode import encoder
+from pipeline.data.encode import ADDED, encoder
 from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED, StageRecords, first_turn, is_generated, load_held_out, load_stage
 from pipeline.data.records import Preference, Prompt
@@ -215,9 +215,16 @@ def one_of_each_conversation(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
 
 
 def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> None:
-    """Print how many of `count` examples were cut or dropped because of their length. `limit` is the limit's key."""
-    if distributed.is_rank_zero() and notes:
-        print(f"{stage}: too long: {_counted(notes)} of {count}; {limit} sets the limit", flush=True)
+    """Print how many of `count` examples were cut or dropped because of their length, and how many were added.
+
+    `limit` is the limit's key.
+    """
+    if not distributed.is_rank_zero():
+        return
+    if cut := {reason: number for reason, number in notes.items() if reason != ADDED}:
+        print(f"{stage}: too long: {_counted(cut)} of {count}; {limit} sets the limit", flush=True)
+    if added := notes.get(ADDED):
+        print(f"{stage}: the template rewrites earlier answers: {added:,} more examples, one for each", flush=True)
 
 
 def _load(config: RunConfig, stage: str) -> StageRecords:
