@@ -68,7 +68,7 @@ def uniform_prompts(
 ) -> list[int]:
     """Return the places of the prompts whose answers all have the same score, after clipping and penalties."""
     finished = torch.tensor([generation.finished for generation in generations])
-    lengths = torch.tensor([len(generation.token_ids) for generation in generations])
+    lengths = torch.tensor([len(generation.logprobs) for generation in generations])  # without messages
     shaped = answer_scores(torch.tensor(scores), finished, lengths, shaping)
     return is_uniform(shaped, samples).nonzero().flatten().tolist()
 
