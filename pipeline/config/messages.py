@@ -21,6 +21,7 @@ OTHER_NAMES = {
     "deepspeed": "engine.deepspeed=FILE",
     "wandb": "tracking=wandb, tracking=tensorboard, tracking=both or tracking=none",
     "dataset": "data=NAME, or data.path=FILE",
+    "ppo.beta": "the weight of the KL is ppo.kl_coef",
     "engine.pipeline_schedule": "the schedule is always 1f1b, so remove the key",
     "rollout.selfcheck_every": "it is now called rollout.parity_check_every",
 }
@@ -42,6 +43,19 @@ OTHER_LEAVES = {
     "num_generations": "samples",
     "rpo_alpha": "sft_coef",
     "nll_loss_coef": "sft_coef",
+    "num_generations": "samples",
+    "num_iterations": "update_epochs",
+    "epsilon": "clip",
+    "epsilon_high": "clip_high",
+    "max_completion_length": "max_new_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "lr_scheduler_type": "schedule",
+    "warmup_ratio": "warmup",
+    "logging_steps": "log_every",
+    "eval_steps": "eval_every",
+    "save_steps": "save_every",
+    "gradient_checkpointing": "activation_checkpointing",
+    "per_device_train_batch_size": "batch_size",
 }
 """Names in other tools -> names in a section here."""
 

@@ -226,6 +226,11 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
         raise UserError(f"{key}={where}: there is no function {name} in {file}; {available}")
     answers, signature = ("an answer", SIGNATURE) if key not in SIGNATURES else ("two answers", SIGNATURES[key])
     signature = signature.replace("NAME", name)
+    if _takes_batches(call):
+        raise UserError(
+            f"{key}={where}: {name} scores a batch of answers (its argument completions), as functions for TRL do, but "
+            f"zerochat calls it for each answer; write {signature}. docs/guides/from_trl.md has a wrapper"
+        )
     if inspect.iscoroutinefunction(call):
         keys = "ppo.reward_threads" if key == REWARD else "evaluation.judge_threads"
         raise UserError(
@@ -265,15 +270,23 @@ def _changed_torch() -> str:
 
 
 def _accepts(call: Callable[..., Any], count: int) -> bool:
-    """Return whether the function can be called with `count` positional arguments, and takes no batches as TRL's do."""
+    """Return whether the function can be called with `count` positional arguments."""
     try:
-        signature = inspect.signature(call)
-        signature.bind(*[""] * count)
+        inspect.signature(call).bind(*[""] * count)
     except TypeError:
         return False
     except ValueError:  # a C function without a signature
         return True
-    return [*signature.parameters][:2] != ["prompts", "completions"]
+    return True
+
+
+def _takes_batches(call: Callable[..., Any]) -> bool:
+    """Return whether a function has the arguments of a reward function of TRL, which scores a batch of answers."""
+    try:
+        names = inspect.signature(call).parameters
+    except ValueError:  # a C function without a signature
+        return False
+    return "completions" in names
 
 
 def _describe(problem: BaseException, file: Path) -> str:

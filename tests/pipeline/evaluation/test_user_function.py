@@ -43,7 +43,8 @@ def write_function(folder: Path, text: str) -> str:
         ("def score(answer): return 1", r"write def score\(answer: str, row: dict\) -> float"),
         ("def score(answer, row, more): return 1", "can't be called with an answer and a row"),
         ("async def score(answer, row): return 1", r"is asynchronous \(async def\).* set ppo.reward_threads=32"),
-        ("def score(prompts, completions, **others): return [1]", "can't be called with an answer and a row"),  # TRL's
+        ("def score(prompts, completions, **others): return [1]", "scores a batch of answers"),  # for TRL
+        ("def score(completions, solution, **others): return [1]", "write def score.answer: str, row: dict"),
         ("x = 1\ndef score(answer, row) return 1", "can't be run: SyntaxError in line 2"),
         ("x = 1\nimport no_such_module", r"can't be run: ModuleNotFoundError: .*no_such_module.* \(line 2\)"),
         ("raise SystemExit", "can't be run: SystemExit"),
