@@ -18,6 +18,7 @@ from pipeline.models.stage_models import (
     actor_folder,
     check_reward_tokenizer,
     check_teacher_tokenizer,
+    check_vocabulary,
     policy_to_tune,
 )
 from pipeline.stages.start import optimizer_config
@@ -131,11 +132,14 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
 
 
 def load_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> ModelSource | None:
-    """Return the model that `teacher=` names; None if the key is null. Raises UserError for another tokenizer."""
+    """Return the model that `teacher=` names; None if the key is null. Raises UserError for another vocabulary."""
     if config.teacher is None:
         return None
     check_teacher_tokenizer(config.teacher, tokenizer)
-    return policy_to_tune(config, Path(config.teacher))[0]
+    teacher = resolve(config.model, config.seed, folder=Path(config.teacher))
+    check_kind(teacher, wanted="ForCausalLM")
+    check_vocabulary(teacher, tokenizer)
+    return teacher
 
 
 def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:

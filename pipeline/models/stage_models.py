@@ -228,15 +228,19 @@ def check_reward_tokenizer(folder: Path, tokenizer: ChatTokenizer) -> None:
     """Raise UserError if a trained reward model has another tokenizer than the actor."""
     if load_tokenizer(str(model_folder(folder))).fingerprint() != tokenizer.fingerprint():
         raise UserError(
-            f"the reward model in {folder} has another tokenizer or chat template than the actor, so it would score "
-            "other text than the actor writes; train it with the actor's tokenizer (stage=reward in the same run), or "
-            "serve it and score with ppo.reward_function (examples/rewards/service.py)"
+            f"the reward model in {folder} has another tokenizer or chat template than the actor (model.thinking "
+            "changes the template), so it would score other text than the actor writes; train it with the actor's "
+            "tokenizer (stage=reward in the same run), or serve it and score with ppo.reward_function "
+            "(examples/rewards/service.py)"
         )
 
 
 def check_teacher_tokenizer(teacher: str, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if the teacher has another tokenizer than the student."""
-    if load_tokenizer(str(model_folder(Path(teacher)))).fingerprint() != tokenizer.fingerprint():
+    """Raise UserError if the teacher has another vocabulary than the student.
+
+    The teacher reads the ids of the student's tokenizer and chat template, so its own template has no effect.
+    """
+    if load_tokenizer(str(model_folder(Path(teacher)))).hf.get_vocab() != tokenizer.hf.get_vocab():
         raise UserError(
             f"teacher={teacher} has another tokenizer than the student, so their probabilities are of different "
             "tokens: train the student with model.tokenizer of the teacher, or select another teacher"

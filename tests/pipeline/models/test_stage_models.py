@@ -10,6 +10,7 @@ from pipeline.models import stage_models
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     check_base_tokenizer,
+    check_teacher_tokenizer,
     policy_to_tune,
     require_adapters,
     require_context,
@@ -155,13 +156,14 @@ def test_models_with_another_tokenizer_are_refused_before_sft(tmp_path: Path) ->
             require_tokenizer(given, other)
 
 
-def test_the_base_of_a_reward_model_may_have_another_chat_template(tmp_path: Path) -> None:
+def test_the_base_of_a_reward_model_and_a_teacher_may_have_another_chat_template(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     train_tokenizer(["aa ab"], 300).save(tmp_path)
     template = "{% for m in messages %}{{ m.role }}={{ m.content }}{{ eos_token }}{% endfor %}"
     (tmp_path / "policy.jinja").write_text(template)
     policy = load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "policy.jinja"))
     base = ModelSource("b", config_of("llama"), tmp_path, 1, "sdpa", False)
+    check_teacher_tokenizer(str(tmp_path), policy)
     assert policy.fingerprint() != load_tokenizer(str(tmp_path)).fingerprint()
     check_base_tokenizer(base, policy)
 
