@@ -228,6 +228,22 @@ def _initializer(model: PreTrainedModel, zero_head: bool) -> Callable[[nn.Module
         elif name.rpartition(".")[2] == "score" and isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.0 if zero_head else 1.0 / math.sqrt(module.in_features + 1))
         else:
+            # Mamba's mixers write into the layers below them, too. These have an initialization of their own.
+            module._modules = {key: _without_storage(child) for key, child in module.named_children()}
             initialize_module(model, module)
 
     return initialize
+
+
+def _without_storage(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parameters are on the meta device, as those of a plain model."""
+    if isinstance(module, QuantizedLinear):
+        return nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+    copied = object.__new__(type(module))  # `copy` would call the constructor of an FSDP unit
+    vars(copied).update(vars(module))
+    copied._parameters = {
+        key: None if p is None else nn.Parameter(torch.empty(p.shape, device="meta"))
+        for key, p in module._parameters.items()
+    }
+    copied._modules = {key: _without_storage(child) for key, child in module.named_children()}
+    return copied

@@ -166,6 +166,18 @@ def test_random_weights_depend_on_the_seed() -> None:
         assert torch.equal(value, other[name]) == (value.ndim == 1), name
 
 
+def random_mamba(zero_stage: int) -> dict[str, Tensor]:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, state_size=4, vocab_size=96)
+    source = ModelSource("tiny", config, None, 1, "eager", False)
+    return whole(build_policy(source, frozen(zero_stage=zero_stage)))
+
+
+def test_random_weights_of_a_mixer_that_writes_into_other_layers() -> None:
+    expected = random_mamba(0)
+    for actual in run_ranks(random_mamba, 2, 3):
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
 def test_missing_weights(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
