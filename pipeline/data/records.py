@@ -197,8 +197,6 @@ def messages_of(value: Any) -> tuple[Message, ...]:
         raise BadRow("messages are not a list")
     if not isinstance(value, Sequence):
         raise BadRow("no messages" if value is None else "neither a text nor a list of messages")
-    if not value:
-        raise BadRow("no messages")
     return in_order([message_of(item) for item in value])
 
 
@@ -352,6 +350,8 @@ def in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
             joined[-1] = _join(joined[-1], message)
         else:
             joined.append(message)
+    if not joined:
+        raise BadRow("no messages")
     turns = joined[1:] if joined[0].role == "system" else joined
     if any(message.role == "system" for message in turns):
         raise BadRow("a system message after the start")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from engine import Sampling
-from pipeline.data.records import BadRow, Message, messages_of, replace_surrogates, with_tools
+from pipeline.data.records import BadRow, Message, in_order, message_of, replace_surrogates, with_tools
 from pipeline.serve.errors import ServeError
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -131,9 +131,18 @@ class ChatRequest(SharedFields):
         return self.top_logprobs if self.logprobs else None
 
     def turns(self) -> tuple[Message, ...]:
-        """Return the conversation. Raises ServeError if it cannot be answered."""
+        """Return the conversation. Raises ServeError if it cannot be answered.
+
+        Clients send an empty system message if the user has set none, and an answer of the model that was empty.
+        """
         try:
-            messages = messages_of(self.messages)
+            messages = in_order(
+                [
+                    Message("assistant", "") if _is_empty(each, "assistant") else message_of(each)
+                    for each in self.messages
+                    if not _is_empty(each, "system")
+                ]
+            )
         except BadRow as problem:
             raise ServeError(400, f"messages: {problem}", param="messages") from problem
         if messages[-1].role not in ("user", "tool"):
@@ -222,3 +231,10 @@ def _first_error(errors: Sequence[Any]) -> ServeError:
     name = str(error["loc"][0])
     reason = "there is no such field" if error["type"] == "extra_forbidden" else error["msg"]
     return ServeError(400, f"{name}: {reason}", param=name)
+
+
+def _is_empty(message: Mapping[str, Any], role: str) -> bool:
+    """Return whether a message of this role has neither text nor calls."""
+    content, others = message.get("content"), message.keys() - {"role", "content", "name", "refusal"}
+    is_blank = content is None or (isinstance(content, str) and not content.strip())
+    return message.get("role") == role and is_blank and not any(message[key] for key in others)

@@ -83,6 +83,19 @@ def test_an_answer_equals_that_of_the_generator(client: openai.OpenAI, alone: Ch
     assert ask(client, seed=5, temperature=0.7, top_p=0.9, model="ppo").choices[0].message.content != text
 
 
+def test_empty_messages_of_clients_are_accepted(client: openai.OpenAI) -> None:
+    """An empty system message counts as none, and an empty answer stays a turn of the conversation."""
+    fields: Options = {"model": "sft", "max_tokens": 20, "seed": 5}
+    turns: Any = [*HELLO, {"role": "assistant", "content": ""}, *HELLO]
+    answers = [
+        client.chat.completions.create(messages=messages, **fields).usage.prompt_tokens
+        for messages in ([{"role": "system", "content": " "}, *HELLO], HELLO, turns, [*HELLO, *HELLO])
+    ]
+    assert answers[0] == answers[1] < answers[3] < answers[2]
+    with pytest.raises(openai.BadRequestError, match="no messages"):
+        client.chat.completions.create(messages=[{"role": "system", "content": ""}], **fields)
+
+
 def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI) -> None:
     full = ask(client, seed=3)
     chunks = list(ask(client, seed=3, stream=True, stream_options={"include_usage": True}))
