@@ -23,8 +23,8 @@ from engine.host_memory import upload
 from engine.kernels import sample
 
 # TOKEN: the newest token, which the next step runs. CACHED: the number of tokens in the cache. SEED: the sample seed.
-# COUNT and LIMIT: the tokens sampled so far, and at most. ENDED: 1 after the end of the answer. PROMPT: the slot of the
-# prompt. SHARED: the number of tokens that are in the prompt slot; the others are in the row's own slot.
+# COUNT: the tokens sampled so far. LIMIT: the largest COUNT. ENDED: 1 after the end of the answer. PROMPT: prompt slot.
+# SHARED: the number of tokens that are in the prompt slot; the others are in the row's own slot.
 COLUMNS = TOKEN, CACHED, SEED, COUNT, LIMIT, ENDED, PROMPT, SHARED = range(8)
 NOTHING = -1  # the token of a row whose answer ended before this step
 

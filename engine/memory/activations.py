@@ -130,7 +130,7 @@ class _FusedAttention(torch.autograd.Function):
 def _fused_kernels_on_meta() -> Iterator[None]:
     """Replace attention and the grouped product of experts by operations that save the same tensors.
 
-    The meta device has no fused attention, and the grouped product for bf16 only.
+    The meta device has no fused attention, and supports the grouped product for bf16 only.
     """
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention, functional.grouped_mm

@@ -171,8 +171,8 @@ def model_bytes(shape: ModelShape, work: Workload) -> int:
 def _stored_states(work: Workload, trained: int, frozen: int) -> ModelStates:
     """Return the states between steps, and the gradients, of `trained` and `frozen` parameters.
 
-    An offloaded optimizer has its states apart from the shards, which are then in compute precision, and a share
-    `offload_ratio` of them is on the host or in files. Otherwise the states are next to the shards.
+    An offloaded optimizer has its states apart from the shards, which are then in compute precision. A share
+    `offload_ratio` of these states is on the host or in files. Otherwise the states are next to the shards.
     """
     config, shards, size = work.config, work.shards, BYTES[work.config.dtype]
     is_apart = config.offload_optimizer != "none"

@@ -92,7 +92,7 @@ class PipelinePasses(Passes):
         results: list[Any] = [None] * number
 
         def run_stage(first: Tensor, index: Tensor | None = None) -> Tensor:
-            """Run a micro-batch. The inputs are its index and, after the first rank, before it a message."""
+            """Run a micro-batch. The input is its index. After the first rank, a message precedes the index."""
             position = int(first if index is None else index)
             self._running, self._received = True, None if index is None else first
             try:

@@ -28,7 +28,7 @@ OTHER_NAMES = {
     "use_peft": "sft=lora, reward=lora, dpo=lora or ppo=lora",
     "lora_r": "sft.lora.rank, reward.lora.rank, dpo.lora.rank or ppo.lora.rank",
     "load_in_4bit": "model.quantize=nf4",
-    "gradient_accumulation_steps": "batch sizes are global, and micro_batch_tokens bounds a forward pass",
+    "gradient_accumulation_steps": "remove the key: batch_size is global, and micro_batch_tokens bounds a forward pass",
     "ppo.beta": "the weight of the KL is ppo.kl_coef",
     "ppo.mask_truncated_completions": "ppo.unfinished=mask",
     "engine.pipeline_schedule": "the schedule is always 1f1b, so remove the key",

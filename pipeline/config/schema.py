@@ -384,7 +384,7 @@ class RunConfig(Section):
     )
     teacher: FilePath | None = Field(
         None,
-        description="model folder (or stage folder) of the teacher, for method=distill; with the tokenizer of the student",
+        description="model folder (or stage folder) of the teacher, for method=distill; needs the vocabulary of the student",
     )
     debug: bool = Field(False, description="show tracebacks")
     model: ModelConfig

@@ -107,7 +107,7 @@ class DpoSection(StageSection):
     )
     loss: Literal["sigmoid", "robust", "apo_zero", "ipo", "length_normalized", "simpo", "orpo", "kto"] = Field(
         "sigmoid",
-        description="sigmoid: negative log-likelihood of the preferences (Rafailov et al., 2023); robust: sigmoid without the bias of wrong labels, whose share is label_smoothing (Chowdhury et al., 2024); apo_zero: one term raises the chosen answer, the other lowers the rejected answer, each compared with the reference (D'Oosterlinck et al., 2024); ipo: squared distance to a fixed margin, which bounds the log-ratios even if no labels contradict each other (Azar et al., 2023); length_normalized: sigmoid of log-ratios per token (Lambert et al., 2024); simpo: log-probabilities per token and a target margin (Meng et al., 2024); orpo: SFT loss and odds ratio (Hong et al., 2024); kto: answers labelled desirable or not, without pairs (Ethayarajh et al., 2024); simpo and orpo have no reference",
+        description="sigmoid: negative log-likelihood of the preferences (Rafailov et al., 2023); robust: sigmoid with a correction for a share label_smoothing of wrong labels, so that its expected value is the loss of the correct labels (Chowdhury et al., 2024); apo_zero: one term raises the chosen answer, the other lowers the rejected answer, both relative to the reference (D'Oosterlinck et al., 2024); ipo: squared distance to a fixed margin, which bounds the log-ratios even if no labels contradict each other (Azar et al., 2023); length_normalized: sigmoid of log-ratios per token (Lambert et al., 2024); simpo: log-probabilities per token and a target margin (Meng et al., 2024); orpo: SFT loss and odds ratio (Hong et al., 2024); kto: answers labelled desirable or not, without pairs (Ethayarajh et al., 2024); simpo and orpo have no reference",
     )
     beta: float = Field(
         0.1,
@@ -119,7 +119,7 @@ class DpoSection(StageSection):
         0.0,
         ge=0,
         lt=0.5,
-        description="assumed share of pairs with the wrong label; sigmoid and length_normalized: conservative DPO (Mitchell, 2023); robust: robust DPO; other losses have none",
+        description="assumed share of pairs with the wrong label; sigmoid and length_normalized: conservative DPO (Mitchell, 2023); robust: robust DPO; not for other losses",
     )
     sft_coef: float = Field(
         0.0,
@@ -226,7 +226,7 @@ class PpoSection(StageSection):
     )
     loss: Literal["clip", "cispo"] = Field(
         "clip",
-        description="loss of the policy: clip, the clipped surrogate of PPO (Schulman et al., 2017); cispo, the log-probability times the clipped ratio, without a gradient through the ratio, so that clipped tokens keep theirs (MiniMax, 2025; ppo=cispo)",
+        description="loss of the policy: clip, the clipped surrogate of PPO (Schulman et al., 2017); cispo, the log-probability times the advantage and the clipped ratio, which is a constant weight, so every token keeps a gradient (MiniMax, 2025; ppo=cispo)",
     )
     clip: float = Field(0.2, gt=0, description="the policy ratio is clipped to 1 - clip .. 1 + clip")
     clip_high: float | None = Field(

@@ -228,8 +228,8 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
     signature = signature.replace("NAME", name)
     if _takes_batches(call):
         raise UserError(
-            f"{key}={where}: {name} scores a batch of answers (its argument completions), as functions for TRL do, but "
-            f"zerochat calls it for each answer; write {signature}. docs/guides/from_trl.md has a wrapper"
+            f"{key}={where}: {name} scores a batch of answers (argument completions), like functions for TRL. zerochat "
+            f"calls a function once for each answer; write {signature}, or use the wrapper in docs/guides/from_trl.md"
         )
     if inspect.iscoroutinefunction(call):
         keys = "ppo.reward_threads" if key == REWARD else "evaluation.judge_threads"

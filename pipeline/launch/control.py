@@ -38,7 +38,7 @@ class LeaderLost(RuntimeError):
 class _Exchange(threading.Thread):
     """The thread that calls the store: it writes messages and this launcher's state, and reads the watched keys.
 
-    A launcher without others has an exchange without a store, which is never started and watches nothing.
+    A launcher that runs alone has an exchange without a store. Such an exchange is never started and watches nothing.
     """
 
     def __init__(self, store: Any) -> None:

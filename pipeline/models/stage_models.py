@@ -198,7 +198,8 @@ def _require_split(config: RunConfig, reward: ModelSource) -> None:
 
 
 def require_tokenizer(config: RunConfig, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if a reward model or the teacher of this run has another tokenizer than the policy.
+    """Raise UserError if a reward model of this run has another tokenizer than the policy, or the teacher another
+    vocabulary.
 
     A reward model on a hub is not checked.
     """
@@ -242,8 +243,8 @@ def check_teacher_tokenizer(teacher: str, tokenizer: ChatTokenizer) -> None:
     """
     if load_tokenizer(str(model_folder(Path(teacher)))).hf.get_vocab() != tokenizer.hf.get_vocab():
         raise UserError(
-            f"teacher={teacher} has another tokenizer than the student, so their probabilities are of different "
-            "tokens: train the student with model.tokenizer of the teacher, or select another teacher"
+            f"teacher={teacher} has another tokenizer than the student, so the two models have different tokens: train "
+            "the student with model.tokenizer of the teacher, or select a teacher with the vocabulary of the student"
         )
 
 

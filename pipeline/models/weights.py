@@ -228,7 +228,7 @@ def _initializer(model: PreTrainedModel, zero_head: bool) -> Callable[[nn.Module
         elif name.rpartition(".")[2] == "score" and isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.0 if zero_head else 1.0 / math.sqrt(module.in_features + 1))
         else:
-            # Mamba's mixers write into the layers below them, too. These have an initialization of their own.
+            # The initialization of Mamba's mixers also writes into the layers below them, which initialize themselves.
             module._modules = {key: _without_storage(child) for key, child in module.named_children()}
             initialize_module(model, module)
 

@@ -224,7 +224,7 @@ def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> Non
     if cut := {reason: number for reason, number in notes.items() if reason != ADDED}:
         print(f"{stage}: too long: {_counted(cut)} of {count}; {limit} sets the limit", flush=True)
     if added := notes.get(ADDED):
-        print(f"{stage}: the template rewrites earlier answers: {added:,} more examples, one for each", flush=True)
+        print(f"{stage}: {added:,} more examples: earlier answers that the template rewrites", flush=True)
 
 
 def _load(config: RunConfig, stage: str) -> StageRecords:

@@ -45,7 +45,7 @@ def test_truncated_rows_are_reported(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_earlier_answers_as_examples_of_their_own_are_not_too_long(capsys: pytest.CaptureFixture[str]) -> None:
     log_cut("sft", {"earlier answers as examples of their own": 2}, 9, "sft.max_length")
-    assert capsys.readouterr().out == "sft: the template rewrites earlier answers: 2 more examples, one for each\n"
+    assert capsys.readouterr().out == "sft: 2 more examples: earlier answers that the template rewrites\n"
 
 
 def test_the_first_stage_refuses_invalid_data_of_later_stages(
