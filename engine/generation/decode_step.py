@@ -79,8 +79,9 @@ class DecodeState:
         """Return the rows of the next step, and advance `step`. chosen (2, B): as in `DecodeStep.run`."""
         self.step.add_(1)
         row = self.rows.index_select(0, chosen[0]).t().contiguous()
-        lengths = (row[CACHED] + 1) * (1 - row[ENDED])
-        offsets, inputs = row[CACHED] - row[SHARED], (row[TOKEN], row[CACHED], row[SEED], row[COUNT])
+        live = 1 - row[ENDED]  # a full answer that has ended writes to the first place of its slot, not behind the last
+        lengths, offsets = (row[CACHED] + 1) * live, (row[CACHED] - row[SHARED]) * live
+        inputs = row[TOKEN], row[CACHED], row[SEED], row[COUNT]
         return DecodeRows(chosen[0], *inputs, offsets, lengths, row[PROMPT], row[SHARED], chosen[1])
 
     def write(self, slots: Tensor, tokens: Tensor, logprobs: Tensor, end_ids: Tensor, seen: Tensor | None) -> None:

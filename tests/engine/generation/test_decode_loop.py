@@ -130,6 +130,18 @@ def test_any_window_length_gives_the_same_answers(
     assert_equal(windowed_generator(llama).generate(PROMPTS, RANDOM, SEEDS, slots), expected)
 
 
+def test_a_window_outlasts_an_answer_that_fills_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts run in chunks of different steps, so that one answer is full in the middle of a window."""
+    use_decode_attention("torch", monkeypatch)
+    monkeypatch.setitem(decode_loop.PREFILL_TOKENS, "cpu", 9)
+    model, sampling = build("llama", max_position_embeddings=160), replace(RANDOM, max_new_tokens=64, end_ids=())
+    generator = windowed_generator(model)
+    answers = generator.generate(PROMPTS[:5], sampling, SEEDS[:5], 3)
+    cache = loop_of(generator, windows=True).cache
+    assert cache is not None and cache.size.answer_capacity == 64
+    assert_equal(answers, Generator(model, "cpu").generate(PROMPTS[:5], sampling, SEEDS[:5], 3))
+
+
 SETTINGS: list[Sampling] = [
     replace(RANDOM, temperature=0),
     replace(RANDOM, top_k=20, top_p=0.9),
