@@ -38,7 +38,7 @@ def test_rows_are_read() -> None:
     assert state.step.item() == 4
     for at, slot in enumerate(slots.tolist()):
         row = state.rows[slot].tolist()
-        length, offset = 0 if row[ENDED] else row[CACHED] + 1, row[CACHED] - row[SHARED]
+        length, offset = (0, 0) if row[ENDED] else (row[CACHED] + 1, row[CACHED] - row[SHARED])
         inputs = [row[TOKEN], row[CACHED], row[SEED], row[COUNT]]
         assert [int(each[at]) for each in rows] == [slot, *inputs, offset, length, row[PROMPT], row[SHARED], at]
 
