@@ -144,19 +144,23 @@ class Writer(FileSystemWriter):
         super().__init__(self._staging)
         self._values, self._then = values, then
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remove an incomplete folder. The base class makes a new one before it plans.
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Do not make the folder: rank 0 removes an incomplete one first."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Replace an incomplete folder by an empty one. Only rank 0 calls, before any rank writes.
 
         Raises FileExistsError if the new folder would replace the current folder, or files that no checkpoint has.
         """
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:
-            others = [path.name for path in self._folder.glob("*") if not OWN_FILES.fullmatch(path.name)]
-            reason = f"has other files ({min(others)})" if others else "is the current folder"
-            if others or self._folder.absolute() == Path.cwd():
-                problem = f"{self._folder} {reason}, which the checkpoint would replace"
-                raise FileExistsError(errno.EEXIST, f"{problem}. Use a new folder, such as {self._folder}/checkpoint")
-            shutil.rmtree(self._staging, ignore_errors=True)
+        others = [path.name for path in self._folder.glob("*") if not OWN_FILES.fullmatch(path.name)]
+        reason = f"has other files ({min(others)})" if others else "is the current folder"
+        if others or self._folder.absolute() == Path.cwd():
+            problem = f"{self._folder} {reason}, which the checkpoint would replace"
+            raise FileExistsError(errno.EEXIST, f"{problem}. Use a new folder, such as {self._folder}/checkpoint")
+        shutil.rmtree(self._staging, ignore_errors=True)
+        self._staging.mkdir(parents=True, exist_ok=True)
+        return plans
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's files. Returns their checksums. Raises OSError."""

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import SavePlan
 
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state, storage
@@ -477,6 +479,34 @@ def test_a_save_replaces_a_checkpoint_but_no_other_files(tmp_path: Path) -> None
         engine.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "train.log").read_text() == "step 1"
     engine.load(tmp_path / "saved")
+
+
+def test_rank_zero_may_remove_an_incomplete_folder_while_other_ranks_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst order of two ranks: rank 0 removes the folder while rank 1 finds that it exists."""
+    (tmp_path / "step-1.tmp").mkdir()
+    (tmp_path / "step-1.tmp" / "tensors-7.safetensors").touch()
+    ranks = [Writer(tmp_path / "step-1", {}, lambda: None) for _ in range(2)]
+    plans = list[SavePlan]()
+
+    def plan(rank: int) -> None:
+        ranks[rank].set_up_storage_writer(rank == 0)
+        plans.append(ranks[rank].prepare_local_plan(SavePlan([])))
+
+    def mkdir(path: str, *arguments: Any, make: Callable[..., None] = os.mkdir) -> None:
+        try:
+            make(path, *arguments)
+        except FileExistsError:
+            shutil.rmtree(path)
+            raise
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", mkdir)
+        plan(1)
+    plan(0)
+    ranks[0].prepare_global_plan(plans)
+    assert list((tmp_path / "step-1.tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [".", "", "./", "here"])
