@@ -18,8 +18,7 @@ from step3_ppo.rollout import Answered, Scores
 
 def replace_uniform(
     answered: Answered,
-    answer: Callable[[list[int], int], list[Generation]],
-    score: Callable[[list[int], list[Generation]], Scores],
+    sample: Callable[[list[int], int], Answered],
     shaping: RewardShaping,
     *,
     samples: int,
@@ -29,8 +28,7 @@ def replace_uniform(
 ) -> Answered:
     """Return the rollout after at most `rounds` rounds of replacements.
 
-    answer: (prompts, round from 1) -> `samples` answers to each prompt
-    score: (prompts, answers) -> the scores of the answers
+    sample: (prompts, round from 1) -> `samples` answers to each prompt, with their scores
     count: number of training prompts
     seed: the seed and the step
     """
@@ -42,13 +40,12 @@ def replace_uniform(
         if not new:
             break
         used.update(new)
-        answers = answer(new, number)
-        new_scores = score(new, answers)
+        other = sample(new, number)
         for place, (index, prompt) in zip(places, enumerate(new), strict=False):
             here = slice(place * samples, (place + 1) * samples)
             there = slice(index * samples, (index + 1) * samples)
-            prompts[place], generations[here] = prompt, answers[there]
-            for column, new_column in zip(_columns(scores), _columns(new_scores), strict=True):
+            prompts[place], generations[here] = prompt, other.generations[there]
+            for column, new_column in zip(_columns(scores), _columns(other.scores), strict=True):
                 column[here] = new_column[there]
         replaced += len(new)
     return Answered(prompts, generations, scores, replaced)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from heapq import nlargest
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from engine import Generation
@@ -30,12 +29,11 @@ from step3_ppo.advantages import (
     compute_advantages,
 )
 from step3_ppo.batches import largest_microbatch
-from step3_ppo.log import UpdateMetrics, write_rollout_log
+from step3_ppo.log import UpdateMetrics
 from step3_ppo.models import ModelSources, build_models
 from step3_ppo.rollout import (
     Answered,
     Rollout,
-    Scores,
     check_generator,
     collect,
     ended_answers,
@@ -63,65 +61,32 @@ class Ppo:
     """The models of PPO, and its functions with the numbers of the configuration. The loop calls the methods."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        sources: ModelSources,
-        prompts: Sequence[list[int]],
-        rows: Sequence[Row] = (),
+        self, config: RunConfig, sources: ModelSources, prompts: Sequence[list[int]], rows: Sequence[Row] = ()
     ) -> None:
         """Build the models. `rows` are the data rows of the prompts, for a reward function."""
-        ppo, rollout, pad_id = config.ppo, config.rollout, sources.tokenizer.pad_id
-        self.prompts, self.rows, self.tokenizer = prompts, rows, sources.tokenizer
-        self.section, self.temperature, self.stop = ppo, rollout.temperature, rollout.stop
-        self.seed, self.batch_size, self.samples = config.seed, ppo.batch_size, ppo.samples
-        self.epochs, self.minibatch_count = ppo.update_epochs, ppo.minibatches
-        self.critic_warmup, self.value_clip, self.max_new_tokens = (
-            ppo.critic_warmup,
-            ppo.value_clip,
-            rollout.max_new_tokens,
-        )
-        self.resample, self.replaced = ppo.resample, 0
-        self.evaluated_step: int | None = None
-        self.evaluations: Evaluations = {}  # of the actor after `evaluated_step`
-        self.only_finished = ppo.unfinished == "mask"
-        self.shares_forward = ppo.shared_forward and not self.only_finished
+        ppo, self.rollout, self.seed = config.ppo, config.rollout, config.seed
+        self.section, self.prompts, self.rows, self.tokenizer = ppo, prompts, rows, sources.tokenizer
+        self.sampling = sampling(self.rollout, self.tokenizer, seed=self.seed)
         self.steps = stage_steps(ppo, len(prompts))
-        updates = self.epochs * self.minibatch_count
-        actor_steps = (self.steps - self.critic_warmup) * updates
+        updates = ppo.update_epochs * ppo.minibatches
+        actor_steps = (self.steps - ppo.critic_warmup) * updates
         self.models = build_models(config, sources, actor_steps=actor_steps, critic_steps=self.steps * updates)
-        function = self.models.function
-        self._takes_turns = function is not None and function.takes_turns
-        prepare_generation(self.models.actor, rollout)
+        prepare_generation(self.models.actor, self.rollout)
         if ppo.ema is not None:
             self.models.actor.start_averaging(ppo.ema)
-        self.ptx = ptx_mix(config, sources.tokenizer)
+        self.ptx = ptx_mix(config, self.tokenizer)
         self.kl = KlController(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon)
         self.shaping = reward_shaping(ppo, unit=self.models.score_unit)
         self._estimate = advantage_estimator(ppo)
-        self._rollout, self._sampling = rollout, sampling(rollout, sources.tokenizer, seed=config.seed)
-        self._generate = partial(
-            generate,
-            sampling=self._sampling,
-            batch_size=rollout.batch_size or DECODE_BATCH,
-            keep=rollout.keep,
-            park_optimizer=rollout.park_optimizer,
-            samples=ppo.samples,
-            text=sources.tokenizer.decode_unstripped,
-        )
-        self._ended = partial(ended_answers, tokenizer=sources.tokenizer, stop=self.stop)
-        self._collect = partial(collect, temperature=rollout.temperature, pad_id=pad_id)
-        self._check_ratio = partial(
-            check_first_ratio, temperature=rollout.temperature, pad_id=pad_id, tolerance=ppo.ratio_tolerance
-        )
-        self.log_rollout = partial(
-            write_rollout_log,
-            folder,
-            text=lambda ids: str(sources.tokenizer.hf.decode(ids)),
-            answers=ppo.keep_answers,
-            tokens=ppo.keep_tokens,
-        )
+        self.replaced = 0
+        self.evaluated_step: int | None = None
+        self.evaluations: Evaluations = {}  # of the actor after `evaluated_step`
         self._is_compared = False  # whether a shared forward of the actor was compared with a separate one
+
+    @property
+    def only_finished(self) -> bool:
+        """Whether the updates leave out the answers without an end token."""
+        return self.section.unfinished == "mask"
 
     def set_kl_coef(self, coef: float) -> None:
         """Set the weight of the KL to the reference, from a checkpoint."""
@@ -129,33 +94,43 @@ class Ppo:
 
     def dry_run(self, budget: int) -> None:
         """Run the passes of an update over a micro-batch of the longest answers, and discard the result."""
-        sequences = largest_share(-(-self.batch_size * self.samples // self.minibatch_count))
-        longest = nlargest(-(-sequences // self.samples), self.prompts, key=len)
+        ppo, models = self.section, self.models
+        sequences = largest_share(-(-ppo.batch_size * ppo.samples // ppo.minibatches))
+        longest = nlargest(-(-sequences // ppo.samples), self.prompts, key=len)
         batch = largest_microbatch(
-            [prompt for prompt in longest for _ in range(self.samples)],
-            self.max_new_tokens,
+            [prompt for prompt in longest for _ in range(ppo.samples)],
+            self.rollout.max_new_tokens,
             sequences,
             self.tokenizer.pad_id,
             budget,
-            packing=self.models.packing,
+            packing=models.packing,
         )
-        actor, critic = self.models.actor, self.models.critic
-        dry_run(actor, critic, batch, temperature=self.temperature, entropy_coef=self.section.entropy_coef)
+        temperature, entropy_coef = self.rollout.temperature, ppo.entropy_coef
+        dry_run(models.actor, models.critic, batch, temperature=temperature, entropy_coef=entropy_coef)
 
     def collect(self, step: int, stage: StageRun) -> Rollout:
         """Generate the answers to the prompts of a step, and score them with all models.
 
-        Raises UserError if a shared forward of the actor does not give the log-probabilities of a separate forward.
+        `ppo.resample` replaces prompts without a preferred answer. Raises UserError if a shared forward of the actor
+        does not give the log-probabilities of a separate forward.
         """
-        answered = self._answers(step, stage)
-        prompts = self._repeated(answered.prompts)
+        sample = partial(self._sample, step, stage)
+        answered = sample(batch_indices(len(self.prompts), self.section.batch_size, self.seed, step - 1), 0)
+        if self.section.resample:
+            from step3_ppo.dynamic_sampling import replace_uniform
+
+            bound = {"samples": self.section.samples, "rounds": self.section.resample, "count": len(self.prompts)}
+            answered = replace_uniform(answered, sample, self.shaping, seed=(self.seed, step), **bound)
+            self.replaced = answered.replaced
         shared_forwards = self._shared_forwards(step)
         compare = "actor" in shared_forwards and not self._is_compared
         with stage.clock.phase("score"):
-            rollout = self._collect(
+            rollout = collect(
                 self.models,
-                [self.prompts[i] for i in prompts],
+                [self.prompts[i] for i in self._repeated(answered.prompts)],
                 answered.generations,
+                temperature=self.rollout.temperature,
+                pad_id=self.tokenizer.pad_id,
                 budget=stage.budget,
                 scores=answered.scores,
                 shared_forwards=shared_forwards,
@@ -164,79 +139,73 @@ class Ppo:
             )
             if rollout.separate_logprobs is not None:
                 deviation = (rollout.logprobs - rollout.separate_logprobs).exp() - 1.0
-                self._check_ratio(self.models, rollout, deviation[rollout.response_mask].abs().mean().item())
+                self._check_ratio(rollout, deviation[rollout.response_mask].abs().mean().item())
                 self._is_compared = True
         return rollout
 
-    def _answers(self, step: int, stage: StageRun) -> Answered:
-        """Generate and score the answers of a step. `ppo.resample` replaces prompts without a preferred answer."""
+    def _sample(self, step: int, stage: StageRun, prompts: list[int], number: int) -> Answered:
+        """Generate and score the answers to some prompts of a step. `number` counts the rounds of dynamic sampling."""
+        first_seed = (number * _ROUND + step) * self.section.batch_size * self.section.samples
+        with stage.clock.phase("generate"):
+            generations = self._generate(prompts, first_seed)
+        stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
+        ids, pad_id = self._repeated(prompts), self.tokenizer.pad_id
+        ended = ended_answers(generations, self.tokenizer, self.rollout.stop)
+        texts, calls = [self.prompts[i] for i in ids], self._calls(ids, generations)
+        played = [episode.rewards for episode in self._episodes(generations)] or None
+        with stage.clock.phase("score"):
+            scores = score_answers(self.models, texts, ended, calls, pad_id=pad_id, budget=stage.budget, played=played)
+        return Answered(prompts, generations, scores)
 
-        def answer(prompts: list[int], number: int) -> list[Generation]:
-            first_seed = (number * _ROUND + step) * self.batch_size * self.samples
-            with stage.clock.phase("generate"):
-                if self._takes_turns:
-                    generations = self._play(self._repeated(prompts), first_seed)
-                else:
-                    generations = self._generate(self.models, [self.prompts[i] for i in prompts], first_seed=first_seed)
-            stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
-            return generations
-
-        def score(prompts: list[int], generations: list[Generation]) -> Scores:
-            ids, ended = self._repeated(prompts), self._ended(generations)
-            texts, calls = [self.prompts[i] for i in ids], self._calls(ids, generations)
-            played = [episode.rewards for episode in self._episodes(generations)] or None
-            with stage.clock.phase("score"):
-                pad_id = self.tokenizer.pad_id
-                return score_answers(
-                    self.models, texts, ended, calls, pad_id=pad_id, budget=stage.budget, played=played
-                )
-
-        prompts = batch_indices(len(self.prompts), self.batch_size, self.seed, step - 1)
-        generations = answer(prompts, 0)
-        answered = Answered(prompts, generations, score(prompts, generations))
-        if self.resample:
-            from step3_ppo.dynamic_sampling import replace_uniform
-
-            bound = {"samples": self.samples, "rounds": self.resample, "count": len(self.prompts)}
-            answered = replace_uniform(answered, answer, score, self.shaping, seed=(self.seed, step), **bound)
-            self.replaced = answered.replaced
-        return answered
-
-    def _play(self, prompts: list[int], first_seed: int) -> list[Generation]:
-        """Return one episode for each of `prompts`."""
+    def _generate(self, prompts: list[int], first_seed: int) -> list[Generation]:
+        """Return the answers to some prompts. If the reward function takes turns, an answer is an episode."""
+        rollout, function = self.rollout, self.models.function
+        batch_size, keep, park = rollout.batch_size or DECODE_BATCH, rollout.keep, rollout.park_optimizer
+        if function is None or not function.takes_turns:
+            return generate(
+                self.models,
+                [self.prompts[i] for i in prompts],
+                self.sampling,
+                first_seed=first_seed,
+                batch_size=batch_size,
+                keep=keep,
+                park_optimizer=park,
+                samples=self.section.samples,
+                text=self.tokenizer.decode_unstripped,
+            )
         from pipeline.evaluation.episodes import play_episodes
 
-        models, rollout = self.models, self._rollout
-        assert models.function is not None
+        ids = self._repeated(prompts)
         [episodes] = play_episodes(
-            models.actor,
-            models.function,
+            self.models.actor,
+            function,
             self.tokenizer,
-            [self.prompts[i] for i in prompts],
-            [self.rows[i] for i in prompts],
-            [self._sampling],
+            [self.prompts[i] for i in ids],
+            [self.rows[i] for i in ids],
+            [self.sampling],
             first_seed=first_seed,
-            batch_size=rollout.batch_size or DECODE_BATCH,
-            keep=rollout.keep,
-            park_optimizer=rollout.park_optimizer,
+            batch_size=batch_size,
+            keep=keep,
+            park_optimizer=park,
         )
-        check_generator(models.actor)
+        check_generator(self.models.actor)
         return [*episodes]
 
     def _episodes(self, generations: Sequence[Generation]) -> "list[Episode]":
         """Return the generations as episodes; empty if the reward function does not take turns."""
-        return cast("list[Episode]", list(generations)) if self._takes_turns else []
+        function = self.models.function
+        return cast("list[Episode]", list(generations)) if function is not None and function.takes_turns else []
 
     def _repeated(self, prompts: Sequence[int]) -> list[int]:
         """Return the prompt of each answer."""
-        return [i for i in prompts for _ in range(self.samples)]
+        return [i for i in prompts for _ in range(self.section.samples)]
 
     def _calls(self, prompts: Sequence[int], generations: Sequence[Generation]) -> list[Call]:
         """Return the arguments of the reward function for each answer; empty if the prompts have no rows."""
         if not self.rows:
             return []
         pairs = zip(prompts, generations, strict=True)
-        return [(self.tokenizer.decode(answer.token_ids, self.stop), self.rows[i]) for i, answer in pairs]
+        return [(self.tokenizer.decode(answer.token_ids, self.rollout.stop), self.rows[i]) for i, answer in pairs]
 
     def compute_advantages(self, rollout: Rollout) -> Advantages:
         """Shape the rewards of a rollout and estimate its advantages."""
@@ -244,13 +213,13 @@ class Ppo:
 
     def minibatches(self, rollout: Rollout, step: int, budget: int) -> Iterator[Minibatch]:
         """Yield the minibatches of all epochs over a rollout; each epoch has its own order."""
-        for epoch in range(self.epochs):
-            if self.minibatch_count == 1 and not self.only_finished:
+        for epoch in range(self.section.update_epochs):
+            if self.section.minibatches == 1 and not self.only_finished:
                 yield single_minibatch(rollout)
                 continue
             yield from minibatches(
                 rollout,
-                count=self.minibatch_count,
+                count=self.section.minibatches,
                 seed=(self.seed * 1_000_003 + step) * 1_009 + epoch,
                 pad_id=self.tokenizer.pad_id,
                 budget=budget,
@@ -266,33 +235,40 @@ class Ppo:
         Raises UserError if the ratio of the first minibatch of a rollout is not 1, before the parameters change.
         """
         actor, critic, policy, values = self.models.actor, self.models.critic, None, None
-        if step > self.critic_warmup:
+        if step > self.section.critic_warmup:
             policy = update_policy(
                 actor,
                 minibatch,
                 rollout,
                 advantages,
                 self.section,
-                temperature=self.temperature,
+                temperature=self.rollout.temperature,
                 kl_coef=0.0 if self.shaping.kl_in_reward else self.kl.coef,
                 ptx=self.ptx.batch(actor.step_count, packing=self.models.packing) if self.ptx else None,
-                check=None if updates.steps else partial(self._check_ratio, self.models, rollout),
+                check=None if updates.steps else partial(self._check_ratio, rollout),
             )
         if critic is not None:
-            values = update_critic(critic, minibatch, rollout, advantages, clip=self.value_clip)
+            values = update_critic(critic, minibatch, rollout, advantages, clip=self.section.value_clip)
         updates.add(minibatch.tokens, policy, values)
+
+    def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
+        """Raise UserError if the mean |ratio - 1| of the first minibatch is more than rounding explains."""
+        temperature, pad_id, tolerance = self.rollout.temperature, self.tokenizer.pad_id, self.section.ratio_tolerance
+        check_first_ratio(self.models, rollout, deviation, temperature=temperature, pad_id=pad_id, tolerance=tolerance)
 
     def metrics(self) -> dict[str, float]:
         """Return the KL weight, the steps skipped for a non-finite gradient, the bytes of the flip, replacements."""
         skipped = sum(engine.scaler.skipped for engine in self.models.learning.values())
         metrics = {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
-        return metrics | ({"replaced_prompts": self.replaced / self.batch_size} if self.resample else {})
+        return metrics | (
+            {"replaced_prompts": self.replaced / self.section.batch_size} if self.section.resample else {}
+        )
 
     def _shared_forwards(self, step: int) -> list[str]:
         """Return the roles whose scoring forward is also the forward of the first update."""
-        if not self.shares_forward:
+        if not self.section.shared_forward or self.only_finished:
             return []
-        actor_learns = self.ptx is None and step > self.critic_warmup  # PTX adds other micro-batches
+        actor_learns = self.ptx is None and step > self.section.critic_warmup  # PTX adds other micro-batches
         return ["actor"] * actor_learns + ["critic"] * (self.models.critic is not None)
 
 

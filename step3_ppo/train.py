@@ -13,7 +13,7 @@ from pipeline.stages.start import open_stage, plan_stage, sampling
 from step3_ppo.advantages import Advantages
 from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish, resume, with_episodes
 from step3_ppo.guard import Guard, evaluation_metrics, open_guard
-from step3_ppo.log import UpdateMetrics, log_generator_gap, rollout_metrics
+from step3_ppo.log import UpdateMetrics, log_generator_gap, rollout_metrics, write_rollout_log
 from step3_ppo.models import load_models
 from step3_ppo.rollout import Rollout
 from step3_ppo.setup import Ppo, load_prompts
@@ -46,7 +46,15 @@ def log_step(
 
     Raises SharedError if a loss is not finite, and RestartStage if the guard rolls back.
     """
-    ppo.log_rollout(step, rollout, advantages)
+    write_rollout_log(
+        stage.folder,
+        step,
+        rollout,
+        advantages,
+        text=lambda ids: str(ppo.tokenizer.hf.decode(ids)),
+        answers=ppo.section.keep_answers,
+        tokens=ppo.section.keep_tokens,
+    )
     update_metrics = updates.summary()
     loss = update_metrics.get("policy_loss", 0.0) + update_metrics.get("value_loss", 0.0)
     stage.require_finite(step, loss, rollout.responses)
@@ -74,7 +82,7 @@ def run(config: RunConfig, folder: Path) -> None:
         config, "ppo", folder, prompts.ids, policy=sources.actor, reward=next(iter(sources.rewards), None)
     )
     config, rollout = plan.config, plan.config.rollout
-    ppo = Ppo(config, folder, sources, prompts.ids, prompts.rows)
+    ppo = Ppo(config, sources, prompts.ids, prompts.rows)
     evaluator = build_evaluator(
         ppo.models,
         evaluation_prompts,

@@ -47,12 +47,12 @@ def test_uniform_prompts_are_replaced_in_place(rounds: int, count: int) -> None:
     """Prompts 0 to 4 and odd prompts have score 1 for both answers. Other scores depend on the answer."""
     calls: list[tuple[list[int], int]] = []
 
-    def answer(prompts: list[int], number: int) -> list[Generation]:
+    def sample(prompts: list[int], number: int) -> Answered:
         calls.append((prompts, number))
-        return [generation(prompt, sample) for prompt in prompts for sample in range(2)]
+        answers = [generation(prompt, sample) for prompt in prompts for sample in range(2)]
+        return Answered(prompts, answers, score(answers))
 
-    def score(prompts: list[int], generations: list[Generation]) -> Scores:
-        assert [each.token_ids[0] for each in generations] == [prompt for prompt in prompts for _ in range(2)]
+    def score(generations: list[Generation]) -> Scores:
         scores = [1.0 if p % 2 or p < 5 else float(g.token_ids[1]) for g in generations for p in g.token_ids[:1]]
         halves = [each / 2 for each in scores]
         rewards = {"brief": halves, "model": scores[:]}
@@ -60,16 +60,16 @@ def test_uniform_prompts_are_replaced_in_place(rounds: int, count: int) -> None:
         return Scores(scores, halves, dict(sorted(rewards.items(), reverse=bool(calls))))
 
     first = [generation(p, s) for p in (1, 6, 3) for s in range(2)]
-    start = Answered([1, 6, 3], first, score([1, 6, 3], first))
+    start = Answered([1, 6, 3], first, score(first))
     settings: dict[str, Any] = {"samples": 2, "rounds": rounds, "count": count, "seed": (1, 4)}
-    actual = replace_uniform(start, answer, score, PLAIN, **settings)
+    actual = replace_uniform(start, sample, PLAIN, **settings)
     assert actual.prompts[1] == 6 and len(set(actual.prompts)) == 3
     assert [each.token_ids for each in actual.generations] == [[p, s] for p in actual.prompts for s in range(2)]
-    assert actual.scores == score(actual.prompts, actual.generations)
+    assert actual.scores == score(actual.generations)
     assert calls[0][1] == 1 and len(calls[0][0]) == 2 and actual.replaced == sum(len(prompts) for prompts, _ in calls)
     used = [1, 6, 3, *(prompt for prompts, _ in calls for prompt in prompts)]
     assert len(used) == len(set(used)) <= count and len(calls) <= rounds
-    again = replace_uniform(start, answer, score, PLAIN, **settings)
+    again = replace_uniform(start, sample, PLAIN, **settings)
     assert again == actual and start.prompts == [1, 6, 3]
     if rounds == 3:
         assert all(prompt % 2 == 0 and prompt > 4 for prompt in actual.prompts)
@@ -78,7 +78,6 @@ def test_uniform_prompts_are_replaced_in_place(rounds: int, count: int) -> None:
 def test_prompts_with_different_scores_are_not_replaced() -> None:
     start = Answered([1], [generation(1), generation(2)], Scores([1.0, 2.0], None, {}))
     actual = replace_uniform(
-        start, lambda *_: pytest.fail("no prompt is replaced"), lambda *_: pytest.fail("no answer is scored"), PLAIN,
-        samples=2, rounds=3, count=9, seed=(1, 1),
-    )  # fmt: skip
+        start, lambda *_: pytest.fail("no prompt is replaced"), PLAIN, samples=2, rounds=3, count=9, seed=(1, 1)
+    )
     assert actual.prompts == [1] and actual.replaced == 0 and actual.scores == Scores([1.0, 2.0], None, {})

@@ -48,7 +48,7 @@ def ppo_of(folder: Path, text: str = TEXT, new_tokens: int = 36, **ppo: Any) -> 
     made = made.model_copy(update={"reward_path": None, "rollout": rollout})
     sources = load_models(made, folder)
     asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * (n % 3 + 1)),)) for n in range(12)]
-    actual = Ppo(made, folder / "ppo", sources, asked, [{"number": n % 4} for n in range(12)])
+    actual = Ppo(made, sources, asked, [{"number": n % 4} for n in range(12)])
     return actual, StageRun(folder / "ppo", made.ppo, actual.steps, actual.models.learning)
 
 
@@ -203,7 +203,7 @@ def test_log_probabilities_are_those_of_the_whole_conversation(tmp_path: Path) -
 
 def numbers(folder: Path, batch_size: int = 64) -> dict[str, Any]:
     ppo, stage = ppo_of(folder, batch_size=6, samples=2)
-    ppo._rollout = ppo._rollout.model_copy(update={"batch_size": batch_size})
+    ppo.rollout = ppo.rollout.model_copy(update={"batch_size": batch_size})
     rollout = ppo.collect(1, stage)
     learned = learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
     return {

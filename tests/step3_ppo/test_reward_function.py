@@ -47,14 +47,14 @@ def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
     made = setting(folder, **ppo)
     sources = load_models(made, folder)
     asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    actual = Ppo(made, folder / "ppo", sources, asked, [{"number": n} for n in range(12)])
+    actual = Ppo(made, sources, asked, [{"number": n} for n in range(12)])
     return actual, StageRun(folder / "ppo", made.ppo, actual.steps, actual.models.learning)
 
 
 def test_the_function_gets_no_stop_string(tmp_path: Path) -> None:
     write_run(tmp_path)
     ppo, _ = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2)
-    ppo.stop = ["wor"]
+    ppo.rollout = ppo.rollout.model_copy(update={"stop": ["wor"]})
     answer = Generation(ppo.tokenizer.encode_answer("some words")[:-1], [], finished=True)
     assert ppo._calls([7], [answer]) == [("some", {"number": 7})]
 

@@ -30,7 +30,7 @@ from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish
 from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
-from step3_ppo.rollout import collect, score_answers
+from step3_ppo.rollout import collect, ended_answers, score_answers
 from step3_ppo.setup import Ppo
 from step3_ppo.train import run
 from step3_ppo.update import PtxMix
@@ -133,7 +133,7 @@ def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
     made = config(folder, **keys)
     sources = load_models(made, folder)
     prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    ppo = Ppo(made, folder / "ppo", sources, prompts)
+    ppo = Ppo(made, sources, prompts)
     return ppo, StageRun(folder / "ppo", made.ppo, ppo.steps, ppo.models.learning)
 
 
@@ -216,7 +216,7 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -
     assert stage_inputs(made, run_folder, "ppo")["teacher"] == run_folder / "teacher" / "model"
     sources = load_models(made, run_folder)
     prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    ppo = Ppo(made, run_folder / "ppo", sources, prompts)
+    ppo = Ppo(made, sources, prompts)
     assert ppo.models.critic is None and not ppo.models.has_rewards
     stage = StageRun(run_folder / "ppo", made.ppo, ppo.steps, ppo.models.learning)
     kl = []
@@ -409,7 +409,7 @@ def test_prompts_whose_answers_score_the_same_are_replaced(run_folder: Path) -> 
         for ids, finished in zip(actual.responses, actual.finished.tolist(), strict=True)
     ]
     cut = {"pad_id": ppo.tokenizer.pad_id, "budget": stage.budget}
-    again = score_answers(ppo.models, actual.prompts, ppo._ended(answers), **cut)
+    again = score_answers(ppo.models, actual.prompts, ended_answers(answers, ppo.tokenizer), **cut)
     torch.testing.assert_close(torch.tensor(again.total), actual.scores)
     learned = learn(ppo, 1, rollouts[1], ppo.compute_advantages(rollouts[1]), stage.budget)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
