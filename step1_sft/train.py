@@ -14,8 +14,7 @@ from pipeline.data.batch import TokenBatch, batch_indices, token_batch
 from pipeline.data.encode import TokenItem
 from pipeline.data.microbatches import largest_microbatch, token_microbatches
 from pipeline.data.rendering import example_lines
-from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of, write_table
-from pipeline.evaluation.judge import load_judge
+from pipeline.evaluation.evaluator import Evaluator, metrics_of, write_table
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -28,13 +27,7 @@ from pipeline.models.stage_models import (
     run_tokenizer,
 )
 from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, log_divided, stage_records
-from pipeline.stages.start import (
-    open_stage,
-    optimizer_config,
-    plan_stage,
-    prepare_generation,
-    sampling,
-)
+from pipeline.stages.start import build_evaluator, open_stage, optimizer_config, plan_stage, prepare_generation
 from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
 from step1_sft.loss import sft_loss
 
@@ -55,7 +48,7 @@ def run(config: RunConfig, folder: Path) -> None:
         first = data.train[0]
         shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)
         print(f"sft: {tokenizer.summary}", *shown, sep="\n", flush=True)
-    prompts, judge = evaluation_prompts(config, tokenizer, ppo_prompts), load_judge(config)
+    evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, ppo_prompts))
     del records, ppo_prompts  # frees the texts
     plan = plan_stage(config, "sft", folder, data.train, policy=source)
     config, section = plan.config, plan.config.sft
@@ -64,8 +57,6 @@ def run(config: RunConfig, folder: Path) -> None:
     prepare_generation(engine, config.rollout)
     packing = _choose_packing(engine, section.packing, section.max_length)
     batches = SftBatches(data.train, section.batch_size, config.seed, packing, tokenizer.pad_id)
-    settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
-    evaluator = Evaluator(prompts, tokenizer, settings, config.temperatures, judge)
     task = SupervisedTask(
         engine,
         loss_of,

@@ -166,7 +166,6 @@ class LabelBatches(Batches[Example]):
             sides = [(each.ids, each.prompt) for each in chosen]
             answers = collate_sides(sides, reference[list(indices)], self.pad_id, packing=self.packing)
             labels = torch.tensor([each.label for each in chosen], dtype=torch.bool)
-            fields = {name: getattr(answers, name) for name in AnswerBatch.__dataclass_fields__}
-            return LabelBatch(**fields, labels=labels, baseline=baseline, desirable_share=share)
+            return LabelBatch(**vars(answers), labels=labels, baseline=baseline, desirable_share=share)
 
         return collate

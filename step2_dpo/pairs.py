@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,33 +26,20 @@ from step2_dpo.loss import LOSSES, imitation_loss
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A loss on B pairs, for 2B answers: the chosen answers first.
+def answer_scores(dpo: DpoSection, logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+    """Return the score that `dpo.loss` gives each answer, see `step2_dpo.loss`. All shapes are equal."""
+    return LOSSES[dpo.loss][0](logprobs, reference, lengths)
 
-    score: (logprobs, reference, lengths), equal shapes -> the score of each answer, see `step2_dpo.loss`
-    pair_loss: the scores of the chosen answers and of the rejected answers, (B,) each -> the sum of the losses
-    sft_coef: weight of the imitation loss of the chosen answers
+
+def pair_loss(dpo: DpoSection, scores: Tensor, logprobs: Tensor, lengths: Tensor) -> Tensor:
+    """Return the loss that `dpo.loss` names, summed over B pairs.
+
+    scores, logprobs, lengths: (2B,), the chosen answers first
     """
-
-    score: Callable[[Tensor, Tensor, Tensor], Tensor]
-    pair_loss: Callable[[Tensor, Tensor], Tensor]
-    sft_coef: float
-
-    def loss(self, scores: Tensor, logprobs: Tensor, lengths: Tensor) -> Tensor:
-        """Return the loss, summed over pairs. Each argument is (2B,)."""
-        pairs = len(scores) // 2
-        total = self.pair_loss(scores[:pairs], scores[pairs:])
-        if not self.sft_coef:
-            return total
-        return total + self.sft_coef * imitation_loss(logprobs[:pairs], lengths[:pairs])
-
-
-def objective(dpo: DpoSection) -> Objective:
-    """Return the loss that `dpo.loss` names."""
-    score, loss, keys = LOSSES[dpo.loss]
-    pair_loss = partial(loss, **{key: getattr(dpo, key) for key in keys})
-    return Objective(score, pair_loss, 1.0 if dpo.loss == "orpo" else dpo.sft_coef)
+    _, loss, keys = LOSSES[dpo.loss]
+    pairs, sft_coef = len(scores) // 2, 1.0 if dpo.loss == "orpo" else dpo.sft_coef
+    total = loss(scores[:pairs], scores[pairs:], **{key: getattr(dpo, key) for key in keys})
+    return total + sft_coef * imitation_loss(logprobs[:pairs], lengths[:pairs]) if sft_coef else total
 
 
 @dataclass(frozen=True)
@@ -81,9 +67,9 @@ class PairBatches(Batches[PairItem]):
         return torch.tensor(score_items(self.engine, batches, indices, _logprobs_by_pair)).view(len(examples), 2)
 
     def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-        chosen_objective, logprobs = objective(self.section), answer_logprobs(module, batch)
-        scores = chosen_objective.score(logprobs, batch.reference, batch.lengths)
-        total = chosen_objective.loss(scores, logprobs, batch.lengths)
+        logprobs = answer_logprobs(module, batch)
+        scores = answer_scores(self.section, logprobs, batch.reference, batch.lengths)
+        total = pair_loss(self.section, scores, logprobs, batch.lengths)
         metrics = _metrics(logprobs.detach(), self.section.beta * scores.detach())
         if self.section.has_reference:  # a pair has two answers
             metrics["drift"] = 0.5 * (logprobs.detach() - batch.reference).abs().sum()
@@ -157,10 +143,10 @@ def held_out_metrics(
 
     logprobs, reference: (N, 2) under the policy and under the reference
     """
-    chosen_objective, lengths = objective(dpo), answer_lengths(pairs).float()
-    scores = chosen_objective.score(logprobs, reference, lengths)
+    lengths = answer_lengths(pairs).float()
+    scores = answer_scores(dpo, logprobs, reference, lengths)
     margins = scores[:, 0] - scores[:, 1]
-    loss = chosen_objective.loss(*(table.T.flatten() for table in (scores, logprobs, lengths)))
+    loss = pair_loss(dpo, *(table.T.flatten() for table in (scores, logprobs, lengths)))
     chosen, rejected = (dpo.beta * scores.mean(0)).tolist()
     metrics = {
         "eval_loss": loss.item() / len(pairs),

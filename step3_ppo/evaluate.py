@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import Engine, Sampling, distributed
+from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, read_samples
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
+from pipeline.stages.start import build_evaluator
 from pipeline.tracking import metrics
 from step3_ppo.guard import Guard, evaluation_metrics
 from step3_ppo.guard_rules import Finding
@@ -21,55 +23,38 @@ from step3_ppo.rollout import score_answers
 from step3_ppo.setup import Ppo
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.episodes import Episode
     from pipeline.evaluation.user_function import UserFunction
 
 
-def build_evaluator(
-    models: Models,
-    prompts: Sequence[Prompt],
-    tokenizer: ChatTokenizer,
-    sampling: Sampling,
-    temperatures: Sequence[float],
-    *,
-    budget: int,
-    keep: bool,
-    judge: "UserFunction | None" = None,
-    candidates: int = 1,
+def ppo_evaluator(
+    config: RunConfig, models: Models, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], folder: Path
 ) -> Evaluator:
-    """Return an evaluator whose scores are those of the reward model and the reward function of PPO, if it has any."""
+    """Return an evaluator whose scores are those of the reward model and the reward function of PPO, if it has any.
+
+    It plays episodes if the reward function takes turns. `folder` is RUN/ppo.
+    """
+    keep, candidates = config.rollout.keep, config.evaluation.best_of
+    evaluator = replace(build_evaluator(config, tokenizer, prompts), keep=keep, candidates=candidates)
+    if models.function is not None and models.function.takes_turns:
+        played = PlayedEpisodes(models, models.function, prompts, folder)
+        return replace(evaluator, score=played.scores, answer=played.answer)
+    if not models.has_rewards:
+        return evaluator
     token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
 
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
-        longest = sampling.max_new_tokens  # as in a rollout, the end token replaces the last token of a cut answer
+        longest = (
+            config.rollout.max_new_tokens
+        )  # as in a rollout, the end token replaces the last token of a cut answer
         encoded = [tokenizer.encode_answer(answer)[:longest] for answer in answers]
         responses = [[*ids[:-1], tokenizer.end_id] for ids in encoded]
         pairs = zip(prompts, answers, strict=True)
         calls = [(answer, prompt.row) for prompt, answer in pairs if prompt.row is not None]
+        budget = config.ppo.micro_batch_tokens
         scores = score_answers(models, token_ids, responses, calls, pad_id=tokenizer.pad_id, budget=budget)
         return scores.total, scores.function
 
-    scorer = score if models.has_rewards else None
-    return Evaluator(prompts, tokenizer, sampling, temperatures, judge, scorer, keep, candidates)
-
-
-def with_episodes(evaluator: Evaluator, models: Models, folder: Path) -> Evaluator:
-    """Return the evaluator, which plays episodes if the reward function takes turns. `folder` is RUN/ppo."""
-    function = models.function
-    if function is None or not function.takes_turns:
-        return evaluator
-    from pipeline.evaluation.episodes import play_episodes
-
-    played = PlayedEpisodes(models, evaluator.prompts, folder)
-
-    def answer(
-        engine: Engine, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], settings: Sequence[Sampling], *, keep: bool
-    ) -> list[list[str]]:
-        token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-        rows = [prompt.row or {} for prompt in prompts]
-        return played.texts(play_episodes(engine, function, tokenizer, token_ids, rows, settings, keep=keep))
-
-    return replace(evaluator, score=played.scores, answer=answer)
+    return replace(evaluator, score=score)
 
 
 class PlayedEpisodes:
@@ -78,16 +63,29 @@ class PlayedEpisodes:
     The scores of an earlier start of the stage are read from samples.jsonl in `folder`.
     """
 
-    def __init__(self, models: Models, prompts: Sequence[Prompt], folder: Path) -> None:
-        self._models, self._prompts = models, prompts
+    def __init__(self, models: Models, function: "UserFunction", prompts: Sequence[Prompt], folder: Path) -> None:
+        self._models, self._function, self._prompts = models, function, prompts
         self._scores = {
             (sample.prompt, sample.answers[name]): score
             for sample in read_samples(folder / SAMPLES)
             for name, score in sample.scores.items()
         }
 
-    def texts(self, played: "Sequence[Sequence[Episode]]") -> list[list[str]]:
-        """Record the scores of one episode per prompt for each of several settings, and return the texts."""
+    def answer(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        prompts: Sequence[Prompt],
+        settings: Sequence[Sampling],
+        *,
+        keep: bool,
+    ) -> list[list[str]]:
+        """Play one episode per prompt for each of several settings, record their scores, and return their texts."""
+        from pipeline.evaluation.episodes import play_episodes
+
+        token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+        rows = [prompt.row or {} for prompt in prompts]
+        played = play_episodes(engine, self._function, tokenizer, token_ids, rows, settings, keep=keep)
         for episodes in played:
             rewards = [episode.rewards for episode in episodes]
             scores = score_answers(self._models, [], [], pad_id=0, budget=1, played=rewards).total

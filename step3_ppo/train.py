@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import RunConfig
-from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator, metrics_of
+from pipeline.evaluation.evaluator import Evaluator, metrics_of
 from pipeline.evaluation.judge import load_judge
 from pipeline.models.stage_models import require_context
 from pipeline.stages.stage_run import StageRun
-from pipeline.stages.start import open_stage, plan_stage, sampling
+from pipeline.stages.start import open_stage, plan_stage
 from step3_ppo.advantages import Advantages
-from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish, resume, with_episodes
+from step3_ppo.evaluate import evaluate_policy, finish, ppo_evaluator, resume
 from step3_ppo.guard import Guard, evaluation_metrics, open_guard
 from step3_ppo.log import UpdateMetrics, log_generator_gap, rollout_metrics, write_rollout_log
 from step3_ppo.models import load_models
@@ -83,18 +83,7 @@ def run(config: RunConfig, folder: Path) -> None:
     )
     config, rollout = plan.config, plan.config.rollout
     ppo = Ppo(config, sources, prompts.ids, prompts.rows)
-    evaluator = build_evaluator(
-        ppo.models,
-        evaluation_prompts,
-        sources.tokenizer,
-        sampling(rollout, sources.tokenizer, seed=EVALUATION_SEED),
-        config.temperatures,
-        budget=config.ppo.micro_batch_tokens,
-        keep=rollout.keep,
-        judge=load_judge(config),
-        candidates=config.evaluation.best_of,
-    )
-    evaluator = with_episodes(evaluator, ppo.models, folder)
+    evaluator = ppo_evaluator(config, ppo.models, sources.tokenizer, evaluation_prompts, folder)
     guard = open_guard(config, folder, has_judge=evaluator.has_judge)
     with open_stage(
         plan,

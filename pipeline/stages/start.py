@@ -16,7 +16,10 @@ from pipeline import progress
 from pipeline.config.schema import RolloutSection, RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import STAGES, example_unit
+from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator
+from pipeline.evaluation.judge import load_judge
 from pipeline.files import read_plan
 from pipeline.models.build import DTYPE, EngineChoice
 from pipeline.models.source import ModelSource
@@ -59,6 +62,12 @@ def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) ->
         end_ids=tokenizer.end_ids,
         seed=seed,
     )
+
+
+def build_evaluator(config: RunConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> Evaluator:
+    """Return the evaluator of a policy on held-out prompts. Every stage samples with the same noise."""
+    settings = sampling(config.rollout, tokenizer, seed=EVALUATION_SEED)
+    return Evaluator(prompts, tokenizer, settings, config.temperatures, load_judge(config))
 
 
 def prepare_generation(engine: Engine, rollout: RolloutSection) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import Generation, Sampling
 from pipeline.config.check_machine import check_paths
+from pipeline.config.schema import RunConfig
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import SharedError, UserError
@@ -20,7 +21,7 @@ from pipeline.evaluation.samples import SAMPLES, Sample, write_samples
 from pipeline.evaluation.user_function import JUDGE, load_function
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.batches import collate
-from step3_ppo.evaluate import build_evaluator, with_episodes
+from step3_ppo.evaluate import ppo_evaluator
 from step3_ppo.models import load_models
 from step3_ppo.setup import Ppo
 from tests import composed
@@ -41,11 +42,15 @@ def talk(answer, row):
 """
 
 
-def ppo_of(folder: Path, text: str = TEXT, new_tokens: int = 36, **ppo: Any) -> tuple[Ppo, StageRun]:
+def setting(folder: Path, text: str = TEXT, new_tokens: int = 36, **ppo: Any) -> RunConfig:
     (folder / "mine.py").write_text(text)
     made = config(folder, reward_model=False, reward_function=f"{folder}/mine.py:talk", advantage="rloo", **ppo)
     rollout = made.rollout.model_copy(update={"max_new_tokens": new_tokens, "stop": ["o", "e"]})
-    made = made.model_copy(update={"reward_path": None, "rollout": rollout})
+    return made.model_copy(update={"reward_path": None, "rollout": rollout})
+
+
+def ppo_of(folder: Path, text: str = TEXT, **ppo: Any) -> tuple[Ppo, StageRun]:
+    made = setting(folder, text, **ppo)
     sources = load_models(made, folder)
     asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * (n % 3 + 1)),)) for n in range(12)]
     actual = Ppo(made, sources, asked, [{"number": n % 4} for n in range(12)])
@@ -240,15 +245,15 @@ def test_held_out_episodes_are_played_and_scored(tmp_path: Path) -> None:
     write_run(tmp_path)
     ppo, _ = ppo_of(tmp_path)
     prompts = [Prompt((Message("user", text),), "made", {"number": n}) for n, text in enumerate(["some", "words"])]
-    settings = Sampling(max_new_tokens=40, end_ids=ppo.tokenizer.end_ids, seed=1)
+    keys = {"temperatures": [1.0, 0.0], "best_of": 3}
+    made = setting(tmp_path, new_tokens=40)
+    rollout, evaluation = made.rollout.model_copy(update={"stop": []}), made.evaluation.model_copy(update=keys)
+    made = made.model_copy(update={"rollout": rollout, "evaluation": evaluation})
     folder = tmp_path / "ppo"
     folder.mkdir()
 
     def evaluator() -> Any:
-        made = build_evaluator(
-            ppo.models, prompts, ppo.tokenizer, settings, (1.0, 0.0), budget=64, keep=True, candidates=3
-        )
-        return with_episodes(made, ppo.models, folder)
+        return ppo_evaluator(made, ppo.models, ppo.tokenizer, prompts, folder)
 
     first = evaluator()
     found = first.evaluate(ppo.models.actor)

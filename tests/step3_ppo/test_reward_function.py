@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Generation, Sampling
+from engine import Generation
 from engine.parallel import dtensors
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Message
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import build_evaluator
+from step3_ppo.evaluate import ppo_evaluator
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
 from step3_ppo.rollout import score_answers, weighted_sum
@@ -159,10 +159,10 @@ def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_pat
     made = setting(tmp_path, reward_model=reward_model)
     sources = load_models(made, tmp_path)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
-    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, seed=1)
     asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
     judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
-    evaluator = build_evaluator(models, asked, sources.tokenizer, sampling, (1.0,), budget=64, keep=True, judge=judge)
+    evaluator = ppo_evaluator(made, models, sources.tokenizer, asked, tmp_path / "ppo")
+    evaluator = replace(evaluator, judge=judge)
     judged = evaluator.grade(["words", "to learn", ""])
     assert judged.gold == [0.0, 0.25, 0.5] and judged.metrics["gold_score"] == 0.25
     by_function = [5.0, 108.0, 200.0]
@@ -171,8 +171,7 @@ def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_pat
         assert judged.metrics == {"eval_score": pytest.approx(313 / 3), "gold_score": 0.25}
         return
     without = replace(models, function=None)
-    plain_evaluator = build_evaluator(without, prompts(), sources.tokenizer, sampling, (1.0,), budget=64, keep=True)
-    plain = plain_evaluator.grade(judged.answers)
+    plain = ppo_evaluator(made, without, sources.tokenizer, prompts(), tmp_path / "ppo").grade(judged.answers)
     assert judged.function == by_function and plain.function is None
     assert judged.scores == pytest.approx([a + b for a, b in zip(plain.scores, by_function, strict=True)])
     assert judged.metrics["eval_function_score"] == pytest.approx(313 / 3)
@@ -182,10 +181,10 @@ def test_a_held_out_answer_that_was_cut_is_scored_within_its_length(tmp_path: Pa
     """One more token would exceed the positions of a model whose context is the longest prompt and answer."""
     write_run(tmp_path)
     made = config(tmp_path)
+    made = made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_new_tokens": 3})})
     sources = load_models(made, tmp_path)
     models, words = build_models(made, sources, actor_steps=1, critic_steps=1), sources.tokenizer
-    sampling = Sampling(max_new_tokens=3, end_ids=words.end_ids)
-    evaluator = build_evaluator(models, prompts(), words, sampling, (1.0,), budget=64, keep=True)
+    evaluator = ppo_evaluator(made, models, words, prompts(), tmp_path / "ppo")
     texts = ["some words to learn from", "words", ""]
     answers = [[*words.encode_answer(text)[:3][:-1], words.end_id] for text in texts]
     asked = [words.encode_prompt(prompt.messages) for prompt in prompts()]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Generation, Sampling
+from engine import Generation
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RolloutSection, RunConfig
 from pipeline.config.stage_sections import PpoSection
@@ -18,7 +18,7 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
-from pipeline.evaluation.evaluator import Evaluation, earlier_answers, metrics_of, write_table
+from pipeline.evaluation.evaluator import Evaluation, Evaluator, earlier_answers, metrics_of, write_table
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.models.build import build_policy, build_scorer
@@ -26,10 +26,10 @@ from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.modules import Policy
 from pipeline.models.source import resolve
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.evaluate import build_evaluator, evaluate_policy, finish
+from step3_ppo.evaluate import evaluate_policy, finish, ppo_evaluator
 from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
-from step3_ppo.models import build_models, load_models
+from step3_ppo.models import Models, build_models, load_models
 from step3_ppo.rollout import collect, ended_answers, score_answers
 from step3_ppo.setup import Ppo
 from step3_ppo.train import run
@@ -232,9 +232,7 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -
         kl.append(metrics["kl"] / metrics["response_length"])
         learn(ppo, step, rollout, advantages, stage.budget)
     assert kl[-1] < 0.7 * kl[0], kl
-    sampling = Sampling(max_new_tokens=4, end_ids=ppo.tokenizer.end_ids, seed=1)
-    evaluator = build_evaluator(ppo.models, [], ppo.tokenizer, sampling, [0.0], budget=100, keep=True)
-    assert evaluator.score is None
+    assert ppo_evaluator(made, ppo.models, ppo.tokenizer, [], run_folder / "ppo").score is None
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(run_folder: Path) -> None:
@@ -479,16 +477,22 @@ def prompts() -> list[Prompt]:
     return [Prompt((Message("user", text),), "made") for text in ("some words", "more", "and some more words")]
 
 
-def test_held_out_scores_subtract_the_reference_level(run_folder: Path) -> None:
-    made = config(run_folder)
-    sources = load_models(made, run_folder)
+def evaluator_in(folder: Path, **evaluation: Any) -> tuple[Evaluator, Models]:
+    """Return the evaluator of PPO on the held-out prompts, and its models."""
+    made = config(folder)
+    made = made.model_copy(update={"evaluation": made.evaluation.model_copy(update=evaluation)})
+    sources = load_models(made, folder)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
-    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, seed=1)
-    evaluator = build_evaluator(models, prompts(), sources.tokenizer, sampling, (1.0, 0.0), budget=64, keep=True)
+    return ppo_evaluator(made, models, sources.tokenizer, prompts(), folder / "ppo"), models
+
+
+def test_held_out_scores_subtract_the_reference_level(run_folder: Path) -> None:
+    evaluator, models = evaluator_in(run_folder, temperatures=[1.0, 0.0])
     judged = evaluator.grade(["words", "to learn", ""])
-    scorer = build_scorer(resolve(made.model, 1, folder=run_folder / "reward"), frozen(), pad_id=0)
+    words = evaluator.tokenizer
+    scorer = build_scorer(resolve(config(run_folder).model, 1, folder=run_folder / "reward"), frozen(), pad_id=0)
     for prompt, answer, score in zip(prompts(), judged.answers, judged.scores, strict=True):
-        ids = sources.tokenizer.encode_prompt(prompt.messages) + sources.tokenizer.encode_answer(answer)
+        ids = words.encode_prompt(prompt.messages) + words.encode_answer(answer)
         expected = scorer(torch.tensor([ids], device=dist.world().device))[0, -1].item() - 0.75
         assert score == pytest.approx(expected, abs=3e-5)
     assert judged.gold is None and judged.metrics == {"eval_score": pytest.approx(sum(judged.scores) / 3)}
@@ -500,23 +504,16 @@ def test_held_out_scores_subtract_the_reference_level(run_folder: Path) -> None:
 
 
 def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(run_folder: Path) -> None:
-    made = config(run_folder)
-    sources = load_models(made, run_folder)
-    models = build_models(made, sources, actor_steps=1, critic_steps=1)
-    sampling = Sampling(max_new_tokens=5, end_ids=sources.tokenizer.end_ids, seed=1)
-    setting = (models, prompts(), sources.tokenizer, sampling)
-    evaluator = build_evaluator(*setting, (0.0, 1.0), budget=64, keep=True, candidates=3)
+    evaluator, models = evaluator_in(run_folder, temperatures=[0.0, 1.0], best_of=3)
     evaluations = evaluator.evaluate(models.actor)
     best = evaluator.evaluate_best(models.actor, evaluations)[1.0]
-    single = [
-        build_evaluator(*setting[:3], replace(sampling, seed=seed), (1.0,), budget=64, keep=True).evaluate(models.actor)
-        for seed in (1, 2, 3)
-    ]
-    assert best.scores == pytest.approx([max(actual[1.0].scores[i] for actual in single) for i in range(3)], abs=1e-5)
-    assert all(answer in [actual[1.0].answers[i] for actual in single] for i, answer in enumerate(best.answers))
-    assert best.scores != pytest.approx(single[0][1.0].scores, abs=1e-5)
-    assert build_evaluator(*setting, (0.0,), budget=64, keep=True, candidates=3).evaluate_best(models.actor, {}) == {}
-    assert build_evaluator(*setting, (1.0,), budget=64, keep=True).evaluate_best(models.actor, {}) == {}
+    seeds = [replace(evaluator.sampling, seed=evaluator.sampling.seed + number) for number in range(3)]
+    single = [replace(evaluator, sampling=each).evaluate(models.actor)[1.0] for each in seeds]
+    assert best.scores == pytest.approx([max(actual.scores[i] for actual in single) for i in range(3)], abs=1e-5)
+    assert all(answer in [actual.answers[i] for actual in single] for i, answer in enumerate(best.answers))
+    assert best.scores != pytest.approx(single[0].scores, abs=1e-5)
+    assert replace(evaluator, temperatures=(0.0,)).evaluate_best(models.actor, {}) == {}
+    assert replace(evaluator, candidates=1).evaluate_best(models.actor, {}) == {}
 
 
 def test_earlier_answers_are_complete_or_ignored(tmp_path: Path) -> None:
