@@ -1,10 +1,11 @@
-"""Exchange messages between the launchers of one job, and judge whether a stage hangs.
+"""Exchange states between the launchers of one job, and judge whether a stage hangs.
 
-torchrun or Slurm may start several launchers. The first launcher reads the run folder and decides what to run. The
-other launchers follow its messages. Each launcher publishes what its ranks do and how they ended. The first launcher
-reads these states and publishes a verdict. With one launcher there is nothing to exchange.
+torchrun or Slurm may start several launchers. Each launcher publishes one state: the number of the newest message of
+the first launcher that it knows, what its ranks do, and how they ended. The state of the first launcher also has this
+message (start a stage, or end) and a verdict on the stage, which it makes from the states of the others. With one
+launcher there is nothing to exchange.
 
-Messages travel through a PyTorch TCPStore. If torchrun has a store, the launchers use that store. Otherwise the first
+States travel through a PyTorch TCPStore. If torchrun has a store, the launchers use that store. Otherwise the first
 launcher opens one, and all workers join as clients. The store outlives the stages, so no stage has to open the port
 again. A thread makes all calls of the store, because a call never returns if the network is cut.
 """
@@ -36,36 +37,30 @@ class LeaderLost(RuntimeError):
 
 
 class _Exchange(threading.Thread):
-    """The thread that calls the store: it writes messages and this launcher's state, and reads the watched keys.
+    """The thread that calls the store: it writes the state of this launcher, and reads those of the watched launchers.
 
     A launcher that runs alone has an exchange without a store. Such an exchange is never started and watches nothing.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, own: int, watched: Sequence[int]) -> None:
         super().__init__(daemon=True, name="launchers")
-        self._store, self._beat = store, 0
-        self._messages: dict[str, Any] = {}
-        self._state: tuple[str, dict[str, Any]] | None = None
+        self._store, self._own, self._beat = store, own, 0
+        self._state: dict[str, Any] = {}
         self._changes = self._sent = 0
         self._closed = threading.Event()
-        self.watched: tuple[str, ...] = ()
-        self.values: dict[str, Any] = {}
-        self.changed: dict[str, float] = {}  # when a value changed last
+        self.watched = watched  # the first ranks of the launchers
+        self.values: dict[int, Any] = {}
+        self.changed: dict[int, float] = {}  # when a value changed last
         self.answered = math.inf if store is None else time.monotonic()  # the end of the last exchange
         self.failed = False
 
-    def send(self, key: str, message: Any) -> None:
-        """Write a message once."""
-        self._messages[key] = message
-        self._changes += 1
-
-    def publish(self, key: str, state: dict[str, Any]) -> None:
+    def publish(self, state: dict[str, Any]) -> None:
         """Write a state in each exchange, with a rising number that shows that this launcher runs."""
-        self._state = key, state
+        self._state = state
         self._changes += 1
 
     def flush(self, seconds: float) -> None:
-        """Wait until everything is written, for at most some seconds."""
+        """Wait until the newest state is written, for at most some seconds."""
         wanted, deadline = self._changes, time.monotonic() + seconds
         while self.is_alive() and self._sent < wanted and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -85,40 +80,36 @@ class _Exchange(threading.Thread):
 
     def _exchange(self) -> None:
         changes, self._beat = self._changes, self._beat + 1
-        for key in list(self._messages):
-            self._store.set(key, json.dumps(self._messages.pop(key)))
-        if self._state is not None:
-            key, state = self._state
-            self._store.set(key, json.dumps({**state, "beat": self._beat}))
+        self._store.set(f"launcher/{self._own}", json.dumps({**self._state, "beat": self._beat}))
         self._sent = changes
-        for key in self.watched:
-            if self._store.check([key]):  # get() would wait for the key
-                value = json.loads(self._store.get(key))
-                if value != self.values.get(key):
-                    self.changed[key] = time.monotonic()
-                self.values[key] = value
+        for first in self.watched:
+            if self._store.check([f"launcher/{first}"]):  # get() would wait for the key
+                value = json.loads(self._store.get(f"launcher/{first}"))
+                if value != self.values.get(first):
+                    self.changed[first] = time.monotonic()
+                self.values[first] = value
         self.answered = time.monotonic()
 
 
 class Control:
     """The launchers of one job, from the point of view of one of them.
 
-    `launch` is the number of the current start of a stage. `hang_seconds` is `engine.hang_seconds` of this start.
+    `launch` is the number of the newest message. Ranks and ends in a state belong to the message of its `launch`.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._launch = 0
-        self._hang_seconds: float | None = None
+        self._message: dict[str, Any] = {}
         self._is_stopped = False
+        self._verdict = ""
         self._cause: StageEnd | None = None  # what this launcher found out about the current start
         self.keeps_store = ranks.local != ranks.world  # whether the workers can join a store that outlives them
-        self._exchange = _Exchange(self._connect() if self.keeps_store else None)
+        others = [first for first in range(0, ranks.world, ranks.local) if first != ranks.first]
+        store = self._connect() if self.keeps_store else None
+        self._exchange = _Exchange(store, ranks.first, others if ranks.leads else [0])
         if self.keeps_store:
-            others = [f"launcher/{first}" for first in range(0, ranks.world, ranks.local) if first != ranks.first]
-            self._exchange.watched = tuple(others) if ranks.leads else ("verdict", "message/0")
             self._publish([], None)
-            self._announce("")
             self._exchange.start()
 
     def _connect(self) -> Any:
@@ -138,22 +129,24 @@ class Control:
     @property
     def is_complete(self) -> bool:
         """Return whether all launchers still run and none was stopped, so that a stage can start again."""
-        return not self._lost() and not any(state["stopped"] for state in self._states())
+        return not self._lost() and not any(state["stopped"] for state in self._states().values())
 
     def begin(self, message: dict[str, Any]) -> None:
-        """Send the start of a stage from the first launcher to all others."""
-        self._send(message)
-        self._hang_seconds, self._cause = message["hang_seconds"], None
+        """Send a message from the first launcher to all others: the start of a stage, or the end of the job."""
+        self._take(self._launch + 1, message)
+
+    def _take(self, launch: int, message: dict[str, Any]) -> None:
+        self._launch, self._message, self._verdict, self._cause = launch, message, "", None
         self._publish([], None)
 
     def finish(self, status: int) -> None:
         """Send the end of the job to all launchers, and wait until they have received it."""
-        self._send({"end": status})
+        self.begin({"end": status})
         deadline = time.monotonic() + LAST_MESSAGE_TIMEOUT
         while time.monotonic() < deadline and not self._lost():
-            states = self._states()
+            states = self._states().values()
             received = [state["launch"] == self._launch or state["stopped"] for state in states]
-            if len(states) == len(self._exchange.watched) and all(received):
+            if len(received) == len(self._exchange.watched) and all(received):
                 break
             time.sleep(0.05)
         self.close()
@@ -161,31 +154,16 @@ class Control:
     def close(self) -> None:
         self._exchange.close()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        self._exchange.send(f"message/{self._launch}", message)
-        self._launch += 1
-        self._announce("")
-
-    def _announce(self, verdict: str) -> None:
-        """Publish the verdict of the first launcher."""
-        if self._ranks.leads:
-            self._exchange.publish("verdict", {"launch": self._launch, "verdict": verdict})
-
     def receive(self) -> dict[str, Any]:
         """Wait for the next message of the first launcher and return it. Raise LeaderLost if it is gone."""
-        key = f"message/{self._launch}"
-        while key not in self._exchange.values:
+        while (first := self._exchange.values.get(0, {})).get("launch", 0) <= self._launch:
             if reason := self._lost():
                 raise LeaderLost(reason)
             time.sleep(0.05)
-        message: dict[str, Any] = self._exchange.values.pop(key)
-        self._launch += 1
-        self._exchange.watched = ("verdict", f"message/{self._launch}")
-        self._hang_seconds, self._cause = message.get("hang_seconds"), None
-        self._publish([], None)
-        if "end" in message:
+        self._take(first["launch"], first["message"])
+        if "end" in self._message:
             self._exchange.flush(LAST_MESSAGE_TIMEOUT)
-        return message
+        return self._message
 
     def report_stop(self) -> None:
         """Report that this launcher received a stop signal, so that the others do not wait for its ranks."""
@@ -202,7 +180,7 @@ class Control:
         "": none of these.
         """
         self._publish(states, None)
-        return self._verdict(states)
+        return self._judge(states)
 
     def settle(self, end: StageEnd) -> StageEnd:
         """Report how the ranks of this launcher ended, and return how the stage ended on all launchers.
@@ -216,8 +194,8 @@ class Control:
             return end if self._cause is None else merge_ends([end, self._cause])
         failed_at = None if end.status == 0 else time.monotonic()
         while True:
-            verdict = self._verdict([])
-            ends = {key: StageEnd(**state["end"]) for key, state in self._current().items() if state["end"]}
+            verdict = self._judge([])
+            ends = {first: StageEnd(**state["end"]) for first, state in self._current().items() if state["end"]}
             if len(ends) == len(self._exchange.watched):
                 break
             if failed_at is None and verdict:
@@ -229,52 +207,53 @@ class Control:
         return merge_ends([end, *ends.values(), *causes])
 
     def _publish(self, states: Sequence[RankState], end: StageEnd | None) -> None:
-        """Set the state that the exchange writes."""
-        if self._ranks.leads:
-            return
+        """Set the state that the exchange writes. Only the first launcher's message and verdict are read."""
         state = {
             "launch": self._launch,
+            "message": self._message if self._ranks.leads else {},
+            "verdict": self._verdict,
             "host": socket.gethostname(),
             "stopped": self._is_stopped,
             "ranks": [asdict(state) for state in states],
             "end": None if end is None else asdict(end),
         }
-        self._exchange.publish(f"launcher/{self._ranks.first}", state)
+        self._exchange.publish(state)
 
-    def _verdict(self, states: Sequence[RankState]) -> str:
-        """Return the verdict on the current start; the first launcher makes it and publishes it."""
+    def _judge(self, own: Sequence[RankState]) -> str:
+        """Return the verdict on the current start. The first launcher makes and publishes it."""
         if reason := self._lost():
             self._cause = self._cause or StageEnd(HUNG, reason, order=END_ORDER["lost"])
             return "failed"
-        if not self._ranks.leads:
-            verdict = self._exchange.values.get("verdict", {})
-            return str(verdict["verdict"]) if verdict.get("launch") == self._launch else ""
-        verdict = self._judge(states)
-        self._announce(verdict)
-        return verdict
-
-    def _judge(self, own: Sequence[RankState]) -> str:
         current = self._current()
+        if not self._ranks.leads:
+            return str(current[0]["verdict"]) if 0 in current else ""
         ends = [state["end"]["status"] for state in current.values() if state["end"]]
         states = [*own, *(RankState(**rank) for state in current.values() for rank in state["ranks"])]
         if self._cause is None and is_hung(states, self._hang_seconds):
             self._cause = StageEnd(HUNG, report(states), stacks(states), order=END_ORDER["lost"])
         if self._cause is not None or any(status not in (0, RESTART, *ENDED_EARLY) for status in ends):
-            return "failed"
-        if any(state["stopped"] for state in self._states()):
-            return "stopped"
-        return "restart" if RESTART in ends else ""
+            verdict = "failed"
+        elif any(state["stopped"] for state in self._states().values()):
+            verdict = "stopped"
+        else:
+            verdict = "restart" if RESTART in ends else ""
+        if verdict != self._verdict:
+            self._verdict = verdict
+            self._publish(own, None)
+        return verdict
 
-    def _states(self) -> list[dict[str, Any]]:
-        """Return the states of the other launchers, if this is the first one."""
-        if not self._ranks.leads:
-            return []
-        return [self._exchange.values[key] for key in self._exchange.watched if key in self._exchange.values]
+    @property
+    def _hang_seconds(self) -> float | None:
+        """`engine.hang_seconds` of the current start."""
+        return self._message.get("hang_seconds")
 
-    def _current(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the other launchers that belong to the current start, by key."""
-        values = {key: self._exchange.values.get(key) for key in self._exchange.watched}
-        return {key: state for key, state in values.items() if state and state.get("launch") == self._launch}
+    def _current(self) -> dict[int, dict[str, Any]]:
+        """Return the states of the watched launchers that belong to the current start, by first rank."""
+        return {first: state for first, state in self._states().items() if state["launch"] == self._launch}
+
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """Return the states of the watched launchers, in a copy that the thread does not change."""
+        return dict(self._exchange.values)
 
     def _lost(self) -> str:
         """Return why this launcher lost the others; "" if it did not."""
@@ -284,10 +263,9 @@ class Control:
         if now - self._exchange.answered > silence:
             quiet = now - self._exchange.answered
             return f"the store at {ranks.address} has not answered for {quiet:.0f} s: its host or network is down"
-        for key in self._exchange.watched:
-            state, quiet = self._exchange.values.get(key), now - self._exchange.changed.get(key, now)
-            if state and quiet > silence and not state.get("stopped") and "beat" in state:
-                first = 0 if key == "verdict" else int(key.rpartition("/")[2])
-                place = f"rank {first}" + (f" (host {state['host']})" if "host" in state else "")
+        for first, state in self._states().items():
+            quiet, may_have_ended = now - self._exchange.changed[first], ranks.leads and state["stopped"]
+            if quiet > silence and not may_have_ended:
+                place = f"rank {first} (host {state['host']})"
                 return f"the launcher of {place} has not answered for {quiet:.0f} s: its host or network is down"
         return ""

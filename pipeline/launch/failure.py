@@ -23,7 +23,6 @@ HUNG = 5  # no rank made progress, or a host is lost
 LOADER_FAILED = 127  # of glibc's loader, which ends a process that has no memory for the data of a thread
 INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
-FINISHED = "finished"  # the kind of the record that a rank sends when it has finished the stage
 AGAIN = "run the same command again"
 DISK_TIMEOUT = 5.0  # seconds to write what is useful but not necessary
 PIPE_BYTES = 32_000

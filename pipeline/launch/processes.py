@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +33,6 @@ from pipeline.launch.failure import (
     CRASHED,
     END_ORDER,
     FAILURE_PIPE,
-    FINISHED,
     INTERRUPTED,
     LAUNCHER,
     LOADER_FAILED,
@@ -80,7 +79,7 @@ class _Worker:
     def status(self) -> int | None:
         """Return the exit status; None while the process runs, UNFINISHED if it ended early with status 0."""
         status = self.process.poll()
-        return UNFINISHED if status == 0 and self.record.get("kind") != FINISHED else status
+        return UNFINISHED if status == 0 and self.record.get("status") != 0 else status
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def launch_stage(
 
     shared_store: whether the workers join the store of the launchers
     others: gets what the ranks of this launcher do and returns the verdict on the stage (see `Control.others`); called
-        about once a second. "failed" and "restart" end the ranks of this launcher; "stopped" stops them after their
+        about twice a second. "failed" and "restart" end the ranks of this launcher; "stopped" stops them after their
         step.
     """
     signals, memory_kills = _Signals(), count_out_of_memory_kills()
@@ -136,11 +135,7 @@ def launch_stage(
         threads = thread_settings(ranks.local_world, os.environ)
         workers = [_start(stage, run_dir, ranks, number, shared_store, threads) for number in range(ranks.local)]
         try:
-            outcome = _watch(workers, signals, others)
-            if outcome == "stop":
-                if signals.first is not None and ranks.leads:
-                    print(_stop_notice(stage, signals.first), file=sys.stderr, flush=True)
-                outcome = _stop(workers, signals, others)
+            outcome = _wait(workers, signals, others, notice=partial(_print_stop, stage) if ranks.leads else None)
             end = _stage_end(workers, signals, place, memory_kills)
             if outcome != "done":
                 _end(workers, GRACE_AFTER_FAILURE, signals)
@@ -156,11 +151,12 @@ def launch_stage(
                 worker.close()
 
 
-def _stop_notice(stage: str, received: signal.Signals) -> str:
-    if stage == "plan":
-        return f"\n{stage}: {received.name} received"
-    hint = "; press Ctrl-C again to end at once" if received == signal.SIGINT else ""
-    return f"\n{stage}: {received.name} received: the ranks finish and save the current step, then stop{hint}"
+def _print_stop(stage: str, received: signal.Signals) -> None:
+    text = f"\n{stage}: {received.name} received"
+    if stage != "plan":
+        hint = "; press Ctrl-C again to end at once" if received == signal.SIGINT else ""
+        text += f": the ranks finish and save the current step, then stop{hint}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _start(
@@ -211,67 +207,54 @@ def _states(workers: list[_Worker]) -> list[RankState]:
     return [worker.watch.look(worker.process.pid) for worker in workers if worker.process.poll() is None]
 
 
-def _watch(workers: list[_Worker], signals: _Signals, others: Others) -> str:
+def _wait(
+    workers: list[_Worker], signals: _Signals, others: Others, *, notice: Callable[[signal.Signals], None] | None
+) -> str:
     """Wait for the end of the ranks or for a reason to end them, and return which one it was.
 
+    A signal, another launcher, or a rank that ended with INTERRUPTED requests a stop. Then all ranks get SIGTERM, and
+    the wait continues. `notice` prints the signal that requested the stop.
+
     "done": all ranks have ended.
     "failed": a rank of this launcher failed.
     "others": a rank of another launcher failed, or the stage hangs.
-    "stop": a stop was requested, by a signal, by another launcher, or by a rank that ended with INTERRUPTED.
-    """
-    last_check = time.monotonic()
-    while True:
-        if signals.first is not None:
-            return "stop"
-        statuses = [worker.status() for worker in workers]
-        if any(status not in (None, 0, INTERRUPTED) for status in statuses):
-            time.sleep(0.5)  # the rank that failed first has also ended by then; the earliest time shows the cause
-            return "failed"
-        if INTERRUPTED in statuses:
-            return "stop"
-        if all(status == 0 for status in statuses):
-            return "done"
-        if time.monotonic() - last_check > LOOK_PERIOD:
-            last_check = time.monotonic()
-            if (state := others(_states(workers))) != "":
-                return "stop" if state == "stopped" else "others"
-        time.sleep(0.05)
-
-
-def _stop(workers: list[_Worker], signals: _Signals, others: Others) -> str:
-    """Send SIGTERM to the ranks, wait for their end or for a reason to end them, and return which one it was.
-
-    "done": all ranks have ended.
     "now": the user pressed Ctrl-C again.
-    "late": the current step took longer than PATIENCE.
-    "failed": a rank of this launcher failed.
-    "others": a rank of another launcher failed, or the stage hangs.
+    "late": after a stop, the current step took longer than PATIENCE.
     """
-    for worker in workers:
-        if worker.process.poll() is None:
-            worker.process.send_signal(signal.SIGTERM)
-    last_check = began = time.monotonic()
+    stopped_at: float | None = None
     first_ended: float | None = None
+    last_check = time.monotonic()
     while True:
         time.sleep(0.05)
         now, statuses = time.monotonic(), [worker.status() for worker in workers]
+        is_stopping = stopped_at is not None or signals.first is not None
+        if any(status not in (None, 0, *(STOPPED_STATUSES if is_stopping else (INTERRUPTED,))) for status in statuses):
+            time.sleep(0.5)  # the rank that failed first has also ended by then; the earliest time shows the cause
+            return "failed"
         if None not in statuses:
             return "done"
+        verdict = ""
+        if now - last_check > LOOK_PERIOD:
+            last_check, verdict = now, others(_states(workers))
+        if verdict in ("failed", "restart"):
+            return "others"
+        if stopped_at is None:
+            if not is_stopping and verdict != "stopped" and INTERRUPTED not in statuses:
+                continue
+            stopped_at = now
+            if signals.first is not None and notice is not None:
+                notice(signals.first)
+            for worker in workers:
+                if worker.process.poll() is None:
+                    worker.process.send_signal(signal.SIGTERM)
         if signals.now:
             return "now"
-        if any(status not in (None, 0, *STOPPED_STATUSES) for status in statuses):
-            time.sleep(0.5)
-            return "failed"
         ended = [worker.rank for worker, status in zip(workers, statuses, strict=True) if status is not None]
         first_ended = first_ended or (now if ended else None)
         if first_ended is not None and now - first_ended > (GRACE_AFTER_FAILURE if 0 in ended else GRACE_AFTER_STOP):
             return "failed"
-        if now - began > PATIENCE:
+        if now - stopped_at > PATIENCE:
             return "late"
-        if now - last_check > LOOK_PERIOD:
-            last_check = now
-            if others(_states(workers)) in ("failed", "restart"):
-                return "others"
 
 
 def _stage_end(workers: list[_Worker], signals: _Signals, place: str, out_of_memory_kills: int | None) -> StageEnd:
@@ -287,14 +270,14 @@ def _stage_end(workers: list[_Worker], signals: _Signals, place: str, out_of_mem
     ends = [StageEnd(0)]
     for worker in workers:
         status, record, name = worker.status(), worker.record, f"rank {worker.rank}{place}"
-        failure = record if status and "message" in record else {"kind": ""}
+        failure = record if status else {}
         message = failure.get("message", "")
         details: dict[str, Any] = {"time": failure.get("time", 0.0), "traceback": failure.get("traceback", "")}
-        if failure["kind"] == "user":
+        if failure.get("status") == USER_ERROR:
             ends.append(StageEnd(USER_ERROR, message, order=END_ORDER["user"], **details))
         elif status in stopped:
             ends.append(StageEnd(signals.status, order=END_ORDER["stopped"]))
-        elif failure["kind"] == "restart":
+        elif failure.get("status") == RESTART:
             ends.append(StageEnd(stop_status or RESTART, message, order=END_ORDER["restart"]))
         elif status == UNFINISHED:
             message = (

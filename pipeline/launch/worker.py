@@ -30,7 +30,6 @@ from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
     FAILURE_PIPE,
-    FINISHED,
     INTERRUPTED,
     LAUNCHER,
     PIPE_BYTES,
@@ -90,7 +89,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
                 print(WITHOUT_GPU.format(stage=stage), file=sys.stderr, flush=True)
             run_stage(config, run_dir / stage)
             distributed.stop()
-            _send({"kind": FINISHED})
+            _send({"status": 0})
     except BaseException as problem:
         # End at once: other ranks may wait in a collective that this rank will never join.
         _end_process(_report(problem))
@@ -140,14 +139,11 @@ def _report(problem: BaseException) -> int:
     if isinstance(problem, SystemExit) and not problem.code:
         return 0  # the launcher notices that the stage is not finished
     advice = str(problem) if isinstance(problem, RestartStage) else advise(problem)
-    kind, status = ("crash", CRASHED) if advice is None else ("user", USER_ERROR)
-    if isinstance(problem, RestartStage):
-        kind, status = "restart", RESTART
+    status = RESTART if isinstance(problem, RestartStage) else CRASHED if advice is None else USER_ERROR
     text = "".join(traceback.format_exception(problem))
     record = {
-        "rank": int(os.environ.get("RANK", "0")),
+        "status": status,
         "time": time.time(),
-        "kind": kind,
         "message": printable(advice or in_keys(f"{type(problem).__name__}: {problem}"))[: PIPE_BYTES // 8],
         "traceback": printable(text)[-PIPE_BYTES // 2 :],
     }
@@ -160,7 +156,9 @@ def _send(record: dict[str, Any]) -> None:
     pipe = os.environ.get(FAILURE_PIPE)
     if pipe is None:
         if "message" in record:
-            print(record["traceback"] if record["kind"] == "crash" else f"error: {record['message']}", file=sys.stderr)
+            print(
+                record["traceback"] if record["status"] == CRASHED else f"error: {record['message']}", file=sys.stderr
+            )
         return
     line = json.dumps(record).encode() + b"\n"
     if len(line) > PIPE_CAPACITY:  # JSON escapes take up to 12 bytes for a character; a full pipe would block this rank

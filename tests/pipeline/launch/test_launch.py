@@ -479,7 +479,7 @@ def test_a_long_error_in_another_alphabet_fits_into_the_pipe(monkeypatch):
     os.set_blocking(write_end, False)  # otherwise a longer record would block this test
     monkeypatch.setenv(FAILURE_PIPE, str(write_end))
     long = "\U0001f600" * PIPE_BYTES
-    worker._send({"kind": "crash", "message": long[: PIPE_BYTES // 8], "traceback": long[: PIPE_BYTES // 2]})
+    worker._send({"status": 1, "message": long[: PIPE_BYTES // 8], "traceback": long[: PIPE_BYTES // 2]})
     record = json.loads(os.read(read_end, 100_000))
     assert record["message"] == long[: PIPE_BYTES // 8] and record["traceback"] == long[:1000]
     os.close(read_end)
