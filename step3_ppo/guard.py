@@ -221,8 +221,7 @@ def exported_model(best: int | None, step: int, *, evaluates: bool) -> str:
 def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     """Return the guard of a stage, and print how it selects the best step if that is weak."""
     ppo = config.ppo
-    selects_best = ppo.export == "best" or ppo.guard in ("stop", "rollback")
-    if not has_judge and selects_best and distributed.is_rank_zero():
+    if not has_judge and ppo.selects_best and distributed.is_rank_zero():
         print(f"ppo: without evaluation.judge, {_weakness(ppo)}: set evaluation.judge=FILE.py:NAME", flush=True)
     # The small clip range of ratios per answer (GSPO) clips a large share of the tokens also in normal runs.
     # The KL to a teacher starts high: it measures what the student has to learn.

@@ -91,7 +91,6 @@ def run(config: RunConfig, folder: Path) -> None:
         folder,
         ppo.models.learning,
         best_metric=guard.best_metric,
-        keeps_best=config.ppo.guard in ("stop", "rollback"),
         longest=max(map(len, prompts.ids)) + rollout.max_new_tokens,
         frozen=ppo.models.frozen,
         extra=lambda: {"kl_coef": ppo.kl.coef, "guard": guard.state()},

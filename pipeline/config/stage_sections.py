@@ -91,6 +91,11 @@ class StageSection(Section):
         description="model to export: the last one, or the best of the evaluations (eval_every) by held-out loss (sft, dpo), accuracy (reward), or the judge's score (ppo; without a judge, the reward within ppo.kl_budget)",
     )
 
+    @property
+    def selects_best(self) -> bool:
+        """Whether the stage may export an earlier step than its last one, so that evaluations change its result."""
+        return self.export == "best"
+
 
 class SftSection(StageSection):
     packing: bool = Field(
@@ -326,6 +331,11 @@ class PpoSection(StageSection):
     critic_engine: dict[str, Any] = Field({}, description="engine keys for the critic only")
     reference_engine: dict[str, Any] = Field({}, description="engine keys for the reference only")
     reward_engine: dict[str, Any] = Field({}, description="engine keys for the reward model only")
+
+    @property
+    def selects_best(self) -> bool:
+        """Whether `export` or the guard may select an earlier step than the last one."""
+        return self.export == "best" or self.guard in ("stop", "rollback")
 
     @property
     def compares_answers(self) -> bool:

@@ -87,7 +87,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if stage == "reward" and config.reward_model is not None:
         settings["reward_model"] = _model_settings(config.reward_model)
     settings["data"] = _data_settings(config.data)
-    selects = dump[stage]["export"] == "best" or dump[stage].get("guard") in ("stop", "rollback")
+    selects = getattr(config, stage).selects_best
     monitoring_keys = MONITORING_KEYS - MODEL_SELECTION_KEYS if selects else MONITORING_KEYS
     section = {key: value for key, value in dump[stage].items() if key not in monitoring_keys | EXECUTION_KEYS}
     for role in ROLE_ENGINES:

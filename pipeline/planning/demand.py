@@ -175,10 +175,9 @@ def most_checkpoints(config: RunConfig, task: StageTask, seconds: float) -> int:
     These are the newest ones that it retains, the one that is written, and the best one.
     """
     section = getattr(config, task.stage)
-    keeps_best = section.export == "best" or (task.stage == "ppo" and config.ppo.guard in ("stop", "rollback"))
     by_clock = not section.save_every and stage_checkpoint(task) > LARGE
     written = 1 + LONGER * seconds / SECONDS_BETWEEN_SAVES if by_clock else math.inf
-    return int(min(section.keep_checkpoints + 1, written)) + keeps_best
+    return int(min(section.keep_checkpoints + 1, written)) + section.selects_best
 
 
 def run_bytes(config: RunConfig, tasks: Mapping[str, StageTask], seconds: Mapping[str, float]) -> int:

@@ -41,8 +41,8 @@ class StageRun:
     extra: a function that returns the stage's own state for a checkpoint (JSON)
     take: a function that restores this state
     longest: tokens of the longest sequence (or pair), which is the smallest possible micro-batch
-    decides: the metric that decides for `export=best`; the checkpoint of its best step is retained until the end
-    keeps_best: whether this checkpoint is retained for any `export`
+    decides: the metric that selects the best step; if the stage may export that step (`StageSection.selects_best`), its
+        checkpoint is retained until the end
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class StageRun:
         longest: int = 1,
         profile: ProfileSection | None = None,
         decides: str | None = None,
-        keeps_best: bool = False,
         extra: Callable[[], dict[str, Any]] = dict,
         take: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
@@ -77,7 +76,7 @@ class StageRun:
         self._began = time.monotonic()
         self._saved: int | None = None
         self._saved_at = self._began
-        self._decides = decides if section.export == "best" or keeps_best else None
+        self._decides = decides if section.selects_best else None
         self.best_step: int | None = None
         self._exported_step: int | None = None  # set by `take_best`; None for the last step
         self._begun = 0  # the number of finished steps when this process started

@@ -175,7 +175,7 @@ def test_if_ppo_makes_answers_worse_the_sft_model_is_exported(tmp_path: Path) ->
 
 
 def test_a_stage_that_stops_early_exports_its_best_step(tmp_path: Path) -> None:
-    stage, engine = begin(tmp_path / "sft", export="last", keeps_best=True)
+    stage, engine = begin(tmp_path / "sft", export="last", guard="stop")
     stage.restore()
     weights = {}
     for step in stage.steps_left():
@@ -189,7 +189,7 @@ def test_a_stage_that_stops_early_exports_its_best_step(tmp_path: Path) -> None:
     assert [*weights] == [1, 2, 3, 4, 5, 6, 7]
     stage.settle()
     assert names(stage.folder) == ["step-4", "step-7"]
-    again, other = begin(tmp_path / "sft", export="last", keeps_best=True, seed=7)
+    again, other = begin(tmp_path / "sft", export="last", guard="stop", seed=7)
     assert again.restore() == 7
     again.stop_after(7)
     assert list(again.steps_left()) == []
@@ -200,8 +200,8 @@ def test_a_stage_that_stops_early_exports_its_best_step(tmp_path: Path) -> None:
     assert (summary["exported_step"], summary["steps"], summary["eval_loss"]) == (4, 10, 1.0)
 
 
-def test_keeps_best_exports_the_last_step_unless_the_best_is_taken(tmp_path: Path) -> None:
-    stage, engine = begin(tmp_path / "sft", export="last", keeps_best=True)
+def test_a_guard_that_does_not_stop_exports_the_last_step_unless_the_best_is_taken(tmp_path: Path) -> None:
+    stage, engine = begin(tmp_path / "sft", export="last", guard="stop")
     stage.restore()
     train(stage, engine, 10)
     assert names(stage.folder) == ["step-4", "step-10"]
@@ -212,7 +212,7 @@ def test_keeps_best_exports_the_last_step_unless_the_best_is_taken(tmp_path: Pat
 
 def test_a_rollback_restores_the_best_step_with_a_smaller_learning_rate(tmp_path: Path) -> None:
     """Each rollback multiplies the learning rates by 0.3."""
-    stage, engine = begin(tmp_path / "ppo", keeps_best=True, keep_checkpoints=3)
+    stage, engine = begin(tmp_path / "ppo", guard="stop", keep_checkpoints=3)
     stage.restore()
     weights = train(stage, engine, 7)
     assert names(stage.folder) == ["step-3", "step-4", "step-6"]
@@ -220,7 +220,7 @@ def test_a_rollback_restores_the_best_step_with_a_smaller_learning_rate(tmp_path
     assert isinstance(message, RestartStage) and "rolls back from step 7 to step 4 with 0.3 times" in str(message)
     assert names(stage.folder) == ["step-3", "step-4"]
     assert read_rollbacks(stage.folder) == [Rollback(7, 4, "the KL rose")]
-    again, other = begin(tmp_path / "ppo", keeps_best=True, seed=7)
+    again, other = begin(tmp_path / "ppo", guard="stop", seed=7)
     assert again.restore() == 4 and torch.equal(other.module.weight, weights[4])
     config = tiny_config(ppo={"lr": 1e-3, "critic_lr": 1e-2})
     limited = within_limits(config, "ppo", stage.folder).ppo

@@ -21,7 +21,7 @@ from engine.config import LossScale
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist
 from pipeline import progress
-from pipeline.config.stage_sections import SftSection
+from pipeline.config.stage_sections import PpoSection, SftSection
 from pipeline.errors import RestartStage, Stopped, UserError, handle_signals, raise_stopped
 from pipeline.files import explained_disk, write_atomically, write_json
 from pipeline.progress import Progress, Row
@@ -39,9 +39,10 @@ def engine_of(seed: int = 1) -> Engine:
 
 def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
     engine = engine_of(seed)
-    others = ("watchers", "frozen", "extra", "take", "profile", "decides", "keeps_best")
+    others = ("watchers", "frozen", "extra", "take", "profile", "decides")
     rest = {name: keys.pop(name) for name in others if name in keys}
-    return StageRun(folder, SftSection(**keys), steps, {"net": engine}, **rest), engine
+    section = PpoSection(**keys) if "guard" in keys else SftSection(**keys)
+    return StageRun(folder, section, steps, {"net": engine}, **rest), engine
 
 
 def squared(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
