@@ -139,7 +139,7 @@ class Ppo:
             )
             if rollout.separate_logprobs is not None:
                 deviation = (rollout.logprobs - rollout.separate_logprobs).exp() - 1.0
-                self._check_ratio(rollout, deviation[rollout.response_mask].abs().mean().item())
+                self._check_ratio(deviation[rollout.response_mask].abs().mean().item())
                 self._is_compared = True
         return rollout
 
@@ -245,16 +245,16 @@ class Ppo:
                 temperature=self.rollout.temperature,
                 kl_coef=0.0 if self.shaping.kl_in_reward else self.kl.coef,
                 ptx=self.ptx.batch(actor.step_count, packing=self.models.packing) if self.ptx else None,
-                check=None if updates.steps else partial(self._check_ratio, rollout),
+                check=None if updates.steps else self._check_ratio,
             )
         if critic is not None:
             values = update_critic(critic, minibatch, rollout, advantages, clip=self.section.value_clip)
         updates.add(minibatch.tokens, policy, values)
 
-    def _check_ratio(self, rollout: Rollout, deviation: float) -> None:
+    def _check_ratio(self, deviation: float) -> None:
         """Raise UserError if the mean |ratio - 1| of the first minibatch is more than rounding explains."""
-        temperature, pad_id, tolerance = self.rollout.temperature, self.tokenizer.pad_id, self.section.ratio_tolerance
-        check_first_ratio(self.models, rollout, deviation, temperature=temperature, pad_id=pad_id, tolerance=tolerance)
+        dtype, tolerance = self.models.actor.config.dtype, self.section.ratio_tolerance
+        check_first_ratio(deviation, dtype=dtype, tolerance=tolerance)
 
     def metrics(self) -> dict[str, float]:
         """Return the KL weight, the steps skipped for a non-finite gradient, the bytes of the flip, replacements."""

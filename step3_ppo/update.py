@@ -15,7 +15,7 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.microbatches import token_microbatches
 from pipeline.errors import UserError
 from step3_ppo.advantages import Advantages, loss_kl
-from step3_ppo.batches import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
+from step3_ppo.batches import Microbatch, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.loss import (
     POLICY_LOSSES,
     LogRatio,
@@ -28,21 +28,10 @@ from step3_ppo.loss import (
     summed_log_ratio,
     value_loss,
 )
-from step3_ppo.models import Models
 from step3_ppo.rollout import Rollout
 
 # Mean |ratio - 1| of the first minibatch that rounding explains, by compute precision.
 RATIO_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-CHECKED_ANSWERS = 4  # answers that are scored again to find the cause
-RATIO_ADVICE = {
-    "dropout": "dropout is active in the actor's forward; set the model's dropout to 0",
-    "temperature": "the old log-probabilities were computed at another temperature than rollout.temperature",
-    "padding": "the log-probabilities of an answer depend on the padding next to it; set ppo.micro_batch_tokens so low "
-    "that each micro-batch has one answer, or use another attention (model.attention=eager)",
-    "dtype": "the precision is too low for this model; use engine.dtype=fp32 (or bf16 instead of fp16), or raise "
-    "ppo.ratio_tolerance if you accept the difference",
-}
-
 
 Importance = Callable[[Tensor, Tensor, float], tuple[Tensor, Sums]]
 """(old log-probabilities, those of the generator, cap) -> weights (N,), and metrics."""
@@ -268,57 +257,23 @@ def means(update: Update, tokens: int) -> dict[str, float]:
     return {name: value / tokens for name, value in update.sums.items()}
 
 
-def check_first_ratio(
-    models: Models, rollout: Rollout, deviation: float, *, temperature: float, pad_id: int, tolerance: float | None
-) -> None:
+def check_first_ratio(deviation: float, *, dtype: str, tolerance: float | None) -> None:
     """Raise UserError if the mean |ratio - 1| of the first minibatch is above the tolerance. Call before its step.
 
     In the first update the old and the new policy are the same, so the ratio must be 1. Another ratio shows a broken
-    PPO (Huang et al., 2022, "The 37 implementation details of PPO"): active dropout, a temperature that is applied only
-    once, padding that changes other tokens, or a precision that is too low.
+    PPO (Huang et al., 2022, "The 37 implementation details of PPO"): active dropout, padding that changes other tokens,
+    or a precision that is too low.
 
-    tolerance: None uses what rounding explains in the precision of the actor
+    tolerance: None uses what rounding explains in the precision `dtype`
     """
-    limit = RATIO_TOLERANCE[models.actor.config.dtype] if tolerance is None else tolerance
+    limit = RATIO_TOLERANCE[dtype] if tolerance is None else tolerance
     if deviation <= limit:
         return
-    cause = find_cause(models, rollout, temperature=temperature, pad_id=pad_id)
     raise UserError(
         f"the first minibatch's ratio is off by {deviation:.2g} on average (at most {limit:.2g} is rounding): the "
-        f"update would be wrong. Likely cause: {cause}. {RATIO_ADVICE[cause]}"
+        "update would be wrong. Either dropout is active in the actor's forward: set the model's dropout to 0. Or the "
+        "log-probabilities of an answer depend on the padding next to it: set ppo.micro_batch_tokens so low that each "
+        "micro-batch has one answer, or use another attention (model.attention=eager). Or the precision is too low for "
+        "this model: use engine.dtype=fp32 (or bf16 instead of fp16), or raise ppo.ratio_tolerance if you accept the "
+        "difference"
     )
-
-
-def find_cause(models: Models, rollout: Rollout, *, temperature: float, pad_id: int) -> str:
-    """Return which of dropout, temperature, padding and dtype changes the log-probabilities of the first answers most.
-
-    Every rank does the same work.
-    """
-    indices = list(range(min(CHECKED_ANSWERS, len(rollout))))
-
-    def score(groups: list[list[int]], temperature: float, *, training: bool = False) -> Tensor:
-        packing = models.packing and len(groups) == 1
-        found = []
-        with models.actor.scoring() as module:
-            module.train(training)
-            for group in groups:
-                sampled = rollout.sampled
-                batch = collate(rollout.prompts, rollout.responses, group, pad_id, packing=packing, sampled=sampled)
-                found.append(policy_logprobs(module, batch.to(models.actor.device), temperature)[0])
-        return torch.cat(found)
-
-    old = rollout.logprobs[indices][rollout.response_mask[indices]]
-    new = score([indices], temperature)
-    changes = {
-        "dropout": _distance(score([indices], temperature, training=True), new),
-        "temperature": 0.0,
-        "padding": _distance(score([[index] for index in indices], temperature), new),
-    }
-    if temperature != 1.0:
-        changes["temperature"] = _distance(new, old) - _distance(score([indices], 1.0), old)
-    largest = max(changes, key=lambda name: changes[name])
-    return largest if changes[largest] > 1e-3 else "dtype"
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().mean().item()
