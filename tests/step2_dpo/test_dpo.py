@@ -25,7 +25,7 @@ from pipeline.planning.stage_task import StageModel, StageTask
 from step2_dpo import batches as batches_module
 from step2_dpo.batches import reference_tables
 from step2_dpo.pairs import PairBatches, collate_answers, held_out_metrics
-from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
+from tests.pipeline.models.tiny import source_in, trained
 
 SIZES = [(3, 5, 9), (1, 12, 4), (6, 1, 2), (4, 7, 10), (2, 2, 6)]  # prompt, chosen answer, rejected answer
 LR, STEPS = 2e-3, 3
@@ -45,13 +45,6 @@ def pairs() -> list[PairItem]:
     return items
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    language_model(config_of("llama")).save_pretrained(path)
-    return path
-
-
 def policy_in(folder: Path, *, packing: bool = True, **rest: Any) -> Engine:
     engine = build_policy(source_in(folder), trained(lr=LR, **rest))
     assert not packing or verify(engine, max_length=24).packing
@@ -66,15 +59,17 @@ def batches_of(
     return PairBatches(engine, section or DpoSection(), items, items, unread, schedule, packing, 0)
 
 
+def plain_logprob(model: Any, ids: np.ndarray, prompt: int) -> Tensor:
+    """Return the log-probability of an answer, from transformers' logits of one sequence."""
+    row = torch.tensor(ids[None]).long()
+    logits = model(input_ids=row).logits[0, :-1].float().log_softmax(-1)
+    return logits.gather(1, row[0, 1:, None])[prompt - 1 :].sum()
+
+
 def plain_logprobs(model: Any, items: Sequence[PairItem]) -> Tensor:
-    """Return (N, 2), the log-probabilities of both answers, from transformers' logits of one sequence at a time."""
-
-    def one(ids: np.ndarray, prompt: int) -> Tensor:
-        row = torch.tensor(ids[None]).long()
-        logits = model(input_ids=row).logits[0, :-1].float().log_softmax(-1)
-        return logits.gather(1, row[0, 1:, None])[prompt - 1 :].sum()
-
-    return torch.stack([torch.stack([one(i.chosen, i.prompt), one(i.rejected, i.prompt)]) for i in items])
+    """Return (N, 2), the log-probabilities of both answers."""
+    pairs = [[plain_logprob(model, side, i.prompt) for side in (i.chosen, i.rejected)] for i in items]
+    return torch.stack([torch.stack(pair) for pair in pairs])
 
 
 LENGTHS = torch.tensor([[chosen, rejected] for _, chosen, rejected in SIZES])

@@ -17,7 +17,8 @@ from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from step2_dpo.kto import Example, LabelBatches, examples_of
 from step2_dpo.loss import kto_baseline, kto_loss
-from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
+from tests.pipeline.models.tiny import source_in, trained
+from tests.step2_dpo.test_dpo import plain_logprob
 
 SIZES = [(3, 5, True), (1, 12, True), (6, 1, True), (4, 7, True), (2, 2, False)]  # prompt, answer, label
 LR, STEPS = 2e-3, 3
@@ -31,13 +32,6 @@ def items() -> list[LabelledItem]:
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    language_model(config_of("llama")).save_pretrained(path)
-    return path
-
-
 def batches_in(folder: Path, section: DpoSection, *, packing: bool) -> LabelBatches:
     engine = build_policy(source_in(folder), trained(lr=LR))
     assert not packing or verify(engine, max_length=24).packing
@@ -47,12 +41,7 @@ def batches_in(folder: Path, section: DpoSection, *, packing: bool) -> LabelBatc
 
 
 def plain_log_ratios(model: Any, reference: Any, sides: list[tuple[np.ndarray, int]]) -> Tensor:
-    def logprob(lm: Any, ids: np.ndarray, prompt: int) -> Tensor:
-        row = torch.tensor(ids[None]).long()
-        logits = lm(input_ids=row).logits[0, :-1].float().log_softmax(-1)
-        return logits.gather(1, row[0, 1:, None])[prompt - 1 :].sum()
-
-    return torch.stack([logprob(model, *side) - logprob(reference, *side).detach() for side in sides])
+    return torch.stack([plain_logprob(model, *side) - plain_logprob(reference, *side).detach() for side in sides])
 
 
 @pytest.mark.parametrize(("packing", "budget"), [(True, 10_000), (True, 20), (False, 1)])

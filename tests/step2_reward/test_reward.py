@@ -167,11 +167,3 @@ def test_undecided_pairs_are_reported(capsys: pytest.CaptureFixture[str]) -> Non
     assert "2 of 5 pairs are ties, and in 1 the rejected answer is better" in capsys.readouterr().out
     log_undecided("reward", [pairs[0], pairs[-1]])
     assert capsys.readouterr().out == ""
-
-
-def test_training_raises_the_accuracy(folder: Path) -> None:
-    engine = scorer_in(folder, True, lr=0.02)
-    batches, _ = microbatches_of(pairs(), 64, packing=True)
-    for _ in range(12):
-        update = engine.update(batches, loss_of(0.0, use_margin=False), len(SIZES))
-    assert update.sums["accuracy"] == len(SIZES)

@@ -17,7 +17,7 @@ from pipeline.stages.stage_run import StageRun
 from step3_ppo.evaluate import ppo_evaluator
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import build_models, load_models
-from step3_ppo.rollout import score_answers, weighted_sum
+from step3_ppo.rollout import score_answers
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import learn
@@ -119,11 +119,6 @@ SEVERAL = """
 def score(answer, row):
     return {"brief": -len(answer), "number": row["number"]}
 """
-
-
-def test_a_sum_of_rewards_by_hand() -> None:
-    rewards = {"brief": [-3.0, -5.0], "number": [1.0, 2.0], "model": [0.25, -1.5]}
-    assert weighted_sum(rewards, {"brief": 0.5, "model": 2.0}) == [-1.5 + 1 + 0.5, -2.5 + 2 - 3]
 
 
 def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:

@@ -96,11 +96,6 @@ def test_an_answer_is_the_same_after_its_way_between_ranks() -> None:
         assert rollout._unpacked(row) == answer
 
 
-def test_a_rollout_counts_its_tokens() -> None:
-    made = rollout_of(PROMPTS, RESPONSES)
-    assert len(made) == 7 and made.tokens() == sum(RESPONSES) and made.tokens([1, 3]) == 3
-
-
 def check_collected(actual: Rollout, folder: Path, temperature: float, *, reference: str = "actor") -> None:
     """Every number from transformers' own forward over that sequence alone."""
     policy = AutoModelForCausalLM.from_pretrained(folder / "actor")

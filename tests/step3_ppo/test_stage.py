@@ -413,16 +413,6 @@ def test_prompts_whose_answers_score_the_same_are_replaced(run_folder: Path) -> 
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
 
 
-def test_masked_answers_do_not_change_the_policy(run_folder: Path) -> None:
-    keys: dict[str, Any] = {"batch_size": 4, "samples": 2, "advantage": "grpo", "unfinished": "mask", "kl_coef": 0.0}
-    ppo, stage = ppo_of(run_folder, **keys)
-    rollout = ppo.collect(1, stage)
-    rollout.finished.fill_(False)
-    before = weights(ppo.models.actor)
-    learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
-
-
 def test_evaluations_are_of_the_averaged_weights(run_folder: Path) -> None:
     """The averaged weights are exported, so they are evaluated instead of the last weights."""
     ppo, stage = ppo_of(run_folder, ema=0.5)

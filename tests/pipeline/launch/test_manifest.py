@@ -200,15 +200,6 @@ def test_a_missing_model_is_exported_again_from_the_newest_checkpoint(train):
     assert "sft: runs again (its model and its checkpoints are gone); its old folder is now runs/x/sft.1" in output
 
 
-def test_a_damaged_model_is_refused(train):
-    train("name=x")
-    file = Path("runs/x/sft/model/config.json")
-    file.write_text(file.read_text()[:-5])
-    status, output = train("name=x")
-    assert status == 2 and "runs/x/sft/model is not as the sft stage made it" in output
-    assert record("x", "reward")["status"] == "finished" and not Path("runs/x/reward.1").exists()
-
-
 def test_changed_bytes_of_a_finished_model_are_detected(train, tmp_path):
     """A disk may change bytes without changing size and time. A process reads a file once, so another one notices."""
     train("name=x")
@@ -301,7 +292,7 @@ def test_evaluations_are_settings_if_guard_or_export_read_them(key):
     for reads in ("ppo.guard=stop", "ppo.guard=rollback"):
         assert settings(reads, key) != settings(reads)
     best = ("ppo.guard=off", "ppo.export=best", "ppo.eval_every=2")
-    assert settings(*best, key) != settings(*best)
+    assert settings(*best, key) != settings(*best) and settings(*best)["ppo.eval_every"] == 2
     for watches in ("ppo.guard=off", "ppo.guard=warn"):
         assert settings(watches, key) == settings(watches)
 
@@ -331,19 +322,6 @@ def test_a_changed_reward_function_makes_ppo_run_again(train):
     assert output.count("skipped") == 1 and "sft: finished" in output
     Path("mine.py").rename("other.py")
     assert "ppo: runs again (ppo.reward_function was" in train(*words[:2], "ppo.reward_function=other.py:score")[1]
-
-
-def test_an_unfinished_ppo_with_another_function_restarts(train):
-    file, words = Path("mine.py"), ("name=x", "ppo.reward_function=mine.py:score")
-    train("name=x")
-    file.write_text(FUNCTION.format(1))
-    assert train(*words, stage="crash")[0] == 1
-    Path("runs/x/ppo/checkpoint").touch()
-    assert "ppo: resumes" in train(*words, stage="crash")[1]
-    assert Path("runs/x/ppo/checkpoint").exists()
-    file.write_text(FUNCTION.format(2))
-    assert "ppo: runs again (the reward function's file changed)" in train(*words)[1]
-    assert not Path("runs/x/ppo/checkpoint").exists()
 
 
 def test_an_unfinished_stage_resumes_in_its_folder(train):
@@ -477,15 +455,6 @@ def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
     )
 
 
-def test_a_locked_folder_is_refused(train):
-    held = open_folder(config_of(*BASE, "name=x"), ["sft"])
-    status, output = train("name=x")
-    assert status == 2
-    assert f"runs/x is in use by process {os.getpid()}" in output
-    held.close()
-    assert train("name=x", "stage=sft")[0] == 0
-
-
 def lock_and_die(folder: Path) -> None:
     _held = _lock(folder)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -576,16 +545,6 @@ def test_folder_hashes_depend_on_names_and_contents(tmp_path):
     second = hash_tree(folder)
     (folder / "a").rename(folder / "c")
     assert len({first, second, hash_tree(folder)}) == 3
-
-
-def test_a_manifest_is_written_atomically(tmp_path, monkeypatch):
-    manifest = Manifest(tmp_path)
-    manifest.save()
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("power cut")))
-    manifest.request = "other"
-    with pytest.raises(OSError, match="power cut"):
-        manifest.save()
-    assert Manifest.read(tmp_path).request == ""
 
 
 def test_a_summary_whose_last_step_is_no_table_has_the_figures_of_its_top_level(tmp_path: Path):

@@ -11,10 +11,8 @@ from safetensors.torch import load_file
 
 from engine import Checkpointer, Engine
 from pipeline.errors import RestartStage, UserError
-from pipeline.launch.fingerprint import stage_settings
 from pipeline.stages.restart import Rollback, read_limits, read_rollbacks, within_limits
 from pipeline.stages.stage_run import StageRun
-from tests.composed import config_of
 from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
 from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
 
@@ -61,12 +59,15 @@ def test_the_best_step_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (summary["exported_step"], summary["eval_loss"], summary["final"]["step"]) == (4, 1.0, 10)
 
 
-def test_without_export_best_the_last_model_is_exported(tmp_path: Path) -> None:
-    stage, engine = begin(tmp_path / "sft", export="last")
+@pytest.mark.parametrize(("keys", "kept"), [({}, ["step-10"]), ({"guard": "stop"}, ["step-4", "step-10"])])
+def test_without_export_best_the_last_model_is_exported(keys: dict[str, Any], kept: list[str], tmp_path: Path) -> None:
+    stage, engine = begin(tmp_path / "sft", export="last", **keys)
     stage.restore()
     weights = train(stage, engine, 10)
-    stage.take_best()
-    assert torch.equal(engine.module.weight, weights[10]) and names(stage.folder) == ["step-10"]
+    assert names(stage.folder) == kept
+    if not keys:  # with a guard, only a stage that the guard has stopped takes the best step
+        stage.take_best()
+    assert torch.equal(engine.module.weight, weights[10])
     stage.finish({})
     summary = json.loads((stage.folder / "summary.json").read_text())
     assert summary["exported_step"] == 10 and "eval_loss" not in summary and summary["best"] == {"eval_loss": 1.0}
@@ -129,19 +130,6 @@ def test_a_damaged_or_missing_best_checkpoint(tmp_path: Path, capsys: pytest.Cap
     assert json.loads((stage.folder / "summary.json").read_text())["exported_step"] == 10
 
 
-def test_selection_keys_are_settings_of_a_stage() -> None:
-    def settings(*words: str) -> dict[str, Any]:
-        return stage_settings(config_of("model=gpt2", "ppo.eval_every=5", *words), "ppo")
-
-    plain, best = settings(), settings("ppo.export=best")
-    for key in ("ppo.eval_every=7", "evaluation.prompts=9"):
-        assert plain != settings(key)  # the guard uses the evaluations
-        assert settings("ppo.guard=warn") == settings("ppo.guard=warn", key)
-    assert best != plain and best["ppo.eval_every"] == 5
-    assert best != settings("ppo.export=best", "ppo.eval_every=7")
-    assert best != settings("ppo.export=best", "evaluation.prompts=9")
-
-
 FALLING = """
 calls = 0
 
@@ -198,16 +186,6 @@ def test_a_stage_that_stops_early_exports_its_best_step(tmp_path: Path) -> None:
     again.finish({})
     summary = json.loads((again.folder / "summary.json").read_text())
     assert (summary["exported_step"], summary["steps"], summary["eval_loss"]) == (4, 10, 1.0)
-
-
-def test_a_guard_that_does_not_stop_exports_the_last_step_unless_the_best_is_taken(tmp_path: Path) -> None:
-    stage, engine = begin(tmp_path / "sft", export="last", guard="stop")
-    stage.restore()
-    train(stage, engine, 10)
-    assert names(stage.folder) == ["step-4", "step-10"]
-    stage.finish({})
-    summary = json.loads((stage.folder / "summary.json").read_text())
-    assert summary["exported_step"] == 10 and "eval_loss" not in summary
 
 
 def test_a_rollback_restores_the_best_step_with_a_smaller_learning_rate(tmp_path: Path) -> None:

@@ -74,33 +74,37 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "save_every", "saved"),
-    [(6, 4, [4, 6]), (6, 3, [3, 6]), (25, 0, [3, 6, 9, 12, 15, 18, 21, 24, 25]), (5, 0, [1, 2, 3, 4, 5]), (5, 9, [5])],
+    ("steps", "save_every", "is_large", "late", "saved"),
+    [
+        (6, 4, False, 0, [4, 6]),
+        (6, 3, False, 0, [3, 6]),
+        (5, 9, False, 0, [5]),
+        (5, 0, False, 0, [1, 2, 3, 4, 5]),
+        (25, 0, False, 4, [3, 4, 6, 9, 12, 15, 18, 21, 24, 25]),
+        (25, 4, False, 5, [4, 8, 12, 16, 20, 24, 25]),
+        (25, 0, True, 17, [17, 25]),  # ten checkpoints of 96 GB take longer than the steps of a short stage
+        (25, 5, True, 17, [5, 10, 15, 20, 25]),
+    ],
 )
-def test_checkpoints_are_saved_periodically_and_at_the_end(
-    tmp_path: Path, steps: int, save_every: int, saved: list[int]
+def test_checkpoints_are_saved_periodically_by_the_clock_and_at_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    save_every: int,
+    is_large: bool,
+    late: int,
+    saved: list[int],
 ) -> None:
+    """The last checkpoint is too old before step `late`."""
+    if is_large:
+        monkeypatch.setattr(stage_run, "LARGE", 8 * 12 - 1)  # the model has 8 parameters
     stage, _ = stage_of(tmp_path, steps, save_every=save_every, keep_checkpoints=99)
     for step in range(1, steps + 1):
+        stage._saved_at -= stage_run.SECONDS_BETWEEN_SAVES if step == late else 0.0
         stage.save(step)
         stage.save(step)  # a second save of the same step has no effect
     stage.settle()
     assert names(tmp_path) == [f"step-{n}" for n in saved]
-
-
-def test_a_large_checkpoint_is_written_by_the_clock_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten checkpoints of a model of 8 B parameters (96 GB each) take longer than the steps of a short stage."""
-    monkeypatch.setattr(stage_run, "LARGE", 8 * 12 - 1)  # the model has 8 parameters
-    for save_every, saved in ((0, [17, 25]), (5, [5, 10, 15, 20, 25])):
-        stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
-        for step in range(1, 26):
-            if step == 17:
-                stage._saved_at -= stage_run.SECONDS_BETWEEN_SAVES
-            stage.save(step)
-        stage.settle()
-        assert names(tmp_path / str(save_every)) == [f"step-{n}" for n in saved]
 
 
 @pytest.mark.parametrize(("states", "averages", "size"), [("fp32", False, 12), ("fp32", True, 16), ("bf16", False, 6)])
@@ -115,17 +119,6 @@ def test_the_size_of_a_checkpoint_counts_the_states_of_the_engine(
         monkeypatch.setattr(stage_run, "LARGE", largest)
         stage = StageRun(tmp_path, SftSection(), 30, {"net": engine})
         assert stage._save_every == (30 if is_large else 3)
-
-
-def test_a_checkpoint_is_written_after_a_time_limit(tmp_path: Path) -> None:
-    for save_every, saved in ((0, [3, 4, 6]), (4, [4])):
-        stage, _ = stage_of(tmp_path / str(save_every), 25, save_every=save_every, keep_checkpoints=99)
-        for step in range(1, 7):
-            if step == 4:
-                stage._saved_at -= stage_run.SECONDS_BETWEEN_SAVES
-            stage.save(step)
-        stage.settle()
-        assert names(tmp_path / str(save_every)) == [f"step-{n}" for n in saved]
 
 
 def test_a_checkpoint_that_a_slow_disk_writes_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,21 +307,7 @@ def test_phases_and_laps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_lines_of_metrics(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Watching:
-        def log(self, step: int, metrics: Mapping[str, float], note: str) -> None:
-            seen.append(step)
-
-    stage, _ = stage_of(tmp_path, 8, log_every=3, watchers=[Watching()])
-    for step in range(1, 9):
-        stage.log(step, {"loss": math.nan if step == 3 else step / 2})
-    assert [line["step"] for line in lines(tmp_path)] == seen == [1, 3, 6, 8]
-    assert [line["loss"] for line in lines(tmp_path)] == [0.5, None, 3.0, 4.0]
-    assert stage.last["loss"] == 4.0
-
-
-def test_a_note_is_in_the_line_of_its_step(tmp_path: Path) -> None:
+    """A line is due after every third step, the first and the last one, and for a note."""
     seen: list[tuple[int, str]] = []
 
     class Watching:
@@ -336,13 +315,14 @@ def test_a_note_is_in_the_line_of_its_step(tmp_path: Path) -> None:
             assert "guard" not in metrics
             seen.append((step, note))
 
-    stage, _ = stage_of(tmp_path, 8, log_every=4, watchers=[Watching()])
-    for step in range(1, 6):
-        stage.log(step, {"loss": 1.0}, "guard: the KL rose" if step == 3 else "")
-    assert [(line["step"], line.get("guard")) for line in lines(tmp_path)] == [
-        (1, None), (3, "guard: the KL rose"), (4, None)
-    ]  # fmt: skip
-    assert seen == [(1, ""), (3, "guard: the KL rose"), (4, "")] and "guard" not in stage.last
+    stage, _ = stage_of(tmp_path, 8, log_every=3, watchers=[Watching()])
+    note = "guard: the KL rose"
+    for step in range(1, 9):
+        stage.log(step, {"loss": math.nan if step == 3 else step / 2}, note if step == 4 else "")
+    assert seen == [(1, ""), (3, ""), (4, note), (6, ""), (8, "")]
+    written = [(line["step"], line["loss"], line.get("guard", "")) for line in lines(tmp_path)]
+    assert written == [(1, 0.5, ""), (3, None, ""), (4, 2.0, note), (6, 3.0, ""), (8, 4.0, "")]
+    assert stage.last["loss"] == 4.0 and "guard" not in stage.last
 
 
 def test_best_figures(tmp_path: Path) -> None:
