@@ -18,7 +18,7 @@ from benchmarks.measure import BenchFailed, run_command
 from benchmarks.record import ROOT, Result
 from pipeline.evaluation.intervals import SeedEffect, mean_over_seeds
 from pipeline.evaluation.samples import BEST_OF
-from pipeline.report.data import RunReading, mapping, read_run
+from pipeline.report.data import RunReading, read_run
 from pipeline.report.seeds import effect
 from pipeline.report.verdict import Change, change, guard_signs
 
@@ -90,7 +90,7 @@ def seed_result(case: str, method: str, trained: RunReading, demo: RunReading) -
             "SFT_greedy": greedy.old_mean,
             "greedy": greedy.new_mean,
             "change_greedy": describe(greedy),
-            "guard": guard_signs(mapping(trained.stage(trained.policy).summary.get("guard"))) or "no sign",
+            "guard": guard_signs(trained.stage(trained.policy).guard) or "no sign",
         },
     )
 

@@ -26,7 +26,7 @@ from benchmarks.measure import BenchFailed, run_command
 from benchmarks.record import ROOT, Result
 from pipeline.demo import rows_of
 from pipeline.evaluation.intervals import paired_difference
-from pipeline.report.data import RunReading, StageReading, mapping, read_run
+from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.verdict import change, guard_signs, judge
 
 FOLDER = ROOT / "runs" / "guard-cases"
@@ -95,7 +95,6 @@ def case_result(case: str, trained: RunReading) -> Result:
     steps = [each for each in stage.grades if each.temperature == demo_seeds.TEMPERATURES[0] and each.gold]
     if sampled is None or greedy is None or not steps:
         raise BenchFailed(f"{case}: the run has no gold scores; remove {FOLDER / case} and run again")
-    guard = mapping(stage.summary.get("guard"))
     return Result(
         bench="guard_cases",
         case=case,
@@ -105,8 +104,8 @@ def case_result(case: str, trained: RunReading) -> Result:
         lower_is_better=False,
         detail={
             "peer": "best step",
-            "signs": guard_signs(guard) or "no sign",
-            "sentences": [mapping(each).get("sentence") for each in guard.get("findings") or []],
+            "signs": guard_signs(stage.guard) or "no sign",
+            "sentences": [each["sentence"] for each in stage.guard.get("findings", [])],
             "exported_step": stage.number("exported_step"),
             "below_best": {str(at): below_best(stage, at) for at in demo_seeds.TEMPERATURES},
             "SFT": sampled.old_mean,

@@ -1,13 +1,10 @@
 """Build the report sections about time, speed, memory and configuration."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from pipeline.config.messages import format_bytes
 from pipeline.config.stages import STAGES
 from pipeline.report.axes import format_number, format_seconds
 from pipeline.report.curves import line_chart
-from pipeline.report.data import MANIFEST, RunReading, StageReading, finite, is_number, mapping
+from pipeline.report.data import MANIFEST, RunReading, StageReading
 from pipeline.report.html import Markup, element, grid, section, table
 from pipeline.report.svg import Series
 
@@ -44,8 +41,8 @@ def phases_table(run: RunReading) -> Markup | None:
     """Build the table of the seconds of each phase: measured, and per step also the prediction of plan.json."""
     rows = []
     for stage in run.stages.values():
-        steps, took = stage.number("steps") or 0.0, stage.numbers("seconds_by_phase")
-        planned = finite(stage.planned.get("seconds"))
+        steps, took = stage.number("steps") or 0.0, stage.summary.get("seconds_by_phase", {})
+        planned = dict(stage.planned.get("seconds", {}))
         planned["train"] = planned.get("train", 0.0) + planned.pop("step", 0.0)
         for phase, seconds in sorted(took.items(), key=lambda item: -item[1]):
             if seconds <= 0:
@@ -88,17 +85,17 @@ def memory_section(run: RunReading) -> Markup | None:
     """Build the section with the peak memory of each rank per stage; above MOST_RANKS, of the largest rank only."""
     rows = []
     for stage in run.stages.values():
-        entries = [mapping(entry) for entry in _entries(stage)]
+        entries = _memory_by_rank(stage)
         if len(entries) > MOST_RANKS:
-            entries = [max(entries, key=_size)]
+            entries = [max(entries, key=lambda entry: [entry[key] for key in MEMORY])]
         rows += [
-            (STAGES[stage.name].title, str(entry.get("rank", "")), *(_bytes(entry.get(key), "none") for key in MEMORY))
+            (STAGES[stage.name].title, str(entry["rank"]), *(_bytes(entry[key], "none") for key in MEMORY))
             for entry in entries
         ]
     if not rows:
         return None
     lead = "Peak by rank: bytes allocated on the device, and resident host memory of the process."
-    if any(len(_entries(stage)) > MOST_RANKS for stage in run.stages.values()):
+    if any(len(_memory_by_rank(stage)) > MOST_RANKS for stage in run.stages.values()):
         lead += " The table shows only the rank with the highest peak; summary.json has all ranks."
     peaks = table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3))
     return section("memory", "Memory", lead, peaks, ledger(run), restarts(run))
@@ -108,10 +105,9 @@ def ledger(run: RunReading) -> Markup | None:
     """Build the table of peak bytes by owner and phase: predicted, and measured on rank 0."""
     rows = []
     for stage in run.stages.values():
-        memory = mapping(stage.summary.get("memory"))
-        predicted, measured = mapping(memory.get("predicted")), mapping(memory.get("measured"))
-        for phase in dict.fromkeys([*predicted, *measured]):
-            before, after = mapping(predicted.get(phase)), mapping(measured.get(phase))
+        memory = stage.summary.get("memory") or {"predicted": {}, "measured": {}}
+        for phase in dict.fromkeys([*memory["predicted"], *memory["measured"]]):
+            before, after = memory["predicted"].get(phase, {}), memory["measured"].get(phase, {})
             for owner in dict.fromkeys([*before, *after]):
                 cells = (_bytes(before.get(owner), ""), _bytes(after.get(owner), ""))
                 if any(cells):
@@ -131,27 +127,22 @@ def restarts(run: RunReading) -> Markup | None:
     """Build a line for each stage that ran out of memory and restarted with smaller micro-batches."""
     lines = []
     for stage in run.stages.values():
-        record = mapping(stage.summary.get("out_of_memory"))
-        times, tokens = record.get("restarts"), record.get("micro_batch_tokens")
-        if is_number(times) and times > 0 and is_number(tokens):
+        record = stage.summary.get("out_of_memory")
+        if record and record["restarts"]:
             lines.append(
-                f"{STAGES[stage.name].title} ran out of memory {times:.0f} times and restarted; its last micro-batches "
-                f"had at most {tokens:,.0f} tokens. The micro-batch size does not change an update."
+                f"{STAGES[stage.name].title} ran out of memory {record['restarts']} times and restarted; its last "
+                f"micro-batches had at most {record['micro_batch_tokens']:,} tokens. The micro-batch size does not "
+                "change an update."
             )
     return element("p", " ".join(lines)) if lines else None
 
 
-def _size(entry: Mapping[str, Any]) -> list[float]:
-    return [value if is_number(value := entry.get(key)) else 0.0 for key in MEMORY]
+def _memory_by_rank(stage: StageReading) -> list[dict[str, int]]:
+    return stage.summary.get("peak_memory_by_rank") or []
 
 
-def _entries(stage: StageReading) -> list[Any]:
-    entries = stage.summary.get("peak_memory_by_rank")
-    return entries if isinstance(entries, list) else []
-
-
-def _bytes(value: Any, missing: str) -> str:
-    return format_bytes(value) if is_number(value) and value > 0 else missing
+def _bytes(value: int | None, missing: str) -> str:
+    return format_bytes(value) if value else missing
 
 
 def configuration_section(run: RunReading) -> Markup | None:
@@ -169,7 +160,7 @@ def configuration_section(run: RunReading) -> Markup | None:
 def facts(run: RunReading) -> Markup:
     """Build the line under the headline: run name, model, data, seed, ranks, ZeRO stage and time."""
     total = sum(stage.number("seconds") or 0.0 for stage in run.stages.values())
-    ranks = next((len(_entries(stage)) for stage in run.stages.values() if _entries(stage)), None)
+    ranks = next((len(entries) for stage in run.stages.values() if (entries := _memory_by_rank(stage))), None)
     values = {
         "Run": run.name,
         "Model": run.setting("model", "name"),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from pipeline.config.stages import ANSWERING, METHODS, POLICIES, STAGES
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, StepGrades, read_grades, read_samples
@@ -47,6 +47,11 @@ class StageReading:
         return bool(self.summary)
 
     @property
+    def guard(self) -> Mapping[str, Any]:
+        """Return what the training guard wrote to the summary; empty without a guard."""
+        return self.summary.get("guard") or {}
+
+    @property
     def last_step(self) -> int:
         return int(self.rows[-1]["step"]) if self.rows else int(self.number("steps") or 0)
 
@@ -57,11 +62,7 @@ class StageReading:
     def number(self, key: str) -> float | None:
         """Return a finite metric of the summary, from its top level or from `final`; else None."""
         value = summary_metrics(self.summary).get(key)
-        return float(value) if is_number(value) and math.isfinite(value) else None
-
-    def numbers(self, key: str) -> dict[str, float]:
-        """Return the finite numbers of one table of the summary."""
-        return finite(self.summary.get(key))
+        return None if value is None or not math.isfinite(value) else float(value)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RunReading:
         """Return one value of the newest stage's configuration; None if it is missing."""
         value: Any = self.settings
         for key in path:
-            value = mapping(value).get(key)
+            value = (value or {}).get(key)
         return value
 
     @property
@@ -102,8 +103,8 @@ class RunReading:
     def policy(self) -> str:
         """Return the stage whose model is compared with SFT's: "ppo" or "dpo", whichever finished last."""
         order = [name for name in POLICIES if name in self.stages]
-        records = mapping(self.manifest.get("stages"))
-        ends = {name: str(mapping(records.get(name)).get("finished", "")) for name in order}
+        records = self.manifest.get("stages", {})
+        ends = {name: records.get(name, {}).get("finished", "") for name in order}
         if order:
             return max(order, key=lambda name: (self.stage(name).finished, ends[name], self.stage(name).started))
         method = self.setting("method")
@@ -126,8 +127,7 @@ class RunReading:
     @property
     def best_of(self) -> str:
         """Return of how many SFT answers the reward model selected the best one; "n" if this is unknown."""
-        count = self.setting("evaluation", "best_of")
-        return str(count) if is_number(count) else "n"
+        return str(self.setting("evaluation", "best_of") or "n")
 
     @property
     def temperatures(self) -> list[float]:
@@ -179,23 +179,18 @@ def _read_stage(folder: Path, name: str) -> StageReading:
 
 def _read_rollouts(path: Path) -> list[tuple[float, float, float]]:
     """Return (step, score, KL) of the answers in rollouts.jsonl that have these numbers."""
-    found = []
-    for row in json_lines(path):
-        numbers = finite({key: row.get(key) for key in ("step", "score", "kl")})
-        if len(numbers) == 3:
-            found.append((numbers["step"], numbers["score"], numbers["kl"]))
-    return found
+    rows = [row for row in json_lines(path) if {"step", "score", "kl"} <= row.keys()]
+    numbers = [(row["step"], row["score"], row["kl"]) for row in rows]
+    return [each for each in numbers if all(map(math.isfinite, each))]
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the numbers of each step. A line that a killed run left incomplete is left out."""
     steps = []
     for row in json_lines(path):
-        # JSON has no NaN, so a metric that was not finite is null.
+        # JSON has no NaN, so a metric that was not finite is null. A sentence of the guard is a string.
         numbers = {
-            key: math.nan if value is None else float(value)
-            for key, value in row.items()
-            if value is None or is_number(value)
+            key: math.nan if value is None else float(value) for key, value in row.items() if not isinstance(value, str)
         }
         if "step" in numbers:
             steps.append(numbers)
@@ -207,18 +202,3 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """Return `value` if it is a mapping, else an empty mapping."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def finite(value: Any) -> dict[str, float]:
-    """Return the finite numbers of a table."""
-    return {str(name): float(n) for name, n in mapping(value).items() if is_number(n) and math.isfinite(n)}
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether `value` is a JSON number. A bool is an int in Python, but not a number in JSON."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval, interval_chart
 from pipeline.report.comparison import page_header
 from pipeline.report.curves import line_chart
-from pipeline.report.data import SHOWN_MODELS, RunReading, mapping, read_run
+from pipeline.report.data import SHOWN_MODELS, RunReading, read_run
 from pipeline.report.html import Markup, element, grid, page, section, table
 from pipeline.report.seed_wins import describe_pooled, judge_wins, pool_wins, wins_section
 from pipeline.report.svg import Point, Series
@@ -172,7 +172,7 @@ def judge_seeds(runs: Sequence[RunReading], failed: Sequence[str] = ()) -> Verdi
             evidence=f"{verdict.evidence}\nNot included, because they failed: {', '.join(failed)}.",
             outcome="open" if verdict.outcome == "good" else verdict.outcome,
         )
-    signs = {run.name: guard_signs(mapping(run.stage(run.policy).summary.get("guard"))) for run in runs}
+    signs = {run.name: guard_signs(run.stage(run.policy).guard) for run in runs}
     wrong = {name: text for name, text in signs.items() if text}
     if not wrong:
         return verdict

@@ -18,7 +18,7 @@ from pipeline.evaluation.intervals import grade_interval, paired_difference
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
-from pipeline.report.data import RunReading, StageReading, is_number, mapping, read_run
+from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, describe_wins, win_rate
 
 Measure = Literal["gold", "scores", "function"]
@@ -119,8 +119,7 @@ def judge(run: RunReading) -> Verdict:
     policy = run.stage(run.policy)
     if not policy.finished:
         return _unfinished(run)
-    verdict, step = _judge_finished(run), policy.number("exported_step")
-    guard = mapping(policy.summary.get("guard"))
+    verdict, step, guard = _judge_finished(run), policy.number("exported_step"), policy.guard
     if is_selected(run):
         selects_by = guard.get("selects_by", "score")
         chosen = (
@@ -139,39 +138,35 @@ def not_proven(verdict: Verdict) -> Verdict:
 
 def guard_signs(guard: Mapping[str, Any]) -> str:
     """Return the findings in `guard` of a summary as text, such as "at rollout 6 (length)"; "" without findings."""
-    findings = [mapping(each) for each in guard.get("findings") or []]
-    signs = ", ".join(str(each.get("sign")) for each in findings)
+    findings = guard.get("findings")
     if not findings:
         return ""
-    step = findings[0].get("step")
+    signs, step = ", ".join(each["sign"] for each in findings), findings[0]["step"]
     return f"{f'at rollout {step}' if step else 'before rollout 1'} ({signs})"
 
 
 def is_selected(run: RunReading) -> bool:
     """Return whether PPO exported a step that it selected by held-out grades. The verdict uses the same prompts."""
     policy = run.stage(run.policy)
-    guard = mapping(policy.summary.get("guard"))
-    selects = run.setting("ppo", "export") == "best" or is_number(guard.get("stopped_step"))
-    has_grades = guard.get("selects_by", "score") is not None  # earlier summaries do not have the key
+    selects = run.setting("ppo", "export") == "best" or policy.guard.get("stopped_step") is not None
+    has_grades = policy.guard.get("selects_by", "score") is not None  # earlier summaries do not have the key
     # DPO selects by pairs, and step 0 is the model that the stage starts from.
     return policy.name != "dpo" and selects and has_grades and bool(policy.number("exported_step"))
 
 
 def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | None, start: str) -> Verdict:
     """Return a verdict with the findings and rollbacks of the guard. A run with findings is never called a success."""
-    findings = [mapping(each) for each in guard.get("findings") or []]
-    evidence = [verdict.evidence]
-    for each in map(mapping, guard.get("rollbacks") or []):
-        step, reason = each.get("step"), each.get("reason")
-        target = f"rollout {each.get('to')}" if each.get("to") else f"the {start} model"
-        evidence.append(f"The guard returned from rollout {step} to {target}, because {reason}.")
+    findings, evidence = guard.get("findings"), [verdict.evidence]
+    for each in guard.get("rollbacks", []):
+        target = f"rollout {each['to']}" if each["to"] else f"the {start} model"
+        evidence.append(f"The guard returned from rollout {each['step']} to {target}, because {each['reason']}.")
     if not findings:
         return replace(verdict, evidence="\n".join(evidence))
     headline = f"Training went wrong {guard_signs(guard)}."
-    if is_number(guard.get("stopped_step")) and exported_step is not None:
+    if guard.get("stopped_step") is not None and exported_step is not None:
         model = f"model of rollout {exported_step:.0f}" if exported_step else f"{start} model"
         headline += f" The guard stopped it and exported the {model}."
-    sentences = "; ".join(str(each.get("sentence")) for each in findings)
+    sentences = "; ".join(each["sentence"] for each in findings)
     outcome: Outcome = "bad" if verdict.outcome == "bad" else "open"
     return Verdict(outcome, headline, "\n".join([f"Guard: {sentences}.", *evidence]), verdict.caveat)
 

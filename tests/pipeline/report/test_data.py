@@ -9,12 +9,12 @@ from tests.pipeline.report.example_runs import CONFIG, sample, write_stage
 def test_incomplete_lines_of_metrics_are_left_out(tmp_path: Path) -> None:
     write_stage(tmp_path / "sft", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": 3}])
     with (tmp_path / "sft" / "metrics.jsonl").open("a") as lines:
-        lines.write('{"step": 3, "loss": null, "note": "x", "flag": true}\n[]\n{"loss": 1}\n{"step": 4, "lo')
+        lines.write('{"step": 3, "loss": null, "guard": "x"}\n[]\n{"loss": 1}\n{"step": 4, "lo')
     stage = read_run(tmp_path).stage("sft")
     assert stage.series("loss")[:2] == [(1, 2.0), (2, 1.0)]
     assert math.isnan(stage.series("loss")[2][1])
     assert stage.series("eval_loss") == [(2, 3.0)]
-    assert stage.series("note") == stage.series("flag") == []
+    assert stage.series("guard") == []
     assert stage.last_step == 3
     assert stage.started
     assert not stage.finished
@@ -29,12 +29,9 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_summary_figures_are_found_at_the_top_or_under_final(tmp_path: Path) -> None:
-    summary = {"kl": 3, "final": {"kl": 9, "loss": 0.5}, "seconds_by_phase": {"train": 1.5, "odd": "x"}, "bad": "text"}
-    write_stage(tmp_path / "ppo", summary=summary)
+    write_stage(tmp_path / "ppo", summary={"kl": 3, "score": None, "final": {"kl": 9, "loss": 0.5}})
     stage = read_run(tmp_path).stage("ppo")
-    assert (stage.number("kl"), stage.number("loss"), stage.number("bad")) == (3.0, 0.5, None)
-    assert stage.numbers("seconds_by_phase") == {"train": 1.5}
-    assert stage.numbers("bad") == {}
+    assert (stage.number("kl"), stage.number("loss"), stage.number("score")) == (3.0, 0.5, None)
 
 
 def test_damaged_summary_and_configuration_are_ignored(tmp_path: Path) -> None:
