@@ -4,6 +4,7 @@ Every mistake that can be detected without loading a model or data is reported h
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +13,6 @@ from pipeline.config.check_engine import engine_mistakes
 from pipeline.config.check_ppo import ppo_mistakes
 from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RunConfig
-from pipeline.config.stage_sections import PpoSection
 from pipeline.config.stages import METHODS, POLICIES, STAGES, stages_to_run
 from pipeline.errors import UserError
 
@@ -167,105 +167,60 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
 
 
-# A key, why it has no effect, a setting with which it has one, and whether its section has such a setting.
-NEEDS: tuple[tuple[str, str, str, Callable[[Any], object]], ...] = (
+# A key, another key with a value that gives the first one an effect, and whether the first one has an effect.
+NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
+    ("ppo.reward_ensemble", "ppo.reward_model=true", lambda config: config.ppo.reward_model),
+    ("ppo.ensemble_score", "ppo.reward_ensemble=[FOLDER]", lambda config: config.ppo.reward_ensemble),
+    ("ppo.reward_threads", "ppo.reward_function=FILE.py:NAME", lambda config: config.ppo.reward_function),
+    ("ppo.critic_warmup", "ppo.advantage=gae", lambda config: config.ppo.advantage == "gae"),
+    ("ppo.pair_beta", "ppo.advantage=online_dpo", lambda config: config.ppo.advantage == "online_dpo"),
+    ("ppo.divide_by_std", "ppo.advantage=grpo", lambda config: config.ppo.advantage == "grpo"),
+    ("ppo.resample", "ppo.advantage=grpo", lambda config: config.ppo.compares_answers),
     (
-        "ppo.reward_ensemble",
-        "ppo.reward_model=false scores answers without reward models",
-        "ppo.reward_model=true",
-        lambda ppo: ppo.reward_model,
-    ),
-    (
-        "ppo.ensemble_score",
-        "ppo.reward_ensemble lists no reward models",
-        "ppo.reward_ensemble=[FOLDER]",
-        lambda ppo: ppo.reward_ensemble,
-    ),
-    (
-        "ppo.critic_warmup",
-        "only ppo.advantage=gae trains a critic",
+        "ppo.kl_in",
         "ppo.advantage=gae",
-        lambda ppo: ppo.advantage == "gae",
+        lambda config: config.ppo.advantage != "online_dpo" or config.ppo.kl_in == "loss",
+    ),
+    ("ppo.kl_target", "ppo.kl_coef=0.05", lambda config: config.ppo.kl_coef),
+    ("ppo.score_clip", "ppo.advantage=gae", lambda config: config.ppo.advantage != "distill"),
+    ("ppo.length_penalty", "ppo.advantage=gae", lambda config: config.ppo.advantage != "distill"),
+    (
+        "ppo.shared_forward",
+        "ppo.minibatches=1",
+        lambda config: config.ppo.minibatches == 1 or not config.ppo.shared_forward,
     ),
     (
-        "ppo.pair_beta",
-        "only ppo.advantage=online_dpo compares pairs of answers",
-        "ppo.advantage=online_dpo",
-        lambda ppo: ppo.advantage == "online_dpo",
+        "ppo.shared_forward",
+        "ppo.unfinished=penalize",
+        lambda config: config.ppo.unfinished == "penalize" or not config.ppo.shared_forward,
     ),
+    ("ppo.dual_clip", "ppo.loss=clip", lambda config: config.ppo.loss == "clip"),
+    ("ppo.importance_weights", "ppo.importance_cap=2", lambda config: config.ppo.importance_cap),
+    ("ppo.length_free", "ppo.length_penalty=0.01", lambda config: config.ppo.length_penalty),
+    ("dpo.label_smoothing", "dpo.loss=sigmoid", lambda config: config.dpo.smooths_labels),
+    ("dpo.margin", "dpo.loss=simpo", lambda config: config.dpo.loss == "simpo"),
+    ("dpo.undesirable_weight", "dpo.loss=kto", lambda config: config.dpo.loss == "kto"),
+    ("dpo.sft_coef", "dpo.loss=sigmoid", lambda config: config.dpo.reads_pairs),
     (
-        "ppo.divide_by_std",
-        "only ppo.advantage=grpo divides by a standard deviation",
-        "ppo.advantage=grpo",
-        lambda ppo: ppo.advantage == "grpo",
+        "evaluation.judge_threads",
+        "evaluation.judge=FILE.py:NAME",
+        lambda config: config.evaluation.judge or config.evaluation.pair_judge,
     ),
-    (
-        "ppo.resample",
-        "gae, reinforce and distill do not compare the answers to one prompt",
-        "ppo.advantage=grpo",
-        lambda ppo: ppo.compares_answers,
-    ),
-    (
-        "ppo.dual_clip",
-        "only ppo.loss=clip bounds the loss of a token",
-        "ppo.loss=clip",
-        lambda ppo: ppo.loss == "clip" or ppo.dual_clip is None,
-    ),
-    (
-        "ppo.importance_weights",
-        "without ppo.importance_cap the loss has no importance weights",
-        "ppo.importance_cap=2",
-        lambda ppo: ppo.importance_cap is not None,
-    ),
-    (
-        "ppo.length_free",
-        "ppo.length_penalty=0 subtracts nothing",
-        "ppo.length_penalty=0.01",
-        lambda ppo: ppo.length_penalty,
-    ),
-    (
-        "ppo.length_penalty",
-        "ppo.advantage=distill has no scores",
-        "another ppo.advantage",
-        lambda ppo: ppo.advantage != "distill",
-    ),
-    (
-        "ppo.score_clip",
-        "ppo.advantage=distill has no scores",
-        "another ppo.advantage",
-        lambda ppo: ppo.advantage != "distill",
-    ),
-    (
-        "dpo.label_smoothing",
-        "only dpo.loss=sigmoid, robust and length_normalized assume wrong labels",
-        "dpo.loss=sigmoid",
-        lambda dpo: dpo.smooths_labels,
-    ),
-    ("dpo.margin", "only dpo.loss=simpo has a margin", "dpo.loss=simpo", lambda dpo: dpo.loss == "simpo"),
-    (
-        "dpo.undesirable_weight",
-        "only dpo.loss=kto reads answers with label=false",
-        "dpo.loss=kto",
-        lambda dpo: dpo.loss == "kto",
-    ),
-    (
-        "dpo.sft_coef",
-        "dpo.loss=kto has no chosen answers",
-        "another dpo.loss",
-        lambda dpo: dpo.loss != "kto",
-    ),
+    ("rollout.batch_size", "rollout.generator=engine", lambda config: config.rollout.generator == "engine"),
 )
 
 
 def _keys_without_effect(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:
-    """Yield a message for each key that has another value than its default, and no effect."""
-    for key, reason, needed, is_used in NEEDS:
-        stage, _, name = key.partition(".")
-        section = getattr(config, stage)
-        value = getattr(section, name)
-        is_set = value != type(section).model_fields[name].get_default()
-        if stage in stages and is_set and not is_used(section):
-            yield f"{key}={as_written(value)} has no effect, because {reason}: set {needed}, or remove {key}"
+    """Yield a message for each key that has no effect and another value than null and its default."""
+    for key, needed, has_effect in NEEDS:
+        name, _, leaf = key.partition(".")
+        section = getattr(config, name)
+        value = getattr(section, leaf)
+        is_set = value is not None and value != type(section).model_fields[leaf].get_default()
+        if is_set and (name in stages or name not in STAGES) and not has_effect(config):
+            other = needed.partition("=")[0]
+            actual = as_written(attrgetter(other)(config))
+            yield f"{key}={as_written(value)} has no effect with {other}={actual}: set {needed}, or remove {key}"
 
 
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
@@ -288,50 +243,12 @@ def warnings(config: RunConfig) -> list[str]:
         found.append(f"reward_model={config.reward_model.name} is not used, because ppo.reward_model=false")
     if config.method == "dpo" and config.reward_model is not None:
         found.append(f"reward_model={config.reward_model.name} is not used, because method=dpo has no reward model")
-    if "ppo" in stages_to_run(config):
-        found += _unused_engine_keys(config.ppo)
-        if config.ppo.reward_threads > 1 and config.ppo.reward_function is None:
-            found.append(
-                f"ppo.reward_threads={config.ppo.reward_threads} is not used, because ppo.reward_function is not set"
-            )
-    if config.rollout.generator == "vllm" and config.rollout.batch_size is not None:
-        found.append(
-            f"rollout.batch_size={config.rollout.batch_size} is not used, because vLLM chooses how many sequences "
-            "decode at a time; rollout.cache_bytes bounds its cache"
-        )
-    if config.evaluation.judge_threads > 1 and config.evaluation.judge is None and config.evaluation.pair_judge is None:
-        found.append(
-            f"evaluation.judge_threads={config.evaluation.judge_threads} is not used, because neither evaluation.judge "
-            "nor evaluation.pair_judge is set"
-        )
-    if config.evaluation.pair_judge is not None and not set(POLICIES) & set(stages_to_run(config)):
-        found.append(
-            f"evaluation.pair_judge={config.evaluation.pair_judge} is not used, because it compares PPO or DPO with "
-            f"SFT, and stage={config.stage} runs neither"
-        )
     if config.engine.deepspeed is not None:
         from engine import deepspeed_json
 
         found += [f"engine.deepspeed: {line}" for line in deepspeed_json.ignored(config.engine.deepspeed)]
         found += _other_batches(config, config.engine.deepspeed)
     return found
-
-
-def _unused_engine_keys(ppo: PpoSection) -> Iterable[str]:
-    """Yield messages about engine keys of models that this run does not have."""
-    unused = (
-        ("critic_engine", ppo.advantage != "gae", f"ppo.advantage={ppo.advantage} has no critic"),
-        ("reference_engine", not ppo.needs_reference, "ppo.kl_coef=0 has no reference (ppo.reference=true adds one)"),
-        (
-            "reference_engine",
-            ppo.lora.rank > 0 and ppo.advantage != "distill",
-            "the actor without its adapters is the reference",
-        ),
-        ("reward_engine", not ppo.reward_model, "ppo.reward_model=false has no reward model"),
-    )
-    for key, is_unused, reason in unused:
-        if is_unused and getattr(ppo, key):
-            yield f"ppo.{key} is not used, because {reason}"
 
 
 def _other_batches(config: RunConfig, file: Mapping[str, Any]) -> Iterable[str]:

@@ -92,11 +92,6 @@ def _advantage_mistakes(ppo: PpoSection) -> Iterable[str]:
             "ppo.advantage=online_dpo compares the policy with the reference, but ppo.reference=false: remove "
             "ppo.reference"
         )
-    if ppo.advantage == "online_dpo" and ppo.kl_in == "reward":
-        yield (
-            "ppo.kl_in=reward has no effect, because ppo.advantage=online_dpo ranks answers by their scores: set "
-            "ppo.kl_in=loss, or ppo.kl_coef=0"
-        )
 
 
 def _kl_mistakes(ppo: PpoSection) -> Iterable[str]:
@@ -111,8 +106,6 @@ def _kl_mistakes(ppo: PpoSection) -> Iterable[str]:
             "ppo.kl_estimator=k3_weighted weighs the KL in the loss, but the KL counts in the reward, where the policy "
             "ratio is 1: set ppo.kl_in=loss, or ppo.kl_estimator=k3"
         )
-    if ppo.kl_target is not None and ppo.kl_coef == 0:
-        yield f"ppo.kl_target={ppo.kl_target:g} adapts ppo.kl_coef by a factor, and 0 stays 0: set ppo.kl_coef=0.05"
     answers = ppo.batch_size * ppo.samples
     if ppo.kl_target is not None and 0.2 * answers >= ppo.kl_horizon:
         yield (
@@ -132,16 +125,6 @@ def _ratio_mistakes(ppo: PpoSection) -> Iterable[str]:
         yield (
             f"ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage={ppo.advantage} has one for "
             "each token: set ppo.advantage=grpo and ppo.samples=4 (or ppo=gspo), or ppo.ratio=token"
-        )
-    if ppo.shared_forward and ppo.minibatches > 1:
-        yield (
-            f"ppo.shared_forward=true needs ppo.minibatches=1, not {ppo.minibatches}, because the update reuses the "
-            "forward passes over the full rollout: set ppo.minibatches=1, or remove ppo.shared_forward"
-        )
-    if ppo.unfinished == "mask" and ppo.shared_forward:
-        yield (
-            "ppo.unfinished=mask leaves answers out of the updates, so an update cannot reuse the forward passes over "
-            "the full rollout: remove ppo.shared_forward, or set ppo.unfinished=penalize"
         )
 
 

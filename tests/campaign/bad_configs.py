@@ -135,7 +135,7 @@ PPO_VALUES: list[tuple[tuple[str, ...], str]] = [
     (("ppo.reward_function=x",), "write FILE.py:NAME"),
     (("ppo.reward_model=false",), "needs another scorer"),
     (("rollout.max_new_tokens=2000",), "exceeds ppo.max_length"),
-    (("ppo.importance_weights=sequence",), "without ppo.importance_cap the loss has no importance weights"),
+    (("ppo.importance_weights=sequence",), "has no effect with ppo.importance_cap=null: set ppo.importance_cap=2"),
     (("reward=/nope",), "reward=/nope"),
     (("ppo.advantage=grpo",), "ppo.samples=1: set"),
 ]

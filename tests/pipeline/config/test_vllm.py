@@ -3,7 +3,6 @@
 import pytest
 
 from pipeline.config import check_engine
-from pipeline.config.check import warnings
 from pipeline.errors import UserError
 from tests.composed import config_of
 
@@ -38,11 +37,6 @@ def test_the_default_is_the_built_in_generator() -> None:
 )  # fmt: skip
 def test_what_vllm_does_not_support_is_refused(words: list[str], key: str) -> None:
     assert refusal(*words) == [f"rollout.generator=vllm needs {key}: remove one of the two"]
-
-
-def test_a_key_without_effect_is_named() -> None:
-    (line,) = warnings(config_of(*VLLM, "rollout.batch_size=8"))
-    assert line.startswith("rollout.batch_size=8 is not used, because vLLM chooses")
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

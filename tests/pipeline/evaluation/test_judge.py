@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.check import validate, warnings
+from pipeline.config.check import validate
 from pipeline.config.check_machine import check_paths
 from pipeline.config.compose import compose
 from pipeline.data.records import Message, Prompt
@@ -71,9 +71,6 @@ def test_a_pair_judge_is_checked_before_any_stage(tmp_path: Path) -> None:
         check_paths(config)
     pair_judge(tmp_path / "a.py", "return None")
     check_paths(config)
-    only_sft = validate(compose([*base, "stage=sft"]))
-    assert any("evaluation.pair_judge=" in line and "is not used" in line for line in warnings(only_sft))
-    assert not any("pair_judge" in line for line in warnings(config))
 
 
 def test_final_answers_are_compared_with_those_of_sft(tmp_path: Path) -> None:

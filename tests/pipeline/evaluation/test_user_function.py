@@ -316,9 +316,6 @@ def test_with_a_function_only_there_is_no_reward_stage() -> None:
     assert stages_to_run(config_of(ALONE[1])) == ["sft", "reward", "ppo"]
     assert stages_to_run(config_of("stage=reward", "ppo.reward_model=false")) == ["reward"]
     assert config_of("ppo.reward_function=a folder/mine, too.py:f").ppo.reward_function == "a folder/mine, too.py:f"
-    assert warnings(config_of("evaluation.judge_threads=8")) == [
-        "evaluation.judge_threads=8 is not used, because neither evaluation.judge nor evaluation.pair_judge is set"
-    ]
     assert warnings(config_of(*ALONE, "reward_model=gpt2")) == [
         "reward_model=gpt2 is not used, because ppo.reward_model=false"
     ]
