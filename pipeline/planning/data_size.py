@@ -12,7 +12,7 @@ from pipeline.config.schema import RunConfig, SourceConfig
 from pipeline.config.stages import METHODS, STAGES
 from pipeline.data.encode import LabelledItem, PairItem, TokenItem
 from pipeline.data.load import load_stage
-from pipeline.data.records import Preference, Prompt
+from pipeline.data.records import Preference, Prompt, labelled_answers
 from pipeline.data.sources import configured_sources, is_remote
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.stage_models import make_tokenizer
@@ -63,7 +63,9 @@ def data_sizes(config: RunConfig, stages: Sequence[str]) -> dict[str, DataSize]:
         if any(map(is_remote, sources)):
             sizes[stage] = _recorded_size(config, stage, sources)
             continue
-        records = load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs).train
+        records: Sequence[Any] = load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs).train
+        if stage == "dpo" and not config.dpo.reads_pairs:
+            records = labelled_answers(records)
         tokenizer = tokenizer or _local_tokenizer(config, records)
         lengths = [_lengths(record, tokenizer) for record in records[:: max(1, len(records) // SAMPLE)]]
         answers = [answer for _, answer in lengths if answer is not None]

@@ -130,6 +130,13 @@ def test_a_model_folder_counts_with_its_tokenizer(tmp_path: Path) -> None:
     assert (size.prompt, size.answer) == (4 + 3, 4 + 1)
 
 
+def test_the_answers_of_pairs_count_if_the_loss_reads_answers() -> None:
+    """KTO learns from both answers of a pair, so the demo's pairs make twice as many rows."""
+    pairs, answers = (data_sizes(tiny_config(dpo={"loss": loss}), ["dpo"])["dpo"] for loss in ("sigmoid", "kto"))
+    assert answers.rows == 2 * pairs.rows > 0
+    assert answers.answer == pytest.approx(pairs.answer, rel=0.1)
+
+
 def test_every_option_of_conf_data_has_a_size() -> None:
     for file in (CONF / "data").glob("*.yaml"):
         for entry in yaml.safe_load(file.read_text())["sources"]:
