@@ -1,26 +1,24 @@
 """The facts that `zerochat doctor` shows: the data, the tokenizer and the models of each stage, without weights."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import ModelConfig, RunConfig
-from pipeline.config.stages import ANSWERING, stages_to_run
+from pipeline.config.stages import POLICIES, stages_to_run
 from pipeline.data.encode import LabelledItem, PairItem, TokenItem, encoder
 from pipeline.data.load import StageRecords, load_stage
 from pipeline.data.records import labelled_answers
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
-from pipeline.models.folder import model_folder
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
-    actor_folder,
     adopt_special_ids,
     check_vocabulary,
+    make_tokenizer,
+    policy_to_tune,
     require_context,
     require_later_models,
-    run_tokenizer,
 )
 from pipeline.planning.data_size import DataSize, size_of
 from pipeline.planning.stage_task import stage_steps
@@ -63,14 +61,17 @@ def gather(config: RunConfig) -> Facts:
     Raises the UserError that the run would end with.
     """
     stages = stages_to_run(config)
-    policy = _policy(config, stages[0])
     reward = _source(config.reward_model, config.seed) if config.reward_model is not None else None
     records = {
         stage: load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs) for stage in stages
     }
-    tokenizer = _tokenizer(config, stages, records, policy)
-    check_vocabulary(policy, tokenizer)
-    adopt_special_ids(policy, tokenizer)
+    if stages[0] in POLICIES and config.actor is not None:
+        policy, tokenizer = policy_to_tune(config, Path(config.actor))
+    else:
+        policy = _source(config.model, config.seed)
+        tokenizer = make_tokenizer(config, records[stages[0]].train if stages[0] == "sft" else ())
+        check_vocabulary(policy, tokenizer)
+        adopt_special_ids(policy, tokenizer)
     for stage in stages:
         require_context(config, stage, reward or policy if stage == "reward" else policy)
     require_later_models(config, policy, tokenizer)
@@ -78,27 +79,9 @@ def gather(config: RunConfig) -> Facts:
     return Facts(policy, reward, tokenizer, facts)
 
 
-def _policy(config: RunConfig, first: str) -> ModelSource:
-    """Return the model that the first stage starts from, without its weights where they are on a hub."""
-    if first in ANSWERING and first != "sft" and config.actor is not None:
-        return resolve(config.model, config.seed, folder=actor_folder(config, Path()))
-    return _source(config.model, config.seed)
-
-
 def _source(model: ModelConfig, seed: int) -> ModelSource:
     """Return the source of a model, without its weights if they are on a hub."""
     return resolve(model, seed, weights=model.path is not None)
-
-
-def _tokenizer(
-    config: RunConfig, stages: Sequence[str], records: Mapping[str, StageRecords], policy: ModelSource
-) -> ChatTokenizer:
-    """Return the tokenizer of the run, which is stored in a temporary folder only."""
-    if policy.folder is not None and config.actor is not None:
-        return load_tokenizer(str(model_folder(policy.folder)), chat_template=None)
-    trained_on = records[stages[0]].train if stages[0] == "sft" else ()
-    with tempfile.TemporaryDirectory(prefix="zerochat-doctor-") as folder:
-        return run_tokenizer(config, Path(folder), trained_on=trained_on)
 
 
 def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer: ChatTokenizer) -> StageFacts:

@@ -72,7 +72,7 @@ def test_a_mistake_has_the_message_of_training(
     assert message.startswith("error: ") and capsys.readouterr().err.endswith(message)
 
 
-def test_a_reward_model_with_another_tokenizer_is_reported(
+def test_a_reward_model_that_does_not_suit_its_place_is_reported(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
@@ -80,6 +80,8 @@ def test_a_reward_model_with_another_tokenizer_is_reported(
     train_tokenizer(["ba bb"], 300).save(other)
     assert doctor(["model=tiny", f"data.path={pairs}", "data.bad_row_limit=0.5", f"reward={other}"]) == 2
     assert f"the reward model in {other} has another tokenizer or chat template" in capsys.readouterr().err
+    assert doctor(["stage=dpo", f"data.path={pairs}", "data.bad_row_limit=0.5", f"actor={other}"]) == 2
+    assert f"{other} has a LlamaForSequenceClassification, not a language model" in capsys.readouterr().err
 
 
 def test_the_tokens_of_the_loss_are_marked_and_control_characters_are_shown() -> None:
