@@ -1,8 +1,8 @@
 """Gold scores of the demo by method: variants of PPO and of the preference loss, from one SFT model.
 
-Most variants change one key of the GRPO of `benchmarks.demo_seeds` (8 answers per prompt, 10 rollouts):
+`grpo` is the GRPO of `benchmarks.demo_seeds`.
 
-    grpo                no change
+    grpo                8 answers per prompt, 10 rollouts; the cases below change one key of it
     gspo                the ratio of a complete answer
     cispo               clipped tokens keep their gradient
     weights-*           importance weights: per sequence, masked per token, masked per sequence

@@ -1,8 +1,10 @@
 """The work of DeepSpeed-Chat's published run: OPT-1.3B actor, OPT-350M critic and reward model, 256 + 256 tokens.
 
+    opt-1.3b    the full size, on a GPU
+    opt-125m    on a CPU: an OPT-125M actor, a critic of about a quarter of its size, 64 + 64 tokens
+
 Weights and tokens are random, lengths are fixed, and a step has one epoch and one minibatch. The work of a step does
-not depend on what the model learns. A GPU runs the full size. A CPU runs a smaller one: an OPT-125M actor, a critic of
-about a quarter of its size, 64 + 64 tokens.
+not depend on what the model learns.
 
 Utilisation = model FLOPs / seconds / measured bf16 product rate of the device. A forward costs 2 P + 2 L D T FLOPs per
 token (P parameters, L layers, D hidden size, T sequence length, causal attention). Training costs three forwards. Each

@@ -1,7 +1,8 @@
-"""Milliseconds of our kernels against plain PyTorch. On a GPU the detail has the bound of the memory bandwidth.
+"""Milliseconds of our kernels against plain PyTorch.
 
 On a GPU the Triton kernels run, on a CPU the C kernels or the torch references. The plain side is the simplest code:
-all logits for log-probabilities, masked attention over all of the cache, softmax and multinomial for sampling.
+all logits for log-probabilities, masked attention over all of the cache, softmax and multinomial for sampling. On a
+GPU the detail has the bound of the memory bandwidth.
 """
 
 from collections.abc import Callable, Iterator, Sequence

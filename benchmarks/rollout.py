@@ -1,9 +1,18 @@
 """Useful tokens per second of our generator against transformers' `generate`: random weights, on the CPU.
 
-Useful tokens are the tokens up to the end of each answer. In `ragged` every answer has a length sampled in advance.
-`generate` processes the prompts in their order, in batches of as many as our generator has slots, and decodes each
-batch to its longest answer. It uses its dynamic or its static cache, whichever is faster on the first batch. In
-`samples` the peer is our own generator with as many prompts that have no common beginning.
+    equal, single    OPT-125M shape, prompts and answers of 128 tokens: 16 prompts or one
+    ragged           64 prompts of 16 to 256 tokens, answers of 8 to 256 tokens; the lengths are sampled in advance
+    tiny             32 prompts on a model of two layers
+    samples          8 answers to one prompt
+    zero3            the prompts of ragged on two ranks under ZeRO-3; the peer gathers each layer for each token
+    flip             seconds of the flip between training and generation on two ranks, as a share of the rollout
+    release          resident memory after a flip that frees its memory, against the memory before
+    ppo              one iteration of PPO
+
+Useful tokens are the tokens up to the end of each answer. `generate` processes the prompts in their order, in batches
+of as many as our generator has slots, and decodes each batch to its longest answer. It uses its dynamic or its static
+cache, whichever is faster on the first batch. In `samples` the peer is our own generator with as many prompts that have
+no common beginning. The peer of `ppo` is transformers with plain PyTorch.
 """
 
 import importlib

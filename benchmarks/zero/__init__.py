@@ -1,5 +1,17 @@
 """The ZeRO engine: loss curves, memory, offload tiers, start-up, checkpoints, and a comparison with DeepSpeed.
 
+    deepspeed2, deepspeed3    training steps at ZeRO stages 2 and 3, against DeepSpeed: 2 ranks, OPT-125M shape
+    wire                      bytes of gathers and gradients without compression, divided by the bytes in 8 bits
+    sequence                  a step on two rows of 4,096 tokens, against data parallelism
+    parity, parity16          loss curves of each ZeRO stage and offload tier, against one process of plain PyTorch
+    bytes                     bytes of model states per rank, against the prediction
+    host_adamw, nvme_step     the offloaded optimizer's step in memory and with states in files
+    plan                      phases whose planned seconds differ from the measured seconds by at most 30 %
+    start                     seconds from the command line of a tiny run with 2 ranks to the end of its first step
+    checkpoint                the delay of training by a save, as a share of the save's time
+    opt_1b, opt_3b            memory of SFT of OPT-1.3B and OPT-2.7B with optimizer states on NVMe
+    load_10gb                 memory of two ranks that write and load a checkpoint of more than 10 GB
+
 Each case is a function `measure(rounds, ...) -> Result` of a module in this folder. `MODULES` lists the module and the
 remaining arguments. Cases in `LONG` run only if the command line names them.
 """

@@ -42,17 +42,33 @@ def test_records_are_appended_to_the_file_and_read_back(tmp_path: Path) -> None:
 
 
 def test_the_newest_record_of_a_case_and_machine_is_selected() -> None:
-    records = [record("a", 1), record("b", 2), record("a", 3, matmul_bf16_gflops=9.0), record("a", 4, cores=8)]
-    assert [(latest.result.case, latest.result.ours) for latest in newest(records)] == [("a", 3), ("b", 2), ("a", 4)]
+    records = [record("a", 1), record("b", 2), record("a", 3, torch="2.14.0"), record("a", 4, cores=8)]
+    assert [(latest.result.case, latest.result.ours) for latest in newest(records)] == [("a", 3), ("a", 4), ("b", 2)]
 
 
-def test_the_page_shows_figures_machine_and_phases() -> None:
-    page = render([record("sft-zero2", 500.0), record("sft-zero3", 450.0)])
-    assert "Some CPU, 2 cores, 24 GiB; no GPU; torch 2.13.0." in page
-    assert "| case | ours | peer | ratio | unit | ranks | matmul bf16 GFLOP/s | date | commit |" in page
-    assert "| sft-zero3 | 450 | 400 | 1.12 | tokens/s | 2 | 1,250 | 2026-11-21 10:00 | abc |" in page
-    assert "Seconds by phase:\n\n| case | train | save |\n| --- | ---: | ---: |\n| sft-zero2 | 3.25 | 1 |" in page
+def test_scores_of_the_demo_have_one_record_per_case() -> None:
+    first, second = record("seed-1 ppo", 0.5), record("seed-1 ppo", 0.6, cores=8)
+    records = [replace(each, result=replace(each.result, bench="demo_seeds")) for each in (first, second)]
+    assert newest(records) == records[1:]
+
+
+def test_the_page_shows_cases_figures_and_machines() -> None:
+    page = render([record("sft-zero2", 500.0), record("sft-zero3", 450.0, cores=8)])
+    assert "| A | Some CPU | 2 | 24 |  | none |" in page
+    assert "Tokens per second, memory and time by phase" in page
+    assert "In all rows, peer: 400; GFLOP/s: 1,250; unit: tokens/s; torch: 2.13.0; date: 2026-11-21; commit:" in page
+    assert "| case | machine | ours | ratio |\n" in page
+    assert "| sft-zero3 | B | 450 | 1.12 |\n" in page
     assert page.count("## stages") == 1
+
+
+def test_the_page_lists_the_cases_of_a_docstring() -> None:
+    rollout = replace(record("tiny", 1), result=replace(RESULT, bench="rollout"))
+    assert "    tiny             32 prompts" in render([rollout])
+
+
+def test_a_figure_of_which_less_is_better_is_marked() -> None:
+    assert "unit: s ↓;" in render([replace(record("a", 1), result=replace(RESULT, unit="s", lower_is_better=True))])
 
 
 def test_without_a_peer_there_is_no_column_for_it() -> None:
