@@ -251,8 +251,12 @@ def _mixes_documents(engine: Engine, module: Policy | Scorer, row: Tensor, docum
 
 def _counts_from_zero(engine: Engine, module: Policy | Scorer, row: Tensor) -> bool:
     """Return whether the positions 0, 1, ... give the same numbers as the positions that the model chooses."""
-    explicit = torch.arange(row.shape[1], device=row.device)[None]
-    numbers = _tried(engine, lambda: _numbers(module, row, positions=explicit))
+    positions = {"position_ids": torch.arange(row.shape[1], device=row.device)[None]}
+    hook = module.backbone.base_model.register_forward_pre_hook(
+        lambda _, arguments, keywords: (arguments, keywords | positions), with_kwargs=True
+    )
+    numbers = _tried(engine, lambda: _numbers(module, row))
+    hook.remove()
     return numbers is not None and not _differs(numbers, _numbers(module, row), SAME)
 
 
@@ -262,9 +266,7 @@ def _beyond_window(text: Any, max_length: int) -> int:
     return max((window + 8 for window in windows if window and max_length > window), default=0)
 
 
-def _numbers(
-    module: Policy | Scorer, row: Tensor, documents: Documents | None = None, positions: Tensor | None = None
-) -> Tensor:
+def _numbers(module: Policy | Scorer, row: Tensor, documents: Documents | None = None) -> Tensor:
     """Return the log-probabilities or values of a row of N tokens.
 
     A policy gives log-probabilities of all tokens but the first of each document. A scorer gives N values.
@@ -272,12 +274,10 @@ def _numbers(
     if isinstance(module, Scorer):
         width = cast(nn.Linear, module.model.score).in_features
         head = torch.linspace(-1, 1, width, device=row.device)  # the model's own head may be zero
-        return module(row, documents=documents, positions=positions, head=head)[0]
+        return module(row, documents=documents, head=head)[0]
     counts = torch.ones_like(row, dtype=torch.bool)
     counts[0, list(documents.starts) if documents else [0]] = False
-    logprobs: Tensor = module(
-        row, true_indices(counts), temperature=LOW_TEMPERATURE, documents=documents, positions=positions
-    )[0]
+    logprobs: Tensor = module(row, true_indices(counts), temperature=LOW_TEMPERATURE, documents=documents)[0]
     return logprobs
 
 

@@ -59,7 +59,6 @@ class Policy(_ModelModule):
         *,
         temperature: float = 1.0,
         documents: Documents | None = None,
-        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies of the scored tokens, (N,) fp32 each.
 
@@ -68,11 +67,10 @@ class Policy(_ModelModule):
         input_ids: (B, T)
         scored: (N,) indices of the tokens in the flattened ids; never the first of a row or document
         temperature: the divisor of the logits
-        positions: (B, T) position ids for padded rows; by default the model chooses them
         """
         targets, predictors = input_ids.flatten()[scored], scored - 1
         share = _sequence_shard(input_ids, documents)
-        inputs = _inputs(self.lm, input_ids, documents, share, positions)
+        inputs = _inputs(self.lm, input_ids, documents, share)
         if share is None:
             return self._scored(inputs, targets, predictors, temperature)
         local = share.local_indices(predictors)
@@ -123,17 +121,15 @@ class Scorer(_ModelModule):
         input_ids: Tensor,
         *,
         documents: Documents | None = None,
-        positions: Tensor | None = None,
         head: Tensor | None = None,
     ) -> Tensor:
         """Return the values of all positions, (B, T) fp32. Position t depends on tokens 0..t of its row or document.
 
         input_ids: (B, T)
-        positions: (B, T) position ids for padded rows; by default the model chooses them
         head: (D,) weights that replace the model's own head
         """
         share = _sequence_shard(input_ids, documents)
-        inputs = _inputs(self.model, input_ids, documents, share, positions)
+        inputs = _inputs(self.model, input_ids, documents, share)
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         weight = cast(nn.Linear, self.model.score).weight if head is None else head[None]
         # fp32: a bf16 score has fewer than three digits, too few for the difference of two scores.
@@ -155,15 +151,11 @@ def _sequence_shard(input_ids: Tensor, documents: Documents | None) -> distribut
 
 
 def _inputs(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    documents: Documents | None,
-    share: distributed.SequenceShard | None,
-    positions: Tensor | None,
+    model: PreTrainedModel, input_ids: Tensor, documents: Documents | None, share: distributed.SequenceShard | None
 ) -> dict[str, Any]:
     """Return the keyword arguments of the backbone for padded rows or a packed row."""
     if documents is None:
-        return {"input_ids": input_ids} | ({} if positions is None else {"position_ids": positions})
+        return {"input_ids": input_ids}  # the model chooses the positions
     assert attention.attention_name(model) == NAME, "packed rows need `checks.verify` to select document attention"
     return packed_inputs(input_ids, documents, share)
 
