@@ -117,6 +117,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         # By default, cuBLAS may add the parts of a long sum in the precision of the inputs.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        # cuDNN's attention would build an execution plan for each new shape. Almost every micro-batch has one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
     if rank == size - 1:  # the other ranks wait for this one in `_choose_interface`
         _delete_dump_signal(store)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from engine import EngineConfig, OptimizerConfig, Sampling, token_logprobs
 from engine.engine import Engine
+from engine.kernels import within_sequences
 from tests.engine.generation.families import VOCABULARY, build, ragged_prompts
-from tests.gpu import DEVICE, needs_gpu, single_rank  # noqa: F401  a fixture
+from tests.gpu import DEVICE, ON_GPU, needs_gpu, single_rank  # noqa: F401  a fixture
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("single_rank")]
 STEPS = 4
@@ -109,3 +111,16 @@ def test_frozen_weights_are_shared_and_the_inference_model_survives_a_release() 
             results.append(rollouts.generate(ragged_prompts(4, 7), Sampling(6, seed=2), [0, 1]))
             assert engine.flip.bytes == 0
     assert results[0] == results[1] == results[2]
+
+
+def test_attention_builds_no_plan_for_each_length() -> None:
+    """PyTorch prefers cuDNN's attention on H100 and B200. It builds a plan for each new shape."""
+    if not ON_GPU:
+        pytest.skip("the kernels of a GPU")
+    rows = torch.randn(200, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    heads, starts = rows.transpose(0, 1)[None], torch.tensor([0, 200], dtype=torch.int32, device=DEVICE)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        within_sequences(rows, rows, rows, (starts, starts), (200, 200), scale=None, window=None)
+    assert not any("cudnn" in event.key for event in profiler.key_averages())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
