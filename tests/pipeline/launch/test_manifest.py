@@ -151,8 +151,10 @@ def test_a_change_of_one_stage_does_not_repeat_the_others(train):
 
 
 def test_a_logged_reference_and_threads_are_not_settings(train):
-    train("name=x", "ppo.kl_coef=0", "ppo.reference=true", "ppo.reward_threads=4")
-    assert train("name=x", "ppo.kl_coef=0")[1].count("skipped") == 3
+    Path("score.py").write_text("def score(answer, row): return 0.0")
+    command = "name=x", "ppo.kl_coef=0", "ppo.reward_function=score.py:score"
+    train(*command, "ppo.reference=true", "ppo.reward_threads=4")
+    assert train(*command)[1].count("skipped") == 3
 
 
 def test_changed_data_runs_again_with_a_new_tokenizer(train):
