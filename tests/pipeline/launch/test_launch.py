@@ -20,8 +20,8 @@ import yaml
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
-from pipeline.launch import command, processes, ranks, worker
-from pipeline.launch.control import LeaderLost
+from pipeline.launch import command, control, processes, ranks, worker
+from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd, save_traceback
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import (
@@ -297,9 +297,40 @@ def test_a_stopped_launcher_waits_until_the_first_one_ends(is_lost, monkeypatch)
         return messages.pop(0)
 
     monkeypatch.setattr(command, "_launch", lambda *_: StageEnd(143))
-    control = SimpleNamespace(receive=receive, settle=lambda end: end)
-    assert command._follow(own_ranks(1, gpus=0), control) == 143
+    launchers = SimpleNamespace(receive=receive, settle=lambda end: end)
+    assert command._follow(own_ranks(1, gpus=0), launchers) == 143
     assert len(messages) == is_lost
+
+
+class MemoryStore(dict[str, str]):
+    """The part of a TCPStore that launchers use."""
+
+    set = dict.__setitem__
+    get = dict.__getitem__
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_a_launcher_that_missed_a_start_takes_the_newest_message(monkeypatch):
+    """It was stopped for longer than the first launcher waits for the ends of a failed start."""
+    store = MemoryStore()
+    monkeypatch.setattr(Control, "_connect", lambda _: store)
+    monkeypatch.setattr(control._Exchange, "start", lambda _: None)
+    first, second = (Control(Ranks(2, rank, 1, 0, 1, "h", 7, "torchrun")) for rank in (0, 1))
+    for number in (0, 1):
+        first.begin({"stage": "sft", "number": number, "hang_seconds": None})
+    first._exchange._exchange()
+    second._exchange._exchange()
+    assert second.receive()["number"] == 1
+    second._is_stopped = True
+    assert second.others([]) == ""
+    second._exchange._exchange()
+    first._exchange._exchange()
+    assert first.others([]) == "stopped" and not first.is_complete
+    first._exchange._exchange()
+    second._exchange._exchange()
+    assert second.others([]) == "stopped"
 
 
 @pytest.mark.parametrize("is_external", [False, True])
