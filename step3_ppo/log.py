@@ -7,7 +7,7 @@ their scores the metrics can be computed again.
 import json
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ class UpdateMetrics:
         if not self.steps:
             return {}
         first, last = self.steps[0], self.steps[-1]
-        found = {k: v for k, v in mean_metrics(self.steps).items() if k not in ("ratio", "largest", "deviation")}
+        names = [name for name in first if name not in ("ratio", "largest", "deviation")]
+        found = {name: statistics.fmean(step[name] for step in self.steps) for name in names}
         if "ratio" in first:
             found |= {"first_ratio": first["ratio"], "first_ratio_max_deviation": first["largest"]}
         return found | {name: last[name] for name in ("lr", "critic_lr") if name in last}
@@ -96,11 +97,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return () 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for one that predicts the mean."""
     spread = masked_variance(returns, mask)
     return torch.where(spread > 0, 1.0 - masked_variance(returns - values, mask) / spread, 0.0)
-
-
-def mean_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps of a rollout."""
-    return {name: statistics.fmean(step[name] for step in steps) for name in (steps[0] if steps else {})}
 
 
 def log_generator_gap(gap: float) -> None:

@@ -287,7 +287,7 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
         return None
     items, _ = on_rank_zero(partial(encoder(config, "sft", tokenizer), stage_records(config, "sft").train))
     size = max(1, ppo.batch_size // ppo.minibatches)
-    return PtxMix(items, ppo.ptx_coef, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
+    return PtxMix(items, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
 
 
 def reward_shaping(ppo: PpoSection, *, unit: float = 1.0) -> RewardShaping:

@@ -88,11 +88,10 @@ def single_minibatch(rollout: Rollout) -> Minibatch:
 
 @dataclass(frozen=True)
 class PtxBatch:
-    """This rank's micro-batches; `tokens` are the target tokens of the global batch, `coef` weighs their mean loss."""
+    """This rank's micro-batches; `tokens` are the target tokens of the global batch."""
 
     batches: list[TokenBatch]
     tokens: int
-    coef: float
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ class PtxMix:
     """Pretraining mix: `size` SFT conversations for each policy step (Ouyang et al., 2022, eq. 2)."""
 
     items: Sequence[TokenItem]
-    coef: float
     size: int
     budget: int
     pad_id: int
@@ -110,7 +108,7 @@ class PtxMix:
         """Return the conversations of optimizer step `step`, counted from 0."""
         items = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
         batches, tokens = token_microbatches(items, budget=self.budget, packing=packing, pad_id=self.pad_id)
-        return PtxBatch(batches, tokens, self.coef)
+        return PtxBatch(batches, tokens)
 
 
 def update_policy(
@@ -161,7 +159,7 @@ def update_policy(
         assert ptx is not None
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
         loss = -logprobs.sum() * (minibatch.tokens / ptx.tokens)
-        return ptx.coef * loss, {"ptx_loss": loss}
+        return ppo.ptx_coef * loss, {"ptx_loss": loss}
 
     def loss(module: nn.Module, batch: Microbatch | TokenBatch) -> tuple[Tensor, Sums]:
         return clipped(module, batch) if isinstance(batch, Microbatch) else pretraining(module, batch)

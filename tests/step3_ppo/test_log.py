@@ -10,7 +10,7 @@ import torch
 from engine import Update
 from engine.parallel.collectives import SentBytes
 from pipeline.config.stage_sections import PpoSection
-from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, mean_metrics, rollout_metrics
+from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, rollout_metrics
 from step3_ppo.rollout import Rollout
 from tests.step3_ppo.example_rollouts import advantages_of, rollout_of
 
@@ -98,11 +98,6 @@ def test_explained_variance() -> None:
     assert explained_variance(torch.zeros(2, 3), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
     assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
     assert explained_variance(values, torch.ones(2, 3), mask).item() == 0.0  # the returns have no variance
-
-
-def test_means_over_the_steps_of_a_rollout() -> None:
-    assert mean_metrics([{"a": 1.0, "b": 4.0}, {"a": 2.0, "b": 0.0}]) == {"a": 1.5, "b": 2.0}
-    assert mean_metrics([]) == {}
 
 
 def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxima: float) -> Update:

@@ -308,8 +308,9 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         )
         ppo.models.actor.flip.parity_check_every = 0  # the parity check makes forwards, too
         if ptx_coef:
+            ppo.section = ppo.section.model_copy(update={"ptx_coef": ptx_coef})
             text = TokenItem(np.arange(5, 12), np.ones(7, dtype=bool))
-            ppo.ptx = PtxMix([text], ptx_coef, size=1, budget=budget, pad_id=0, seed=1)
+            ppo.ptx = PtxMix([text], size=1, budget=budget, pad_id=0, seed=1)
         actor, critic, figures = forwards(ppo.models.actor), forwards(ppo.models.critic), []
         for step in (1, 2, 3):
             actor.clear(), critic.clear()

@@ -13,7 +13,6 @@ from engine.parallel import dist
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import TokenBatch
 from pipeline.models.checks import verify
-from step3_ppo.advantages import answer_scores
 from step3_ppo.rollout import Rollout
 from step3_ppo.setup import reward_shaping
 from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy
@@ -40,23 +39,15 @@ def earned_by_hand(rollout: Rollout, penalty: float, clip: float | None, *, toke
     return results
 
 
-@pytest.mark.parametrize(("penalty", "clip", "token"), [(0.0, None, 0.0), (1.0, None, 0.25), (1.5, 0.8, 0.0)])
-def test_rewards_are_clipped_scores_minus_penalties(penalty: float, clip: float | None, token: float) -> None:
-    rollout = rollout_of(PROMPTS, RESPONSES)
-    section = PpoSection(missing_end_penalty=penalty, score_clip=clip, length_penalty=token, length_free=2)
-    lengths = rollout.response_mask.sum(1)
-    actual = answer_scores(rollout.scores, rollout.finished, lengths, reward_shaping(section))
-    assert actual.tolist() == pytest.approx(earned_by_hand(rollout, penalty, clip, token=token), abs=1e-6)
-
-
 @pytest.mark.parametrize("whitened", [True, False])
 def test_targets(whitened: bool) -> None:
     rollout = rollout_of(PROMPTS, RESPONSES)
-    section = PpoSection(gamma=0.98, lam=0.9, whiten_advantages=whitened, missing_end_penalty=0.7, score_clip=1.1)
+    clips: dict[str, float] = {"missing_end_penalty": 0.7, "score_clip": 1.1, "length_penalty": 0.25, "length_free": 2}
+    section = PpoSection(gamma=0.98, lam=0.9, whiten_advantages=whitened, **clips)
     actual = advantages_of(rollout, section, kl_coef=0.13)
     ours, theirs = rows_of(rollout.logprobs, rollout), rows_of(rollout.reference, rollout)
     kl = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(ours, theirs, strict=True)]
-    rewards = rewards_by_hand(earned_by_hand(rollout, 0.7, 1.1), kl, 0.13)
+    rewards = rewards_by_hand(earned_by_hand(rollout, 0.7, 1.1, token=0.25), kl, 0.13)
     advantages, returns = gae_by_hand(rewards, rows_of(rollout.values, rollout), 0.98, 0.9)
     if whitened:
         flat = [a for row in advantages for a in row]
@@ -318,7 +309,7 @@ def test_one_update_of_the_critic(tmp_path: Path) -> None:
 
 def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     saved_models(tmp_path)
-    rollout, section = rollout_of(PROMPTS, RESPONSES), PpoSection()
+    rollout, section = rollout_of(PROMPTS, RESPONSES), PpoSection(ptx_coef=0.3)
     targets = advantages_of(rollout, section, kl_coef=0.1)
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=64)
     ids = torch.tensor([[7, 9, 11, 13, 15], [8, 10, 12, 0, 0]])
@@ -327,7 +318,7 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
     plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
-    ptx = PtxBatch([mixed], len(nats), coef=0.3)
+    ptx = PtxBatch([mixed], len(nats))
     update = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
