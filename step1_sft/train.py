@@ -56,19 +56,10 @@ def run(config: RunConfig, folder: Path) -> None:
     engine = build_policy(source, choice, generates=True)
     prepare_generation(engine, config.rollout)
     packing = _choose_packing(engine, section.packing, section.max_length)
-    batches = SftBatches(data.train, section.batch_size, config.seed, packing, tokenizer.pad_id)
-    task = SupervisedTask(
-        engine,
-        loss_of,
-        batches.step,
-        batches.largest_microbatch,
-        evaluate=lambda budget: batches.evaluate(engine, data.held_out, budget),
-        best_metric="eval_loss",
-        before_first_step=lambda: record_answers("base", engine, evaluator, folder),
-    )
+    batches = SftBatches(engine, data.train, data.held_out, section.batch_size, config.seed, packing, tokenizer.pad_id)
     longest = max(len(item.ids) for item in data.train)
-    with open_stage(plan, "sft", folder, {"policy": engine}, best_metric="eval_loss", longest=longest) as stage:
-        train_supervised(stage, task)
+    with open_stage(plan, "sft", folder, {"policy": engine}, best_metric=batches.best_metric, longest=longest) as stage:
+        train_supervised(stage, batches, lambda: record_answers("base", engine, evaluator, folder))
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)
         with stage.clock.phase("evaluate"):
@@ -77,38 +68,40 @@ def run(config: RunConfig, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class SftBatches:
+class SftBatches(SupervisedTask[TokenBatch]):
     """The conversations of SFT as batches. `packing`: a micro-batch is one row without padding."""
 
     items: Sequence[TokenItem]
+    held_out: Sequence[TokenItem]
     batch_size: int
     seed: int
     packing: bool
     pad_id: int
 
     def step(self, step: int, budget: int) -> StepBatch[TokenBatch]:
-        """Return the batch of a step, counted from 0; the loss runs over its target tokens."""
         items = [self.items[i] for i in batch_indices(len(self.items), self.batch_size, self.seed, step)]
         batches, count = token_microbatches(items, budget=budget, packing=self.packing, pad_id=self.pad_id)
         return StepBatch(batches, count, sum(len(item.ids) for item in items))
 
     def largest_microbatch(self, budget: int) -> TokenBatch:
-        """Return the largest micro-batch that a step can have."""
         lengths = [len(item.ids) for item in self.items]
         collate = partial(token_batch, pad_id=self.pad_id, packing=self.packing)
         return largest_microbatch(self.items, lengths, collate, budget=budget, packing=self.packing)
 
-    def evaluate(self, engine: Engine, held_out: Sequence[TokenItem], budget: int) -> dict[str, float]:
+    def loss(self, module: nn.Module, batch: TokenBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
+        return loss_of(module, batch)
+
+    def evaluate(self, budget: int) -> dict[str, float]:
         """Return the mean loss of held-out conversations, in nats per token; nothing if none are held out."""
-        if not held_out:
+        if not self.held_out:
             return {}
-        batches, count = token_microbatches(held_out, budget=budget, packing=self.packing, pad_id=self.pad_id)
+        batches, count = token_microbatches(self.held_out, budget=budget, packing=self.packing, pad_id=self.pad_id)
 
         def loss(module: nn.Module, batch: TokenBatch) -> list[Tensor]:
             logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
             return [-logprobs.double().sum()]
 
-        total = sum((part.item() for losses in engine.score(batches, loss) for part in losses), 0.0)
+        total = sum((part.item() for losses in self.engine.score(batches, loss) for part in losses), 0.0)
         return {"eval_loss": distributed.sum_over_ranks(total) / count}
 
 

@@ -1,7 +1,7 @@
 """The examples of the stage as micro-batches of answers, and the log-probabilities of answers under the reference."""
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from engine import Engine, distributed
+from engine import distributed
 from pipeline.config.stage_sections import DpoSection
 from pipeline.data.batch import Documents, Movable
 from pipeline.files import explained_disk, write_atomically
 from pipeline.stages.data import on_rank_zero
-from pipeline.stages.supervised import StepBatch
+from pipeline.stages.supervised import SupervisedTask
 
 REFERENCE_FILE = "reference.safetensors"
 CHUNK = 512  # examples that the reference model scores before progress is printed or saved
@@ -66,7 +66,7 @@ def answer_logprobs(module: nn.Module, batch: AnswerBatch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Batches(ABC, Generic[Example]):
+class Batches(SupervisedTask[AnswerBatch], Generic[Example]):
     """The training and held-out examples of the stage as batches. Each example has two answers to one prompt.
 
     reference: (N, 2) fp32 on the CPU for "train" and "held_out", the log-probabilities of both answers of each example
@@ -75,7 +75,6 @@ class Batches(ABC, Generic[Example]):
     packing: a micro-batch is one row without padding
     """
 
-    engine: Engine
     section: DpoSection
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -92,20 +91,11 @@ class Batches(ABC, Generic[Example]):
     def longest(self) -> int:
         """The most tokens, padding included, of a micro-batch with a single example."""
 
-    @abstractmethod
-    def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
-        """Return the batch of a step, counted from 0."""
+    def evaluate(self, budget: int) -> dict[str, float]:
+        return self.evaluation(budget)[0]
 
     @abstractmethod
-    def largest_microbatch(self, budget: int) -> AnswerBatch:
-        """Return the largest micro-batch that a step can have."""
-
-    @abstractmethod
-    def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-        """Return the loss and the metrics of a micro-batch, both summed over examples."""
-
-    @abstractmethod
-    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
+    def evaluation(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the metrics of the held-out examples for a line of metrics.jsonl, and those for summary.json."""
 
     @abstractmethod

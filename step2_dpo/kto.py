@@ -106,7 +106,7 @@ class LabelBatches(Batches[Example]):
         make = self._collate(self.train, torch.zeros(len(lengths)), torch.zeros(()))
         return largest_microbatch(range(len(lengths)), lengths, make, budget=budget, packing=self.packing)
 
-    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
+    def evaluation(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
         if not self.held_out:
             return {}, {"eval_answers": 0}
         own, unrelated = self.logprobs(self.held_out, budget).sub(self.reference["held_out"]).unbind(1)

@@ -75,7 +75,7 @@ class PairBatches(Batches[PairItem]):
             metrics["drift"] = 0.5 * (logprobs.detach() - batch.reference).abs().sum()
         return total, metrics
 
-    def evaluate(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
+    def evaluation(self, budget: int) -> tuple[dict[str, float], dict[str, Any]]:
         if not self.held_out:
             return {}, {"eval_pairs": 0}
         logprobs = self.logprobs(self.held_out, budget)

@@ -18,7 +18,7 @@ from pipeline.models.export import export_policy
 from pipeline.models.stage_models import actor_folder, policy_to_tune, require_context
 from pipeline.stages.data import evaluation_prompts, examples, log_divided, log_undecided, stage_records
 from pipeline.stages.start import build_evaluator, open_stage, optimizer_config, plan_stage, prepare_generation
-from pipeline.stages.supervised import SupervisedTask, train_supervised
+from pipeline.stages.supervised import train_supervised
 from step2_dpo.batches import Batches
 from step2_dpo.kto import LabelBatches, examples_of
 from step2_dpo.pairs import PairBatches
@@ -54,27 +54,20 @@ def run(config: RunConfig, folder: Path) -> None:
     kind: type[Batches[Any]] = PairBatches if reads_pairs else LabelBatches
     unread = {name: torch.zeros(len(items), 2) for name, items in sets.items()}
     batches = kind(engine, section, sets["train"], sets["held_out"], unread, schedule, packing, tokenizer.pad_id)
-    with open_stage(plan, "dpo", folder, {"policy": engine}, best_metric="eval_loss", longest=batches.longest) as stage:
+    with open_stage(
+        plan, "dpo", folder, {"policy": engine}, best_metric=batches.best_metric, longest=batches.longest
+    ) as stage:
         if section.has_reference:
             with stage.clock.phase("reference"):  # the policy is the reference until its first step
                 batches = batches.read_reference(folder, stage.budget)
-        task = SupervisedTask(
-            engine,
-            batches.loss,
-            batches.step,
-            batches.largest_microbatch,
-            evaluate=lambda budget: batches.evaluate(budget)[0],
-            best_metric="eval_loss",
-            before_first_step=lambda: write_table(prompts, {"sft": evaluator.evaluate(engine)}, folder),
-        )
-        train_supervised(stage, task)
+        train_supervised(stage, batches, lambda: write_table(prompts, {"sft": evaluator.evaluate(engine)}, folder))
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)
         with stage.clock.phase("evaluate"):
             results = compare_models(
                 prompts, folder, evaluator.evaluate(engine), evaluator.grade, load_judge(config, "pair_judge")
             )
-            _, metrics = batches.evaluate(stage.budget)
+            _, metrics = batches.evaluation(stage.budget)
         by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
         summary = {**by_model["dpo"], "held_out": by_model, "skipped": data.skipped, "packing": packing}
         stage.finish({**metrics, **summary})

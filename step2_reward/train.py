@@ -3,12 +3,7 @@
 import statistics
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
-from engine import LossFn
 from pipeline.config.schema import RunConfig
-from pipeline.data.batch import PairBatch
 from pipeline.data.microbatches import longer_side
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
@@ -27,9 +22,8 @@ from pipeline.models.stage_models import (
 )
 from pipeline.stages.data import check_data_to_come, examples, log_divided, log_undecided, stage_records
 from pipeline.stages.start import open_stage, optimizer_config, plan_stage
-from pipeline.stages.supervised import SupervisedTask, train_supervised
+from pipeline.stages.supervised import train_supervised
 from step2_reward.batches import RewardBatches
-from step2_reward.loss import bradley_terry_loss, last_scores
 from step2_reward.report_card import write_card
 
 REFERENCE_ANSWERS = 512
@@ -52,26 +46,19 @@ def run(config: RunConfig, folder: Path) -> None:
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_scorer(source, choice, pad_id=tokenizer.model_pad_id)
     packing = verify(engine, max_length=section.max_length).packing
-    batches = RewardBatches(data.train, section.batch_size, config.seed, packing, tokenizer.pad_id)
-    task = SupervisedTask(
-        engine,
-        loss_of(section.centering, use_margin=section.use_margin),
-        batches.step,
-        batches.largest_microbatch,
-        evaluate=lambda budget: batches.evaluate(engine, data.held_out, budget),
-        best_metric="eval_accuracy",
-        higher_is_better=True,
-    )
+    batches = RewardBatches(engine, section, data.train, data.held_out, config.seed, packing, tokenizer.pad_id)
     longest = 2 * max(longer_side(pair) for pair in data.train)
-    with open_stage(plan, "reward", folder, {"reward": engine}, best_metric="eval_accuracy", longest=longest) as stage:
-        train_supervised(stage, task)
+    with open_stage(
+        plan, "reward", folder, {"reward": engine}, best_metric=batches.best_metric, longest=longest
+    ) as stage:
+        train_supervised(stage, batches)
         with stage.clock.phase("evaluate"):
-            held_out = batches.scores(engine, data.held_out, stage.budget)
-            level = reference_level(batches.scores(engine, data.train[:REFERENCE_ANSWERS], stage.budget))
+            held_out = batches.scores(data.held_out, stage.budget)
+            level = reference_level(batches.scores(data.train[:REFERENCE_ANSWERS], stage.budget))
             write_card(
                 folder,
                 held_out,
-                lambda pairs: batches.scores(engine, pairs, stage.budget),
+                lambda pairs: batches.scores(pairs, stage.budget),
                 tokenizer,
                 reference=level,
                 penalty=config.ppo.missing_end_penalty,
@@ -97,22 +84,6 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     source = resolve(config.reward_model, config.seed)
     check_base_tokenizer(source, tokenizer)
     return source, tokenizer
-
-
-def loss_of(centering: float, *, use_margin: bool) -> LossFn[PairBatch]:
-    """Return the loss function: the summed loss of a micro-batch, its correct pairs and the sum of its margins."""
-
-    def loss(module: nn.Module, batch: PairBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
-        values = module(batch.input_ids, documents=batch.documents)
-        scores, count = last_scores(values, batch.ends), len(batch.margins)
-        chosen, rejected = scores[:count], scores[count : 2 * count]
-        margins = batch.margins if use_margin else torch.zeros_like(batch.margins)
-        difference = (chosen - rejected).detach()
-        # A batch without pairs takes part in the collectives of backward, so its loss depends on the scores.
-        total = bradley_terry_loss(chosen, rejected, margins, centering=centering) + 0.0 * scores.sum()
-        return total, {"accuracy": (difference > 0).sum(), "margin": difference.sum()}
-
-    return loss
 
 
 def reference_level(scored: list[Scored]) -> dict[str, float]:

@@ -12,11 +12,11 @@ from benchmarks.peers.child_process import measure, memory_and_load, read_task, 
 from benchmarks.peers.engines import engine_choice, model_source, start
 from benchmarks.peers.environments import TRL, environment
 from benchmarks.record import Result
+from pipeline.config.stage_sections import RewardSection
 from pipeline.data.encode import PairItem
 from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
 from step2_reward.batches import RewardBatches
-from step2_reward.train import loss_of
 
 PAIRS, STEPS, WARMUP = 8, 3, 1
 
@@ -55,12 +55,12 @@ def main() -> None:
     engine = build_scorer(model_source(task, scores=True), engine_choice(task), pad_id=1)
     packing = verify(engine, max_length=task["max_length"]).packing
     items = [PairItem(np.array(c, dtype=np.int32), np.array(r, dtype=np.int32), 0.0, "", 0) for c, r in task["pairs"]]
-    batches = RewardBatches(items, task["pairs_a_step"], 0, packing, 1)
-    loss, seconds = loss_of(0.0, use_margin=False), []
+    section = RewardSection(batch_size=task["pairs_a_step"], centering=0.0, use_margin=False)
+    batches, seconds = RewardBatches(engine, section, items, [], 0, packing, 1), []
     for step in range(task["warmup"] + task["steps"]):
         start_time = time.perf_counter()
         batch = batches.step(step, task["budget"])
-        engine.update(batch.microbatches, loss, batch.count)
+        engine.update(batch.microbatches, batches.loss, batch.count)
         seconds.append(time.perf_counter() - start_time)
     report(seconds[task["warmup"] :], [float(task["pairs_a_step"])] * task["steps"])
 

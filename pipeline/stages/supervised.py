@@ -1,13 +1,16 @@
 """The training loop of the supervised stages: SFT, the reward model and DPO.
 
-A `SupervisedTask` contains the loss, the batches and the evaluation of a stage. PPO has its own loop.
+A `SupervisedTask` has the loss, the batches and the evaluation of a stage. PPO has its own loop.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from engine import Engine, LossFn, Update
+from torch import Tensor, nn
+
+from engine import Engine, Update
 from pipeline.data.batch import Movable
 from pipeline.stages.stage_run import StageRun
 
@@ -28,36 +31,49 @@ class StepBatch(Generic[Batch]):
 
 
 @dataclass(frozen=True)
-class SupervisedTask(Generic[Batch]):
-    """The functions and settings of a supervised stage. A budget is the most tokens of a micro-batch.
+class SupervisedTask(ABC, Generic[Batch]):
+    """The examples of a supervised stage as batches, their loss and their evaluation.
 
-    loss: (module, micro-batch) -> summed loss and summed metrics
-    batch: (step from 0, budget) -> the batch of that step
-    largest_microbatch: budget -> the largest micro-batch of the stage
-    evaluate: budget -> metrics of the held-out examples; empty if none are held out
-    best_metric: the metric of `evaluate` that decides which model is the best
-    before_first_step: called before the first step, unless the run resumes; None for no work
+    A budget is the most tokens of a micro-batch.
     """
 
     engine: Engine
-    loss: LossFn[Batch]
-    batch: Callable[[int, int], StepBatch[Batch]]
-    largest_microbatch: Callable[[int], Batch]
-    evaluate: Callable[[int], dict[str, float]]
-    best_metric: str
-    higher_is_better: bool = False
-    before_first_step: Callable[[], object] | None = None
+
+    best_metric: ClassVar[str] = "eval_loss"
+    """The metric of `evaluate` that decides which model is the best."""
+    higher_is_better: ClassVar[bool] = False
+
+    @abstractmethod
+    def step(self, step: int, budget: int) -> StepBatch[Batch]:
+        """Return the batch of a step, counted from 0."""
+
+    @abstractmethod
+    def largest_microbatch(self, budget: int) -> Batch:
+        """Return the largest micro-batch that a step can have."""
+
+    @abstractmethod
+    def loss(self, module: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, float | Tensor]]:
+        """Return the loss and the metrics of a micro-batch, both summed over its tokens or examples."""
+
+    @abstractmethod
+    def evaluate(self, budget: int) -> dict[str, float]:
+        """Return the metrics of the held-out examples; nothing if none are held out."""
 
 
-def train_supervised(stage: StageRun, task: SupervisedTask[Batch]) -> None:
-    """Resume the stage, run the remaining steps, and load the best model if the stage exports the best."""
+def train_supervised(
+    stage: StageRun, task: SupervisedTask[Batch], before_first_step: Callable[[], object] | None = None
+) -> None:
+    """Resume the stage, run the remaining steps, and load the best model if the stage exports the best.
+
+    `before_first_step` is called before the first step, unless the run resumes.
+    """
     done = stage.restore()
     stage.find_micro_batch_size(lambda budget: task.engine.dry_run(task.largest_microbatch(budget), task.loss))
-    if done == 0 and task.before_first_step is not None:  # an empty phase would look like a fast evaluation
+    if done == 0 and before_first_step is not None:  # an empty phase would look like a fast evaluation
         with stage.clock.phase("evaluate"):
-            task.before_first_step()
+            before_first_step()
     for step in stage.steps_left():
-        batch = task.batch(step - 1, stage.budget)
+        batch = task.step(step - 1, stage.budget)
         with stage.clock.phase("train"):
             update = task.engine.update(batch.microbatches, task.loss, batch.count)
         stage.clock.tokens += batch.tokens

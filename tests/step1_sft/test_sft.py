@@ -131,10 +131,10 @@ def test_counts_and_masks_agree() -> None:
 def test_held_out_loss(folder: Path, nats: list[float]) -> None:
     engine = build_policy(source_in(folder), trained(dropout=0.2))
     expected = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # nats for each token, without dropout
-    assert train.SftBatches((), 1, 0, False, 0).evaluate(engine, items(), 30) == {"eval_loss": expected}
+    assert train.SftBatches(engine, (), items(), 1, 0, False, 0).evaluate(30) == {"eval_loss": expected}
     assert verify(engine, max_length=16).packing
-    assert train.SftBatches((), 1, 0, True, 0).evaluate(engine, items(), 30) == {"eval_loss": expected}
-    assert train.SftBatches((), 1, 0, True, 0).evaluate(engine, [], 30) == {}
+    assert train.SftBatches(engine, (), items(), 1, 0, True, 0).evaluate(30) == {"eval_loss": expected}
+    assert train.SftBatches(engine, (), (), 1, 0, True, 0).evaluate(30) == {}
 
 
 def test_the_loss_is_a_sum() -> None:

@@ -161,7 +161,7 @@ def test_steps_equal_plain_pytorch(
     state = engine.module.lm.state_dict()
     for name, parameter in model.named_parameters():
         assert torch.allclose(state[name], parameter, rtol=1e-3, atol=2e-5), name
-    last, _ = known.evaluate(budget)
+    last = known.evaluate(budget)
     after = plain_scores(dpo.loss, plain_logprobs(model, items).detach(), known.reference["train"])
     lead = after[:, 0] - after[:, 1]
     assert last["eval_accuracy"] == (lead > 0).double().mean().item()

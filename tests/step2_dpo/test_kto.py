@@ -79,7 +79,7 @@ def test_steps_equal_plain_pytorch(folder: Path, tmp_path: Path, packing: bool, 
     ours = batches.engine.module.lm.state_dict()
     for name, parameter in model.named_parameters():
         assert torch.allclose(ours[name], parameter, rtol=1e-3, atol=2e-5), name
-    metrics, summary = batches.evaluate(budget)
+    metrics, summary = batches.evaluation(budget)
     with torch.no_grad():
         moved = plain_log_ratios(model, reference, own[:3])
     assert metrics["eval_chosen_reward"] == pytest.approx(0.5 * moved.mean().item(), rel=1e-3, abs=1e-4)

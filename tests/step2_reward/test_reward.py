@@ -5,13 +5,15 @@ import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from engine import Engine
+from engine import Update
+from pipeline.config.stage_sections import RewardSection
 from pipeline.data.batch import PairBatch, collate_pairs, pack_pairs
 from pipeline.data.encode import PairItem
 from pipeline.data.microbatches import local_microbatches
@@ -21,8 +23,8 @@ from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
 from pipeline.stages.data import log_undecided
 from step2_reward.batches import RewardBatches
-from step2_reward.train import loss_of, reference_level
-from tests.pipeline.models.tiny import classifier, config_of, frozen, source_in, trained
+from step2_reward.train import reference_level
+from tests.pipeline.models.tiny import classifier, config_of, source_in, trained
 
 SIZES = [(5, 9), (12, 4), (3, 3), (7, 10), (2, 6)]
 
@@ -55,22 +57,23 @@ def own(folder: Path) -> list[tuple[float, float]]:
     return [(score(pair.chosen), score(pair.rejected)) for pair in pairs()]
 
 
-def scorer_in(folder: Path, packing: bool, **rest: float) -> Engine:
-    engine = build_scorer(source_in(folder), trained(**rest), pad_id=0)
+def batches_of(folder: Path, packing: bool, items: Sequence[PairItem] = (), **section: Any) -> RewardBatches:
+    """Return batches with a new model."""
+    engine = build_scorer(source_in(folder), trained(), pad_id=0)
     assert not packing or verify(engine, max_length=16).packing
-    return engine
+    return RewardBatches(engine, RewardSection(**section), items or pairs(), (), 0, packing, 0)
 
 
-def microbatches_of(
-    items: Sequence[PairItem], budget: int, *, packing: bool
-) -> tuple[list[PairBatch], list[list[int]]]:
-    return RewardBatches((), 1, 0, packing, 0).divide(local_microbatches, items, budget)
+def update_of(batches: RewardBatches, budget: int, *more: PairBatch) -> Update:
+    """Take a step over all pairs, and over more micro-batches."""
+    made, _ = batches.divide(local_microbatches, batches.pairs, budget)
+    return batches.engine.update([*made, *more], batches.loss, len(batches.pairs))
 
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
-def test_micro_batches_contain_each_pair_once(budget: int, packing: bool) -> None:
-    batches, places = microbatches_of(pairs(), budget, packing=packing)
+def test_micro_batches_contain_each_pair_once(folder: Path, budget: int, packing: bool) -> None:
+    batches, places = batches_of(folder, packing).divide(local_microbatches, pairs(), budget)
     assert sorted(place for where in places for place in where) == list(range(5))
     for batch, where in zip(batches, places, strict=True):
         assert len(where) == 1 or batch.input_ids.numel() <= budget
@@ -84,9 +87,7 @@ def test_micro_batches_contain_each_pair_once(budget: int, packing: bool) -> Non
 def test_an_update_is_the_mean_over_pairs(
     folder: Path, own: list[tuple[float, float]], centering: float, use_margin: bool, budget: int, packing: bool
 ) -> None:
-    engine = scorer_in(folder, packing)
-    batches, _ = microbatches_of(pairs(), budget, packing=packing)
-    update = engine.update(batches, loss_of(centering, use_margin=use_margin), len(SIZES))
+    update = update_of(batches_of(folder, packing, centering=centering, use_margin=use_margin), budget)
     expected = 0.0
     for place, (chosen, rejected) in enumerate(own):
         lead = chosen - rejected - (0.5 * place if use_margin else 0.0)
@@ -105,35 +106,30 @@ def test_shared_prompts_do_not_change_the_update(folder: Path) -> None:
     ]
     done = {}
     for packing in (False, True):
-        engine = scorer_in(folder, packing)
-        batches, _ = microbatches_of(made, 40, packing=packing)
-        update = engine.update(batches, loss_of(0.01, use_margin=False), len(made))
-        done[packing] = (update.loss, update.grad_norm, sum(each.input_ids.numel() for each in batches))
+        batches = batches_of(folder, packing, made)
+        update, (divided, _) = update_of(batches, 40), batches.divide(local_microbatches, made, 40)
+        done[packing] = (update.loss, update.grad_norm, sum(each.input_ids.numel() for each in divided))
     assert done[True][:2] == pytest.approx(done[False][:2], rel=1e-5)
     assert done[True][2] == sum(len(pair.chosen) + len(pair.rejected) - 2 for pair in made) < done[False][2]
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_an_empty_batch_adds_nothing(folder: Path, packing: bool) -> None:
-    engine = scorer_in(folder, packing)
-    full, _ = microbatches_of(pairs(), 10_000, packing=packing)
-    single = engine.update(full, loss_of(0.01, use_margin=False), 5)
-    again = scorer_in(folder, packing)
+    single = update_of(batches_of(folder, packing), 10_000)
     nothing = (pack_pairs if packing else collate_pairs)([], 0)
-    both = again.update([*full, nothing], loss_of(0.01, use_margin=False), 5)
+    both = update_of(batches_of(folder, packing), 10_000, nothing)
     assert both.loss == pytest.approx(single.loss) and both.grad_norm == pytest.approx(single.grad_norm, rel=1e-5)
     assert both.sums == pytest.approx(single.sums)
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_scores_of_pairs_are_in_order(folder: Path, own: list[tuple[float, float]], packing: bool) -> None:
-    engine = build_scorer(source_in(folder), frozen(), pad_id=0)
-    assert not packing or verify(engine, max_length=16).packing
-    actual = RewardBatches((), 1, 0, packing, 0).scores(engine, pairs(), 40)
+    batches = batches_of(folder, packing)
+    actual = batches.scores(pairs(), 40)
     for scored, pair, (chosen, rejected) in zip(actual, pairs(), own, strict=True):
         assert scored.pair.source == pair.source and len(scored.pair.chosen) == len(pair.chosen)
         assert (scored.chosen, scored.rejected) == pytest.approx((chosen, rejected), abs=3e-5)
-    assert RewardBatches((), 1, 0, packing, 0).scores(engine, [], 40) == []
+    assert batches.scores([], 40) == []
 
 
 def test_accuracies_by_hand() -> None:
