@@ -35,8 +35,8 @@ def ppo_evaluator(
     """
     keep, candidates = config.rollout.keep, config.evaluation.best_of
     evaluator = replace(build_evaluator(config, tokenizer, prompts), keep=keep, candidates=candidates)
-    if models.function is not None and models.function.takes_turns:
-        played = PlayedEpisodes(models, models.function, prompts, folder)
+    if models.takes_turns:
+        played = PlayedEpisodes(models, prompts, folder)
         return replace(evaluator, score=played.scores, answer=played.answer)
     if not models.has_rewards:
         return evaluator
@@ -63,8 +63,8 @@ class PlayedEpisodes:
     The scores of an earlier start of the stage are read from samples.jsonl in `folder`.
     """
 
-    def __init__(self, models: Models, function: "UserFunction", prompts: Sequence[Prompt], folder: Path) -> None:
-        self._models, self._function, self._prompts = models, function, prompts
+    def __init__(self, models: Models, prompts: Sequence[Prompt], folder: Path) -> None:
+        self._models, self._prompts = models, prompts
         self._scores = {
             (sample.prompt, sample.answers[name]): score
             for sample in read_samples(folder / SAMPLES)
@@ -85,7 +85,8 @@ class PlayedEpisodes:
 
         token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
         rows = [prompt.row or {} for prompt in prompts]
-        played = play_episodes(engine, self._function, tokenizer, token_ids, rows, settings, keep=keep)
+        assert self._models.function is not None
+        played = play_episodes(engine, self._models.function, tokenizer, token_ids, rows, settings, keep=keep)
         for episodes in played:
             rewards = [episode.rewards for episode in episodes]
             scores = score_answers(self._models, [], [], pad_id=0, budget=1, played=rewards).total

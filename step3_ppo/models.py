@@ -67,19 +67,16 @@ class Models:
         return all(isinstance(e.module, Policy | Scorer) and e.module.packs for e in self.engines.values())
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the reward function answers with messages, so that a rollout consists of episodes."""
+        return self.function is not None and self.function.takes_turns
+
+    @property
     def engines(self) -> dict[str, Engine]:
-        """The engines by role, each once."""
-        return self.learning | self.frozen
-
-    @property
-    def learning(self) -> dict[str, Engine]:
-        """The engines that are trained, by role."""
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-
-    @property
-    def frozen(self) -> dict[str, Engine]:
-        """The engines that only score, by role."""
-        engines = {} if self.reference is None or self.reference is self.actor else {"reference": self.reference}
+        """The engines by role, each once: those that are trained, and then those that only score."""
+        engines = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+        if self.reference is not None and self.reference is not self.actor:
+            engines["reference"] = self.reference
         for number, reward in enumerate(self.rewards, 1):
             engines["reward" if number == 1 else f"reward_{number}"] = reward
         return engines

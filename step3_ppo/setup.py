@@ -159,9 +159,9 @@ class Ppo:
 
     def _generate(self, prompts: list[int], first_seed: int) -> list[Generation]:
         """Return the answers to some prompts. If the reward function takes turns, an answer is an episode."""
-        rollout, function = self.rollout, self.models.function
+        rollout = self.rollout
         batch_size, keep, park = rollout.batch_size or DECODE_BATCH, rollout.keep, rollout.park_optimizer
-        if function is None or not function.takes_turns:
+        if not self.models.takes_turns:
             return generate(
                 self.models,
                 [self.prompts[i] for i in prompts],
@@ -175,7 +175,8 @@ class Ppo:
             )
         from pipeline.evaluation.episodes import play_episodes
 
-        ids = self._repeated(prompts)
+        ids, function = self._repeated(prompts), self.models.function
+        assert function is not None
         [episodes] = play_episodes(
             self.models.actor,
             function,
@@ -193,8 +194,7 @@ class Ppo:
 
     def _episodes(self, generations: Sequence[Generation]) -> "list[Episode]":
         """Return the generations as episodes; empty if the reward function does not take turns."""
-        function = self.models.function
-        return cast("list[Episode]", list(generations)) if function is not None and function.takes_turns else []
+        return cast("list[Episode]", list(generations)) if self.models.takes_turns else []
 
     def _repeated(self, prompts: Sequence[int]) -> list[int]:
         """Return the prompt of each answer."""
@@ -258,7 +258,7 @@ class Ppo:
 
     def metrics(self) -> dict[str, float]:
         """Return the KL weight, the steps skipped for a non-finite gradient, the bytes of the flip, replacements."""
-        skipped = sum(engine.scaler.skipped for engine in self.models.learning.values())
+        skipped = sum(engine.scaler.skipped for engine in self.models.engines.values())
         metrics = {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
         return metrics | (
             {"replaced_prompts": self.replaced / self.section.batch_size} if self.section.resample else {}

@@ -89,10 +89,9 @@ def run(config: RunConfig, folder: Path) -> None:
         plan,
         "ppo",
         folder,
-        ppo.models.learning,
+        ppo.models.engines,
         best_metric=guard.best_metric,
         longest=max(map(len, prompts.ids)) + rollout.max_new_tokens,
-        frozen=ppo.models.frozen,
         extra=lambda: {"kl_coef": ppo.kl.coef, "guard": guard.state()},
         take=partial(restore, ppo, guard),
     ) as stage:

@@ -37,7 +37,7 @@ LARGE = 2**30  # bytes of a checkpoint; ten of a larger one may take longer than
 class StageRun:
     """The progress of one stage. Every rank has one; rank 0 writes the files.
 
-    frozen: engines that only score
+    engines: all models of the stage; those with an optimizer are trained, and checkpoints contain them
     extra: a function that returns the stage's own state for a checkpoint (JSON)
     take: a function that restores this state
     longest: tokens of the longest sequence (or pair), which is the smallest possible micro-batch
@@ -53,7 +53,6 @@ class StageRun:
         engines: Mapping[str, Engine],
         *,
         watchers: list[Watcher] | None = None,
-        frozen: Mapping[str, Engine] | None = None,
         longest: int = 1,
         profile: ProfileSection | None = None,
         decides: str | None = None,
@@ -69,8 +68,9 @@ class StageRun:
         self.budget = section.micro_batch_tokens
         self._section, self._watchers, self._longest = section, watchers or [], longest
         self._extra, self._take = extra, take
-        self._checkpoints = Checkpoints(folder, engines, newest=section.keep_checkpoints)
-        self._trained, self._engines = engines, {**engines, **(frozen or {})}
+        self._engines = engines
+        self._trained = {name: engine for name, engine in engines.items() if engine.optimizer_config is not None}
+        self._checkpoints = Checkpoints(folder, self._trained, newest=section.keep_checkpoints)
         self._save_every = section.save_every or (steps if self._is_large() else max(1, math.ceil(steps / 10)))
         self._seconds_before = 0.0
         self._began = time.monotonic()

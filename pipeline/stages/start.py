@@ -243,7 +243,6 @@ def open_stage(
     *,
     best_metric: str,
     longest: int,
-    frozen: Mapping[str, Engine] | None = None,
     extra: Callable[[], dict[str, Any]] = dict,
     take: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Iterator[StageRun]:
@@ -259,7 +258,6 @@ def open_stage(
             engines,
             watchers=watchers,
             longest=longest,
-            frozen=frozen,
             profile=plan.config.profile,
             decides=best_metric,
             extra=extra,

@@ -22,12 +22,11 @@ from pipeline.evaluation.user_function import JUDGE, load_function
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.batches import collate
 from step3_ppo.evaluate import ppo_evaluator
-from step3_ppo.models import load_models
 from step3_ppo.setup import Ppo
 from tests import composed
 from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import learn
-from tests.step3_ppo.test_stage import config, tokenizer, write_run
+from tests.step3_ppo.test_stage import config, ppo_from, tokenizer, write_run
 
 # As many messages as the number of the row; the reward counts the answers, and is negative if no tokens were left.
 TEXT = """
@@ -50,11 +49,7 @@ def setting(folder: Path, text: str = TEXT, new_tokens: int = 36, **ppo: Any) ->
 
 
 def ppo_of(folder: Path, text: str = TEXT, **ppo: Any) -> tuple[Ppo, StageRun]:
-    made = setting(folder, text, **ppo)
-    sources = load_models(made, folder)
-    asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * (n % 3 + 1)),)) for n in range(12)]
-    actual = Ppo(made, sources, asked, [{"number": n % 4} for n in range(12)])
-    return actual, StageRun(folder / "ppo", made.ppo, actual.steps, actual.models.learning)
+    return ppo_from(setting(folder, text, **ppo), folder, [{"number": n % 4} for n in range(12)])
 
 
 class ScriptedEngine:

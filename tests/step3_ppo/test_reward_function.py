@@ -10,7 +10,6 @@ import torch
 from engine import Generation
 from engine.parallel import dtensors
 from pipeline.config.schema import RunConfig
-from pipeline.data.records import Message
 from pipeline.errors import SharedError, UserError
 from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 from pipeline.stages.stage_run import StageRun
@@ -21,7 +20,7 @@ from step3_ppo.rollout import score_answers
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import learn
-from tests.step3_ppo.test_stage import config, prompts, weights, write_run
+from tests.step3_ppo.test_stage import config, ppo_from, prompts, weights, write_run
 
 # A score of text and row, which counts its calls and raises for rows with "bad".
 TEXT = """
@@ -44,11 +43,7 @@ def setting(folder: Path, **ppo: Any) -> RunConfig:
 
 
 def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
-    made = setting(folder, **ppo)
-    sources = load_models(made, folder)
-    asked = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    actual = Ppo(made, sources, asked, [{"number": n} for n in range(12)])
-    return actual, StageRun(folder / "ppo", made.ppo, actual.steps, actual.models.learning)
+    return ppo_from(setting(folder, **ppo), folder, [{"number": n} for n in range(12)])
 
 
 def test_the_function_gets_no_stop_string(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_an_ensemble_scores_on_the_scale_of_its_first_model(combine: str, tmp_pa
     first = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=20).scores
     member = build_scorer(source_in(tmp_path / "reward"), frozen(), pad_id=0, shift=0.2, scale=3.0)
     both = replace(models, rewards=[*models.rewards, member], ensemble_score=combine)
-    assert both.frozen.keys() == {"reference", "reward", "reward_2"}
+    assert both.engines.keys() == {"actor", "critic", "reference", "reward", "reward_2"}
     actual = collect(both, prompts, drawn, temperature=1.0, pad_id=0, budget=20).scores
     second = 3 * (first + 0.3)
     expected = (first + second) / 2 if combine == "mean" else torch.minimum(first, second)

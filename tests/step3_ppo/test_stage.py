@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RolloutSection, RunConfig
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.encode import TokenItem
-from pipeline.data.records import Message, Prompt
+from pipeline.data.records import Message, Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.evaluator import Evaluation, Evaluator, earlier_answers, metrics_of, write_table
@@ -129,12 +130,16 @@ def test_actor_and_reference_start_as_the_same_policy(family: str, tmp_path: Pat
     assert reward.optimizer is None and models.reference.optimizer is None
 
 
-def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
-    made = config(folder, **keys)
+def ppo_from(made: RunConfig, folder: Path, rows: Sequence[Row] = ()) -> tuple[Ppo, StageRun]:
+    """Return PPO over twelve prompts, and its stage."""
     sources = load_models(made, folder)
     prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    ppo = Ppo(made, sources, prompts)
-    return ppo, StageRun(folder / "ppo", made.ppo, ppo.steps, ppo.models.learning)
+    ppo = Ppo(made, sources, prompts, rows)
+    return ppo, StageRun(folder / "ppo", made.ppo, ppo.steps, ppo.models.engines)
+
+
+def ppo_of(folder: Path, **keys: Any) -> tuple[Ppo, StageRun]:
+    return ppo_from(config(folder, **keys), folder)
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -166,7 +171,7 @@ def test_the_loop_starts_on_policy_and_trains_both_models(run_folder: Path) -> N
 def test_a_model_in_4_bits_begins_on_policy_and_only_adapters_and_the_value_head_learn(run_folder: Path) -> None:
     ppo, stage = ppo_of(run_folder, quantize="nf4", lora={"rank": 2}, minibatches=2)
     assert ppo.models.reference is ppo.models.actor and ppo.models.critic is not None
-    for engine in ppo.models.learning.values():
+    for engine in (ppo.models.actor, ppo.models.critic):
         learning = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
         assert all(".lora_" in name or name == "model.score.weight" for name in learning)
     rollout = ppo.collect(1, stage)
@@ -214,11 +219,8 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -
     export_policy(build_policy(source, frozen()), source, tokenizer(), run_folder / "teacher" / "model")
     made = distillation(run_folder)
     assert stage_inputs(made, run_folder, "ppo")["teacher"] == run_folder / "teacher" / "model"
-    sources = load_models(made, run_folder)
-    prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    ppo = Ppo(made, sources, prompts)
+    ppo, stage = ppo_from(made, run_folder)
     assert ppo.models.critic is None and not ppo.models.has_rewards
-    stage = StageRun(run_folder / "ppo", made.ppo, ppo.steps, ppo.models.learning)
     kl = []
     for step in range(1, ppo.steps + 1):
         rollout = ppo.collect(step, stage)

@@ -39,7 +39,7 @@ def engine_of(seed: int = 1) -> Engine:
 
 def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
     engine = engine_of(seed)
-    others = ("watchers", "frozen", "extra", "take", "profile", "decides")
+    others = ("watchers", "extra", "take", "profile", "decides")
     rest = {name: keys.pop(name) for name in others if name in keys}
     section = PpoSection(**keys) if "guard" in keys else SftSection(**keys)
     return StageRun(folder, section, steps, {"net": engine}, **rest), engine
