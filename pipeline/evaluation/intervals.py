@@ -23,8 +23,6 @@ def paired_difference(
     The interval covers the choice of held-out prompts, but not the training seed.
     Raise ValueError without values or if the lengths differ.
     """
-    if len(before) != len(after):
-        raise ValueError(f"a paired difference needs equally many values, not {len(before)} and {len(after)}")
     return mean_interval([new - old for old, new in zip(before, after, strict=True)], confidence=confidence)
 
 

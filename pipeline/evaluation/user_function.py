@@ -226,7 +226,8 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
         raise UserError(f"{key}={where}: there is no function {name} in {file}; {available}")
     answers, signature = ("an answer", SIGNATURE) if key not in SIGNATURES else ("two answers", SIGNATURES[key])
     signature = signature.replace("NAME", name)
-    if _takes_batches(call):
+    arguments = inspect.signature(call)
+    if "completions" in arguments.parameters:
         raise UserError(
             f"{key}={where}: {name} scores a batch of answers (argument completions), like functions for TRL. zerochat "
             f"calls a function once for each answer; write {signature}, or use the wrapper in docs/guides/from_trl.md"
@@ -239,8 +240,12 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
         )
     if inspect.isgeneratorfunction(call) and key != REWARD:
         raise UserError(f"{key}={where}: {name} yields messages, which only ppo.reward_function may; write {signature}")
-    if not _accepts(call, 3 if key in SIGNATURES else 2):
-        raise UserError(f"{key}={where}: {name} can't be called with {answers} and a row; write {signature}")
+    try:
+        arguments.bind(*[""] * (3 if key in SIGNATURES else 2))
+    except TypeError as problem:
+        raise UserError(
+            f"{key}={where}: {name} can't be called with {answers} and a row; write {signature}"
+        ) from problem
     return UserFunction(where, file, call, threads, key)
 
 
@@ -267,26 +272,6 @@ def _changed_torch() -> str:
     if torch.get_default_device().type != "cpu":
         return "calls torch.set_default_device, which changes training too: pass device= to models and tensors"
     return ""
-
-
-def _accepts(call: Callable[..., Any], count: int) -> bool:
-    """Return whether the function can be called with `count` positional arguments."""
-    try:
-        inspect.signature(call).bind(*[""] * count)
-    except TypeError:
-        return False
-    except ValueError:  # a C function without a signature
-        return True
-    return True
-
-
-def _takes_batches(call: Callable[..., Any]) -> bool:
-    """Return whether a function has the arguments of a reward function of TRL, which scores a batch of answers."""
-    try:
-        names = inspect.signature(call).parameters
-    except ValueError:  # a C function without a signature
-        return False
-    return "completions" in names
 
 
 def _describe(problem: BaseException, file: Path) -> str:
