@@ -16,7 +16,6 @@ from pipeline.report import comparison, costs
 from pipeline.report.data import RunReading, read_run
 from pipeline.report.gaming import gaming_section
 from pipeline.report.html import Markup, page
-from pipeline.report.reward_card import accuracy_chart
 from pipeline.report.seeds import write_seed_report
 from pipeline.report.stage_curves import DPO_PLOTS, PPO_PLOTS, REWARD_PLOTS, SFT_PLOTS, stage_section
 from pipeline.report.verdict import format_temperatures
@@ -41,25 +40,22 @@ def write_report(run_dir: Path) -> Path:
 
 def render_report(run: RunReading) -> Markup:
     """Build the report page of `run`."""
-    dpo, reward = run.stage("dpo"), run.stage("reward")
     unused = " PPO did not use it." if run.rewarder == "reward function" else ""
     dots = f" at {format_temperatures(run.temperatures[:1])}" if run.temperatures else ""
     sft_section = stage_section(
         run.stage("sft"), "Stage 1: supervised fine-tuning", "Trained to imitate the answers of the data.", SFT_PLOTS
     )
     reward_section = stage_section(
-        reward,
+        run.stage("reward"),
         "Stage 2: reward model",
         f"Trained to score the preferred answer of a pair higher.{unused}",
         REWARD_PLOTS,
-        accuracy_chart(reward),
     )
     dpo_section = stage_section(
-        dpo,
+        run.stage("dpo"),
         "Stage 2: direct preference optimisation",
         "Trained to prefer the chosen answer of a pair to the rejected one, more than the start model does.",
         DPO_PLOTS,
-        accuracy_chart(dpo),
     )
     ppo_section = stage_section(
         run.stage("ppo"),

@@ -7,7 +7,7 @@ from pipeline.config.stages import STAGES
 from pipeline.report.curves import line_chart
 from pipeline.report.data import StageReading
 from pipeline.report.html import Markup, grid, section
-from pipeline.report.reward_card import reward_card
+from pipeline.report.reward_card import accuracy_chart, reward_card
 from pipeline.report.svg import Point, Series
 
 Bounds = tuple[float | None, float | None]
@@ -251,9 +251,7 @@ def _points(stage: StageReading, curve: Curve) -> list[Point]:
     return [(step, value - curve.minus) for step, value in stage.series(curve.key)]
 
 
-def stage_section(
-    stage: StageReading, title: str, lead: str, wanted: Sequence[Plot], *more: Markup | None
-) -> Markup | None:
+def stage_section(stage: StageReading, title: str, lead: str, wanted: Sequence[Plot]) -> Markup | None:
     """Build the report section of a stage. Return None if the stage has not started."""
     if not stage.started:
         return None
@@ -266,5 +264,5 @@ def stage_section(
         if exported:
             notes.append("Its held-out figures look better than they are, because they selected the model.")
     text = " ".join([lead, *notes])
-    figures = grid([*(_plot(stage, plot) for plot in wanted), *more])
+    figures = grid([*(_plot(stage, plot) for plot in wanted), accuracy_chart(stage)])
     return section(stage.name, title, text, figures, reward_card(stage.card))
