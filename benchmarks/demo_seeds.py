@@ -19,7 +19,7 @@ from benchmarks.record import ROOT, Result
 from pipeline.evaluation.intervals import SeedEffect, mean_over_seeds
 from pipeline.evaluation.samples import BEST_OF
 from pipeline.report.data import RunReading, read_run
-from pipeline.report.seeds import effect
+from pipeline.report.seed_verdict import effect
 from pipeline.report.verdict import Change, change, guard_signs
 
 CASES = tuple(f"seed-{seed}" for seed in range(1, 11))

@@ -1,7 +1,7 @@
 """Build the report sections that compare models: verdict, changes, and answers."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from pipeline.config.stages import POLICIES
@@ -13,7 +13,7 @@ from pipeline.report.data import SHOWN_MODELS, RunReading
 from pipeline.report.html import Child, Markup, element, grid, section, table
 from pipeline.report.svg import Series
 from pipeline.report.verdict import Change, Measure, Verdict, change, judge, standings
-from pipeline.report.win_rate import rate_cells, win_rate
+from pipeline.report.win_rate import WinRate, win_rate
 
 LONGEST_TEXT = 4000
 OPEN_CARDS = 6  # prompts that are shown at once
@@ -67,7 +67,7 @@ def page_header(kind: str, verdict: Verdict, facts: Child, charts: Sequence[Mark
 
 def changes_section(run: RunReading) -> Markup | None:
     """Build the table of paired changes between models. Return None without scores."""
-    wins = _wins_table(run)
+    wins = wins_table("Models", _wins(run))
     rows = [
         (f"{run.labels[before]} to {run.labels[after]}", title, f"{temperature:g}", *_change_cells(found, measure))
         for measure, title, _ in measures(run)
@@ -76,14 +76,14 @@ def changes_section(run: RunReading) -> Markup | None:
         if (found := change(run.samples(temperature), measure, before, after))
     ]
     if not rows:
-        return section("changes", "What each stage changed", _WINS_LEAD, wins) if wins else None
+        return section("changes", "What each stage changed", WINS_LEAD, wins) if wins else None
     head = ("Change", "Measure", "Temperature", "Mean difference", "95% interval", "Prompts better", "same", "worse")
     lead = (
         f"The same {_prompts(run)} held-out prompts, answered by each model with the same sampling noise. "
         "Differences are paired by prompt, so they can be clear although the intervals of the models overlap."
     )
     changes = table(head, rows, numbers=range(2, 8))
-    more = [element("p", _WINS_LEAD, class_="lead"), wins] if wins else None
+    more = [element("p", WINS_LEAD, class_="lead"), wins] if wins else None
     return section("changes", "What each stage changed", lead, changes, grid(_histograms(run)), more)
 
 
@@ -103,36 +103,40 @@ def _histograms(run: RunReading) -> Iterator[Markup | None]:
             )
 
 
-_WINS_LEAD = (
+WINS_LEAD = (
     "A pair judge compares the two answers in both orders. A win needs both orders; ties count half. "
     "The length-controlled rate is that of answers of equal length, by a logistic regression on the difference in "
     "characters (Dubois et al., 2024). Pairs without a usable verdict are counted and left out."
 )
 
 
-def _wins_table(run: RunReading) -> Markup | None:
-    """Build the table of win rates against the start model. Return None without verdicts of a pair judge."""
-    rows: list[tuple[Child, ...]] = []
+def _wins(run: RunReading) -> Iterator[tuple[str, float, WinRate]]:
+    """Yield the win rates against the start model: the models, the temperature, and the rate."""
     for policy in POLICIES:
         for temperature in run.temperatures:
-            found = win_rate(run.samples(temperature), policy)
-            if found is None:
-                continue
-            rates = rate_cells(found.plain, found.controlled)
-            counts = (found.wins, found.ties, found.losses, found.inconsistent, found.unusable)
-            rows.append((f"{run.labels[policy]} against {run.labels['sft']}", f"{temperature:g}", *rates, *counts))
-    head = (
-        "Models",
-        "Temperature",
-        "Win rate",
-        "Length-controlled",
-        "Wins",
-        "Ties",
-        "Losses",
-        "Contradictions",
-        "Unusable",
-    )
-    return table(head, rows, numbers=range(1, 9)) if rows else None
+            wins = win_rate(run.samples(temperature), policy)
+            if wins is not None:
+                yield f"{run.labels[policy]} against {run.labels['sft']}", temperature, wins
+
+
+def wins_table(name: str, rows: Iterable[tuple[str, float, WinRate]]) -> Markup | None:
+    """Build a table of win rates. Return None without rows.
+
+    name: the head of the first column
+    rows: the first cell, the temperature, and the win rate
+    """
+    counts = ("Wins", "Ties", "Losses", "Contradictions", "Unusable")
+    head = (name, "Temperature", "Win rate", "Length-controlled", *counts)
+    cells: list[tuple[Child, ...]] = [
+        (
+            first,
+            f"{temperature:g}",
+            *(f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" for rate in (wins.plain, wins.controlled)),
+            *(wins.wins, wins.ties, wins.losses, wins.inconsistent, wins.unusable),
+        )
+        for first, temperature, wins in rows
+    ]
+    return table(head, cells, numbers=range(1, 9)) if cells else None
 
 
 def _prompts(run: RunReading) -> int:

@@ -19,7 +19,7 @@ from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval
 from pipeline.report.data import RunReading, StageReading, read_run
-from pipeline.report.win_rate import MOST_UNUSABLE, Rate, WinRate, describe_wins, win_rate
+from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, win_rate
 
 Measure = Literal["gold", "scores", "function"]
 Outcome = Literal["good", "bad", "open"]
@@ -222,7 +222,7 @@ def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
             else replace(verdict, evidence=f"{verdict.evidence} {describe_wins(wins, label, start)}")
         )
     if wins is not None:
-        return _by_pairs(wins, label, start)
+        return verdict_by_pairs(wins, label, start)
     if policy.name == "dpo" or reward is None:
         return None
     if run.rewarder == "reward function":
@@ -277,39 +277,23 @@ def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, run: R
     return Verdict("open", f"No clear difference between {start} and {label}", f"{evidence} {reason}", ONE_RUN)
 
 
-def _by_pairs(wins: WinRate, label: str, start: str) -> Verdict:
-    few, unusable = wins.pairs < FEWEST_PROMPTS, wins.unusable > MOST_UNUSABLE * (wins.pairs + wins.unusable)
-    doubt = ""
-    if few or unusable:
-        pairs = f"There are too few pairs for a verdict (at least {FEWEST_PROMPTS})."
-        doubt = pairs if few else f"For more than {MOST_UNUSABLE:.0%} of the pairs the judge gave no verdict."
-    return verdict_by_pairs(wins.plain, wins.controlled, label, start, describe_wins(wins, label, start), doubt=doubt)
-
-
-def verdict_by_pairs(
-    plain: Rate,
-    controlled: Rate,
-    label: str,
-    start: str,
-    evidence: str,
-    *,
-    doubt: str,
-    runs: str = "",
-    caveat: str = ONE_RUN,
-) -> Verdict:
-    """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length.
-
-    doubt: why the rates allow no verdict; "" if they allow one
-    runs: the end of the headline
-    """
-    if doubt:
+def verdict_by_pairs(wins: WinRate, label: str, start: str, caveat: str = ONE_RUN) -> Verdict:
+    """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length."""
+    evidence, plain = describe_wins(wins, label, start), wins.plain
+    runs = f" over {len(wins.by_seed)} seeds" if wins.by_seed else ""
+    each_run = wins.by_seed or [wins]
+    few = min(one.pairs for one in each_run) < FEWEST_PROMPTS
+    if few or any(one.unusable > MOST_UNUSABLE * (one.pairs + one.unusable) for one in each_run):
+        doubt = (
+            TOO_FEW if few else f"The judge gave no verdict for more than {MOST_UNUSABLE:.0%} of the pairs of a run."
+        )
         return Verdict("open", f"No verdict of the judge on {label}{runs}", f"{evidence} {doubt}", caveat)
     if plain.high < 0.5:
         return Verdict("bad", f"The judge prefers {start} to {label}{runs}", evidence, caveat)
     if plain.low <= 0.5:
         headline = f"The judge sees no clear difference between {start} and {label}{runs}"
         return Verdict("open", headline, evidence, caveat)
-    if controlled.low > 0.5:
+    if wins.controlled.low > 0.5:
         return Verdict("good", f"The judge prefers {label} to {start}{runs}", evidence, caveat)
     reason = "Among answers of equal length the difference is not clear."
     headline = f"The judge prefers {label} to {start}{runs}, but not at equal length"

@@ -1,4 +1,5 @@
-"""Compute how often a pair judge prefers a model's answers to those of SFT: plain, and with the length controlled.
+"""Compute how often a pair judge prefers a model's answers to those of SFT: plain, and with the length controlled, of
+one run or over several seeds.
 
 - A pair is a win or a loss only if both orders of the two answers agree; otherwise it is a tie and counts half (Zheng
   et al., 2023, arXiv:2306.05685).
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.records import Message
-from pipeline.evaluation.intervals import t_quantile, wilson_interval
+from pipeline.evaluation.intervals import mean_interval, mean_over_seeds, shared_prompts, t_quantile, wilson_interval
 from pipeline.evaluation.samples import Sample
 
 Array = npt.NDArray[Any]
@@ -41,11 +42,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class WinRate:
-    """The comparison of a model with SFT by a pair judge.
+    """The comparison of a model with SFT by a pair judge, in one run or over several seeds.
 
     plain, controlled: the win rate, and the win rate of answers of equal length
     unusable: pairs for which the judge gave no usable verdict in at least one order; no rate includes them
     inconsistent: ties in which the two orders contradict each other
+    by_seed: over several seeds, the comparison of each seed in the order of the runs; the intervals of `plain` and
+        `controlled` then also cover other seeds
     """
 
     plain: Rate
@@ -55,6 +58,7 @@ class WinRate:
     losses: int
     unusable: int
     inconsistent: int
+    by_seed: "Sequence[WinRate]" = ()
 
     @property
     def pairs(self) -> int:
@@ -100,9 +104,27 @@ def _judged(samples: Sequence[Sample], model: str) -> list[Sample]:
     return [sample for sample in samples if model in sample.preferences and "sft" in sample.answers]
 
 
-def rate_cells(*rates: Rate) -> list[str]:
-    """Return the cells of rates in a table."""
-    return [f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" for rate in rates]
+def pool_wins(samples_by_seed: Sequence[Sequence[Sample]], model: str) -> WinRate | None:
+    """Return the win rate of `model` over all seeds; None unless each of several seeds has two pairs with verdicts."""
+    by_seed = [found for samples in samples_by_seed if (found := win_rate(samples, model)) is not None]
+    if len(by_seed) < 2 or len(by_seed) < len(samples_by_seed) or min(found.pairs for found in by_seed) < 2:
+        return None
+    outcomes = [outcomes_by_prompt(samples, model) for samples in samples_by_seed]
+    over = mean_over_seeds(outcomes)
+    mean, low, high = mean_interval([found.controlled.mean for found in by_seed])
+    if shared_prompts(outcomes):  # the spread between these seeds does not show that of other prompts
+        low = min(low, statistics.fmean(found.controlled.low for found in by_seed))
+        high = max(high, statistics.fmean(found.controlled.high for found in by_seed))
+    counts = {
+        kind: sum(getattr(found, kind) for found in by_seed)
+        for kind in ("wins", "ties", "losses", "unusable", "inconsistent")
+    }
+    plain, controlled = _bounded(over.mean, over.low, over.high), _bounded(mean, low, high)
+    return WinRate(plain, controlled, **counts, by_seed=by_seed)
+
+
+def _bounded(mean: float, low: float, high: float) -> Rate:
+    return Rate(mean, max(0.0, low), min(1.0, high))
 
 
 def describe_wins(wins: WinRate, label: str, start: str) -> str:
@@ -111,10 +133,11 @@ def describe_wins(wins: WinRate, label: str, start: str) -> str:
     label, start: the names of the model and of the model that it is compared with
     """
     plain, controlled = wins.plain, wins.controlled
+    the = f"Over {len(wins.by_seed)} seeds, the" if wins.by_seed else "The"
     unusable = f" {wins.unusable} more pairs have no usable verdict and are left out." if wins.unusable else ""
     return (
-        f"The pair judge prefers the answers of {label} to those of {start} in {plain.mean:.0%} of {wins.pairs} pairs "
-        f"(95% interval {plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length "
+        f"{the} pair judge prefers the answers of {label} to those of {start} in {plain.mean:.0%} of {wins.pairs} "
+        f"pairs (95% interval {plain.low:.0%} to {plain.high:.0%}), and in {controlled.mean:.0%} at equal length "
         f"({controlled.low:.0%} to {controlled.high:.0%}). Ties count half: {wins.wins} wins, {wins.ties} ties, "
         f"{wins.losses} losses; in {wins.inconsistent} ties the two orders contradict each other.{unusable}"
     )

@@ -16,8 +16,9 @@ from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import compare_seeds
 from pipeline.report.data import read_run
 from pipeline.report.report import main
-from pipeline.report.seed_wins import pool_wins
-from pipeline.report.seeds import effect, write_seed_report
+from pipeline.report.seed_verdict import effect
+from pipeline.report.seeds import write_seed_report
+from pipeline.report.win_rate import pool_wins
 from tests.pipeline.report.example_runs import CONFIG, write_demo_run
 from tests.pipeline.report.test_report import check
 
@@ -114,7 +115,7 @@ def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
     assert actual.controlled == actual.plain  # all answers have the same length
     assert [one.wins for one in actual.by_seed] == [72, 48, 96]
     page, verdict = write_seed_report(paths)
-    assert "Over 3 seeds, the pair judge prefers the answers of PPO to those of SFT in 75% of the pairs" in (
+    assert "Over 3 seeds, the pair judge prefers the answers of PPO to those of SFT in 75% of 288 pairs" in (
         verdict.evidence
     )
     text = check(page.read_text(encoding="utf-8")).text
