@@ -7,6 +7,7 @@ parser and setter add the keys, as at the end of `compose`.
 import copy
 from functools import cache
 
+import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,6 +15,7 @@ from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.config.overrides import groups, rewrite, split
 from pipeline.config.schema import RunConfig
+from pipeline.errors import UserError
 
 SELECTING = ("model", "data", "actor", "method", "reward_model", "lora_lr")  # keys that also select options or a recipe
 
@@ -25,6 +27,13 @@ def config_of(*words: str) -> RunConfig:
     for override in OverridesParser.create().parse_overrides(rewrite(keys)):
         OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
     return validate(OmegaConf.to_container(config, resolve=True))
+
+
+def refusal(*words: str) -> str:
+    """Return the message of the UserError that a command line ends with."""
+    with pytest.raises(UserError) as caught:
+        config_of(*words)
+    return str(caught.value)
 
 
 def _sets_a_key(word: str) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import check_engine
 from pipeline.config.check import validate, warnings
 from pipeline.config.check_machine import check_paths, check_ranks
 from pipeline.config.compose import compose, compose_jobs, parse_command
@@ -17,7 +16,7 @@ from pipeline.config.document import MAIN_KEYS, PAGE, help_text, page
 from pipeline.config.messages import in_keys
 from pipeline.config.overrides import groups
 from pipeline.config.schema import EngineSettings, RunConfig
-from pipeline.config.stages import STAGES, stages_to_run
+from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
 from tests import composed
@@ -30,9 +29,7 @@ def config_of(*overrides: str) -> RunConfig:
 
 
 def refusal(*overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        config_of(*overrides)
-    return str(caught.value)
+    return composed.refusal("model=opt-1.3b", *overrides)
 
 
 def test_groups_and_keys_reach_the_configuration():
@@ -188,177 +185,6 @@ def test_an_actor_from_another_folder_is_the_model(tmp_path):
     assert config.model.path == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("reward.lrr=1", "reward.lrr: there is no such key; did you mean reward.lr?"),
-        ("lr=1", "did you mean sft.lr, reward.lr, dpo.lr or ppo.lr?"),
-        ("steps=5", "did you mean sft.steps, reward.steps, dpo.steps, ppo.steps or profile.steps?"),
-        ("sft.learning_rate=1", "sft.learning_rate: there is no such key; did you mean sft.lr?"),
-        ("num_generations=8", "did you mean ppo.samples?"),
-        ("ppo.max_completion_length=64", "did you mean rollout.max_new_tokens?"),
-        ("ppo.beta=0.04", "the weight of the KL is ppo.kl_coef"),
-        ("resume=true", "resume: there is no such key: run the same command again to resume"),
-        ("engine.pipeline_schedule=gpipe", "no such key: the schedule is always 1f1b, so remove the key"),
-        ("enginee=zero3", "enginee: there is no such key; did you mean engine?"),
-        ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
-        ("sft.lr=fast", "sft.lr=fast: write a number"),
-        ("ppo.steps=1.5", "ppo.steps=1.5: write a whole number"),
-        ("evaluation.temperatures=[]", "evaluation.temperatures=[] is empty: write [a, b, ...] with one or more"),
-        ("engine.dtype=fp8", "engine.dtype=fp8: write auto, bf16, fp16 or fp32"),
-        ("model=opt-1.3", "did you mean model=opt-1.3b?"),
-        ("model=/models/mine", "for your own, set model.path="),
-        ("sft=fast", "sft=fast is not an option of sft. Options: default, lora"),
-        ("reward=lorra", "did you mean reward=lora? Options: default, lora; for a trained reward model, set"),
-        ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
-        ("sft", "'sft' is not KEY=VALUE: did you mean stage=sft?"),
-        ("plan", "'plan' is not KEY=VALUE: did you mean stage=plan?"),
-        (__file__, f"'{__file__}' is not KEY=VALUE: did you mean data.path={__file__}?"),
-        ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
-        (["data.path=a", "data.sources=[{path: b}]"], "data.path=a and data.sources are both set, but"),
-        (["data.path=a", "data.sources.0.columns={q: prompt}"], "data.path=a and data.sources are both set, but"),
-        ("rollout.repetition_penalty=1e6", "rollout.repetition_penalty=1000000.0: must be <= 100000"),
-        ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),
-        ("--stage", "write settings as KEY=VALUE, without dashes"),
-        ("name=a/b", "name=a/b: a run name has"),
-        ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
-        ("ppo.advantage=rloo", "ppo.samples=1: set ppo.samples=4, or ppo.advantage=gae"),
-        ("profile.steps=[5]", "profile.steps=[5] is not a range of steps: write the first"),
-        ("profile.steps=[8,5]", "profile.steps=[8, 5] is not a range of steps: write the first"),
-        ("profile.steps=5", "profile.steps=5: write [a, b, ...] (first and last step"),
-        ("profile.steps=[0,5]", "profile.steps.0=0: must be >= 1"),
-        (["sft.export=best", "sft.eval_every=0"], "sft.export=best needs several evaluations, but sft.eval_every=0"),
-        (["ppo.length_penalty=0.1", "ppo.length_free=256"], "ppo.length_free=256 is not below rollout."),
-        (["ppo=grpo", "ppo.kl_estimator=k1"], "has a gradient that is 0 on average: set ppo.kl_estimator=k2 or k3"),
-        ("ppo.kl_in=both", "ppo.kl_in=both: write reward or loss"),
-        ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
-        ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
-        ("ppo.critic_engine.offload_optimizer=disk", "offload_optimizer=disk: write none, cpu or nvme"),
-        ("ppo.critic_engine={zero_stage: 3, offload_parameters: nvme}", "critic_engine.offload_optimizer=nvme or cpu"),
-        ("ppo.reward_engine.offload_parameters=nvme", "needs ppo.reward_engine.zero_stage=3, not 0"),
-        ("ppo.actor_engine.states=bf16", "ppo.actor_engine.states=bf16 needs ppo.actor_engine.dtype=bf16"),
-        ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.zero_stage=3, not 0"),
-        ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.offload_optimizer=nvme or cpu"),
-        ("engine.nvme_path=/nowhere", "engine.nvme_path=/nowhere: there is no such folder"),
-        ("rollout.max_new_tokens=4096", "set ppo.max_length=4608, or lower the other two keys"),
-        ("model.hub=null", "model has no weights to load"),
-        ("data.stage_shares.sftt=1", "data.stage_shares.sftt"),
-        ("data.sources.0.stagess=[sft]", "there is no such key; did you mean data.sources.0.stages?"),
-        ("data.sources=[{path: a}, {path: b, x: 1}]", "data.sources.1.x: there is no such key; data.sources.1 has"),
-        ("sft.rank=8", "sft.rank: there is no such key; did you mean sft.lora.rank?"),
-        ("data.x=1", "data.x: there is no such key; data has name, path, sources"),
-        ("data.sources.0.weight=0", "data.sources.0.weight=0: must be > 0 (share of this source in the mix"),
-        ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra only reads conf/"),
-        ("+hydra.sweep.dir=x", "remove it; run_dir=FOLDER or name= sets the run folder"),
-        ("beta=0.2", "beta: there is no such key; did you mean dpo.beta?"),
-        ("dpo.loss_type=ipo", "dpo.loss_type: there is no such key; did you mean dpo.loss?"),
-        ("ppo.loss_type=cispo", "ppo.loss_type: there is no such key; did you mean ppo.loss?"),
-        ("ppo.num_generations=8", "ppo.num_generations: there is no such key; did you mean ppo.samples?"),
-        ("dpo.rpo_alpha=1", "dpo.rpo_alpha: there is no such key; did you mean dpo.sft_coef?"),
-        ("method=grpo", "method=grpo: write ppo, dpo or distill"),
-        ("method=distill", "ppo.advantage=distill learns from a teacher: set teacher=FOLDER"),
-        ("teacher=a", "teacher=a is used by method=distill only: set method=distill"),
-        (["method=distill", "teacher=a", "ppo=grpo"], "method=distill needs ppo.advantage=distill, not grpo"),
-        (["method=distill", "teacher=a", "ppo.kl_coef=0.1"], "would count the KL to the teacher twice"),
-        (["method=distill", "teacher=a", "ppo.reference=false"], "of the teacher, but ppo.reference=false: remove it"),
-        (["method=distill", "teacher=a", "ppo.reward_model=true"], "ppo.reward_model=true has no effect, because"),
-        (["method=distill", "teacher=a", "ppo.reward_function=f.py:f"], "ppo.reward_function=f.py:f has no effect"),
-        (["method=distill", "teacher=a", "ppo.ratio=sequence"], "one advantage for each answer, but ppo.advantage=di"),
-        (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
-        (["method=dpo", "reward=x/reward"], "model that PPO starts from, but method=dpo: remove reward="),
-        (["method=dpo", "dpo.loss=robust"], "is dpo.loss=sigmoid: set dpo.label_smoothing to the share of wrong"),
-        ("ppo.reward_weights={brief: 1}", "ppo.reward_weights.brief weighs a reward of ppo.reward_function, which is"),
-        (["ppo.kl_target=6", "ppo.kl_horizon=10"], "ppo.kl_horizon=10 is too short for rollouts of 64 answers: one"),
-        (["ppo.steps=5", "ppo.critic_warmup=5"], "ppo.critic_warmup=5 leaves no rollout of ppo.steps=5 that trains"),
-        ("ppo.ratio=sequence", "ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage=gae"),
-        ("ppo.kl_estimator=k3_weighted", "the KL counts in the reward, where the policy ratio is 1"),
-        (["ppo=online-dpo", "ppo.reference=false"], "compares the policy with the reference, but ppo.reference=false"),
-        ("ppo.advantage=online_dpo", "compares the answers to one prompt, but ppo.samples=1"),
-        (["method=dpo", "dpo=orpo", "dpo.sft_coef=1"], "adds the SFT loss twice, because ORPO contains it"),
-        ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x needs the path key: use eval_split="),
-        ("seed=99999999999999999999", "seed=99999999999999999999: must be < 4294967296"),
-        ("sft.lr=inf", "sft.lr=inf: write a finite number"),
-        ("rollout.temperature=nan", "rollout.temperature=nan: write a finite number"),
-        ("sft.steps=true", "sft.steps=true: write a whole number"),
-        ("ppo.kl_coef=false", "ppo.kl_coef=false: write a number"),
-        ("sft.batch_size=1000000001", "sft.batch_size=1000000001: must be <= 1000000"),
-        ("--sft.lr=1", "--sft.lr=1 is not a flag: write settings as KEY=VALUE, without dashes"),
-        ("hydra/launcher=joblib", "its own settings have no effect: remove it"),
-    ],
-)  # fmt: skip
-def test_each_mistake_is_refused_with_a_correction(override, expected):
-    words = [override] if isinstance(override, str) else override
-    assert expected in refusal(*words).replace("Did", "did")
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("seed=1,2", "add -m to run every value"),
-        ("sft.lr='", "cannot read the command line: sft.lr=': the value has an open quote or bracket"),
-        (f"seed={'1' * 5000}", "cannot read the command line: Exceeds the limit (4300 digits)"),
-        ("größe=1", "cannot read größe=1: a key has the letters a to z"),
-    ],
-)
-def test_a_word_that_hydra_cannot_read_is_refused(word: str, expected: str):
-    with pytest.raises(UserError) as caught:
-        compose([word])
-    assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("word", "other", "needed"),
-    [
-        ("ppo.reward_ensemble=['a']", "ppo.reward_model=false", "ppo.reward_model=true"),
-        ("ppo.ensemble_score=worst", "ppo.reward_ensemble=[]", "ppo.reward_ensemble=[FOLDER]"),
-        ("ppo.reward_threads=4", "ppo.reward_function=null", "ppo.reward_function=FILE.py:NAME"),
-        ("ppo.critic_warmup=2", "ppo.advantage=grpo", "ppo.advantage=gae"),
-        ("ppo.pair_beta=0.2", "ppo.advantage=gae", "ppo.advantage=online_dpo"),
-        ("ppo.divide_by_std=false", "ppo.advantage=gae", "ppo.advantage=grpo"),
-        ("ppo.resample=2", "ppo.advantage=reinforce", "ppo.advantage=grpo"),
-        ("ppo.kl_in=reward", "ppo.advantage=online_dpo", "ppo.advantage=gae"),
-        ("ppo.kl_target=6.0", "ppo.kl_coef=0.0", "ppo.kl_coef=0.05"),
-        ("ppo.score_clip=1.0", "ppo.advantage=distill", "ppo.advantage=gae"),
-        ("ppo.length_penalty=0.1", "ppo.advantage=distill", "ppo.advantage=gae"),
-        ("ppo.shared_forward=true", "ppo.minibatches=2", "ppo.minibatches=1"),
-        ("ppo.shared_forward=true", "ppo.unfinished=mask", "ppo.unfinished=penalize"),
-        ("ppo.dual_clip=2.0", "ppo.loss=cispo", "ppo.loss=clip"),
-        ("ppo.importance_weights=token_mask", "ppo.importance_cap=null", "ppo.importance_cap=2"),
-        ("ppo.length_free=20", "ppo.length_penalty=0.0", "ppo.length_penalty=0.01"),
-        ("dpo.label_smoothing=0.1", "dpo.loss=ipo", "dpo.loss=sigmoid"),
-        ("dpo.margin=1.0", "dpo.loss=sigmoid", "dpo.loss=simpo"),
-        ("dpo.undesirable_weight=2.0", "dpo.loss=sigmoid", "dpo.loss=kto"),
-        ("dpo.sft_coef=1.0", "dpo.loss=kto", "dpo.loss=sigmoid"),
-        ("evaluation.judge_threads=8", "evaluation.judge=null", "evaluation.judge=FILE.py:NAME"),
-        ("rollout.batch_size=8", "rollout.generator=vllm", "rollout.generator=engine"),
-    ],
-)
-def test_a_key_without_effect_is_refused(word: str, other: str, needed: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(check_engine, "find_spec", lambda name: True)  # vLLM is no package of the tests
-    stage = word.partition(".")[0]
-    run = f"stage={stage}" if stage in STAGES else "stage=all"
-    expected = f"{word} has no effect with {other}: set {needed}, or remove {word.partition('=')[0]}"
-    assert expected in refusal(word, other, run).splitlines()
-
-
-def test_a_key_of_a_stage_that_does_not_run_may_have_no_effect():
-    assert config_of("stage=sft", "dpo.margin=1", "ppo.pair_beta=0.2").dpo.margin == 1
-    assert config_of("ppo.dual_clip=null", "ppo.shared_forward=false", "ppo=cispo", "ppo.minibatches=2")
-
-
-def test_all_mistakes_are_listed_together():
-    lines = refusal("sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
-    assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
-
-
-def test_best_export_needs_several_evaluations_and_no_average():
-    # Stages that do not run are not checked.
-    assert config_of("stage=sft", "reward.export=best").reward.export == "best"
-    assert config_of("ppo.export=best", "ppo.eval_every=5").ppo.export == "best"
-    line = refusal("ppo.export=best", "ppo.eval_every=5", "ppo.ema=0.9")
-    assert line == "ppo.export=best and ppo.ema=0.9 both select the exported actor: remove one of the two"
-
-
 def test_best_export_needs_a_judge_or_the_kl():
     words = ("ppo.export=best", "ppo.eval_every=5", "ppo.reference=false", "ppo.kl_coef=0")
     assert config_of(*words, "data=demo").ppo.export == "best"  # the demo has a gold scorer
@@ -397,10 +223,6 @@ def test_the_reference_runs_if_the_kl_counts_or_is_logged():
     assert needed == [True, False, True] and config_of("ppo.kl_coef=0", "ppo.reference=true", *off).ppo.needs_reference
     assert config_of("ppo.kl_coef=0").ppo.needs_reference  # the guard reads the KL
     assert not config_of("ppo.kl_coef=0", "ppo.reference=false").ppo.needs_reference
-    line = refusal("ppo.reference=false")
-    assert line.startswith(
-        "ppo.reference=false, but ppo.kl_coef=0.05 weighs the KL to the reference: set ppo.kl_coef=0"
-    )
 
 
 def test_the_estimator_sets_where_the_kl_counts_by_default():
@@ -420,83 +242,11 @@ def test_paths_and_names_in_other_alphabets_are_read():
     assert (config.data.path, config.name) == ("/home/jörg/é ö.jsonl", "ü")
 
 
-def test_tensor_parallel_generation_excludes_block_streaming():
-    line = refusal("rollout.stream=true", "rollout.tensor_parallel=2")
-    assert line.startswith("rollout.stream=true needs rollout.tensor_parallel=1, not 2")
-
-
-def test_actor_belongs_to_ppo_and_dpo():
-    line = refusal("stage=sft", "actor=runs/x/sft")
-    assert line.startswith("actor=runs/x/sft selects the model that PPO or DPO starts from, but stage=sft: ")
-    assert "model.path=FOLDER" in line
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["engine.compress=both"], "engine.compress=both needs sharding: set engine=zero1"),
-        (["engine.states=bf16"], "engine.states=bf16 needs engine.dtype=bf16, not auto"),
-        (["engine.states=bf16", "engine.dtype=bf16", "engine.tensor_parallel=2"], "engine.tensor_parallel=1"),
-    ],
-)
-def test_layout_numbers_must_fit_each_other(words: list[str], message: str):
-    with pytest.raises(UserError, match=message):
-        config_of(*words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["stage=all"], "engine.pipeline_parallel=2 supports only SFT: set stage=sft"),
-        (["engine=zero3"], "engine=zero0, zero1 or zero2"),
-        (["engine=zero2-offload"], "needs engine.offload_optimizer=none"),
-        (["engine.tensor_parallel=2"], "needs engine.tensor_parallel=1"),
-        (["rollout.tensor_parallel=2"], "needs rollout.tensor_parallel=1"),
-        (["stage=ppo", "ppo.actor_engine={pipeline_parallel: 2}"], "ppo.actor_engine.pipeline_parallel"),
-    ],
-)
-def test_keys_that_exclude_pipelines_are_refused(words: list[str], message: str):
-    assert message in refusal("stage=sft", "engine.pipeline_parallel=2", *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["engine.tensor_parallel=2"], "engine.sequence_parallel=2 needs engine.tensor_parallel=1"),
-        (["engine.pipeline_parallel=2", "stage=sft"], "engine.sequence_parallel=2 needs engine.pipeline_parallel=1"),
-        (["engine.compile_blocks=true"], "engine.sequence_parallel=2 needs engine.compile_blocks=false"),
-        (["ppo.actor_engine={compile_blocks: true}"], "needs ppo.actor_engine.compile_blocks=false"),
-        (["ppo.critic_engine={sequence_parallel: 2}"], "ppo.critic_engine.sequence_parallel: all models of PPO"),
-        (["sft.packing=false"], "engine.sequence_parallel=2 splits packed rows: set sft.packing=true"),
-    ],
-)
-def test_keys_that_exclude_sequence_parallelism_are_refused(words: list[str], message: str):
-    assert message in refusal("engine.sequence_parallel=2", *words)
-    # The rows of the reward stage are always packed.
-    config_of("engine.sequence_parallel=2", "sft.packing=false", "stage=reward")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["plan.device=h100"], "plan.device=h100 needs stage=plan, not stage=all: add stage=plan"),
-        (["stage=plan", "plan.ranks=8"], "plan.ranks=8 needs plan.device=NAME: set it, or set ranks=8"),
-        (["stage=plan", "plan.device=h100", "ranks=8"], "write plan.ranks=8 instead"),
-        (["stage=plan", "plan.device=h10"], "plan.device=h10: write b200, h200, h100"),
-        (["stage=plan", "plan.device=cpu"], "or t4 (stage=plan: GPU to plan for, by its data sheet; null: measure"),
-    ],
-)
-def test_keys_of_a_plan_without_an_effect_are_refused(words: list[str], message: str):
-    assert message in refusal(*words)
-
-
 def test_the_gpu_of_a_plan_may_be_written_in_capitals():
     assert config_of("stage=plan", "plan.device=A100-40GB").plan.device == "a100-40gb"
 
 
-def test_planner_and_auto_support_pipelines():
-    assert config_of("stage=plan", "engine.pipeline_parallel=2").engine.pipeline_parallel == 2
-    assert config_of("stage=sft", "engine.pipeline_parallel=2", "engine=auto").engine.auto
+def test_only_sft_of_a_pipeline_is_planned():
     planned = config_of("stage=plan", "engine.pipeline_parallel=2", "sft.batch_size=64", "ppo.batch_size=36")
     check_ranks(planned, 32)  # PPO is not planned
 
@@ -540,8 +290,6 @@ def test_truncated_sampling_causes_a_warning():
     assert warnings(config_of()) == []
     for setting in ("rollout.top_p=0.9", "rollout.min_p=0.1", "rollout.repetition_penalty=1.2"):
         assert warnings(config_of(setting))[0].startswith(f"{setting}: ")
-    message = refusal("rollout.min_new_tokens=9", "rollout.max_new_tokens=8")
-    assert message.startswith("rollout.min_new_tokens=9 exceeds")
 
 
 def test_stop_strings_and_cache_bytes():
@@ -549,10 +297,7 @@ def test_stop_strings_and_cache_bytes():
     assert config.rollout.stop == ["Human:", " a b"] and config.rollout.cache_bytes == 2_000_000_000
     assert config_of().rollout.stop == [] and config_of().rollout.cache_bytes is None
     assert warnings(config) == []
-    assert "[a, b, ...]" in refusal("rollout.stop=Human:")
     assert refusal("rollout.stop=['']").startswith("rollout.stop")
-    for bad in ("0", "-5", "many", "1.5"):
-        assert refusal(f"rollout.cache_bytes={bad}").startswith(f"rollout.cache_bytes={bad}: ")
 
 
 def test_role_engines_change_the_run_engine():
@@ -724,8 +469,3 @@ def test_a_configuration_of_another_program_beside_a_start_model_is_ignored(cont
 def test_a_sweep_by_glob_is_one_message() -> None:
     with pytest.raises(UserError, match=r"model=glob\(gpt2\*\) is not an option of model"):
         compose_jobs(parse_command(["-m", "data=demo", "model=glob(gpt2*)"]))
-
-
-def test_a_held_out_split_of_local_data_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.sources\.0\.eval_split=test is a split of a data set of the hub: set"):
-        validate(compose(["model=gpt2", "data.sources=[{path: a.jsonl, eval_split: test}]"]))

@@ -1,0 +1,227 @@
+"""Each mistake on a command line becomes one line with the correction."""
+
+import pytest
+
+from pipeline.config import check_engine
+from pipeline.config.compose import compose
+from pipeline.config.stages import STAGES
+from pipeline.errors import UserError
+from tests.composed import config_of, refusal
+
+DISTILL = ["method=distill", "teacher=a"]
+PAIRS = "method=dpo"
+PIPELINES = ["stage=sft", "engine.pipeline_parallel=2"]
+SEQUENCES = "engine.sequence_parallel=2"
+PLAN = "stage=plan"
+QLORA = ["model.quantize=nf4", "sft=lora", "reward=lora", "ppo=lora"]
+VLLM = "rollout.generator=vllm"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is no package of the tests."""
+    monkeypatch.setattr(check_engine, "find_spec", lambda name: True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("reward.lrr=1", "reward.lrr: there is no such key; did you mean reward.lr?"),
+        ("lr=1", "did you mean sft.lr, reward.lr, dpo.lr or ppo.lr?"),
+        ("sft.learning_rate=1", "sft.learning_rate: there is no such key; did you mean sft.lr?"),
+        ("ppo.max_completion_length=64", "did you mean rollout.max_new_tokens?"),
+        ("ppo.beta=0.04", "the weight of the KL is ppo.kl_coef"),
+        ("resume=true", "resume: there is no such key: run the same command again to resume"),
+        ("enginee=zero3", "enginee: there is no such key; did you mean engine?"),
+        ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
+        ("sft.lr=fast", "sft.lr=fast: write a number"),
+        ("evaluation.temperatures=[]", "evaluation.temperatures=[] is empty: write [a, b, ...] with one or more"),
+        ("engine.dtype=fp8", "engine.dtype=fp8: write auto, bf16, fp16 or fp32"),
+        ("model=opt-1.3", "did you mean model=opt-1.3b?"),
+        ("model=/models/mine", "for your own, set model.path="),
+        ("sft=fast", "sft=fast is not an option of sft. Options: default, lora"),
+        ("reward=lorra", "did you mean reward=lora? Options: default, lora; for a trained reward model, set"),
+        ("opt-1.3b", "'opt-1.3b' is not KEY=VALUE: did you mean model=opt-1.3b?"),
+        ("sft", "'sft' is not KEY=VALUE: did you mean stage=sft?"),
+        ("plan", "'plan' is not KEY=VALUE: did you mean stage=plan?"),
+        (__file__, f"'{__file__}' is not KEY=VALUE: did you mean data.path={__file__}?"),
+        ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
+        (["data.path=a", "data.sources=[{path: b}]"], "data.path=a and data.sources are both set, but"),
+        (["data.path=a", "data.sources.0.columns={q: prompt}"], "data.path=a and data.sources are both set, but"),
+        ("rollout.repetition_penalty=1e6", "rollout.repetition_penalty=1000000.0: must be <= 100000"),
+        ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),
+        ("--stage", "write settings as KEY=VALUE, without dashes"),
+        ("name=a/b", "name=a/b: a run name has"),
+        ("ppo.lora.dropout=0.1", "ppo.lora.dropout=0"),
+        ("ppo.advantage=rloo", "ppo.samples=1: set ppo.samples=4, or ppo.advantage=gae"),
+        ("profile.steps=[8,5]", "profile.steps=[8, 5] is not a range of steps: write the first"),
+        ("profile.steps=5", "profile.steps=5: write [a, b, ...] (first and last step"),
+        (["sft.export=best", "sft.eval_every=0"], "sft.export=best needs several evaluations, but sft.eval_every=0"),
+        (["ppo.length_penalty=0.1", "ppo.length_free=256"], "ppo.length_free=256 is not below rollout."),
+        (["ppo=grpo", "ppo.kl_estimator=k1"], "has a gradient that is 0 on average: set ppo.kl_estimator=k2 or k3"),
+        ("ppo.minibatches=3", "ppo.batch_size=64 does not divide over ppo.minibatches=3: ppo.batch_size=63 or 66"),
+        ("ppo.actor_engine.zero_stag=3", "ppo.actor_engine.zero_stag: there is no such key; did you mean"),
+        ("ppo.critic_engine.offload_optimizer=disk", "offload_optimizer=disk: write none, cpu or nvme"),
+        ("ppo.critic_engine={zero_stage: 3, offload_parameters: nvme}", "critic_engine.offload_optimizer=nvme or cpu"),
+        ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.zero_stage=3, not 0"),
+        ("engine.offload_parameters=nvme", "engine.offload_parameters=nvme needs engine.offload_optimizer=nvme or cpu"),
+        ("engine.nvme_path=/nowhere", "engine.nvme_path=/nowhere: there is no such folder"),
+        ("rollout.max_new_tokens=4096", "set ppo.max_length=4608, or lower the other two keys"),
+        ("model.hub=null", "model has no weights to load"),
+        ("data.stage_shares.sftt=1", "data.stage_shares.sftt"),
+        ("data.sources.0.stagess=[sft]", "there is no such key; did you mean data.sources.0.stages?"),
+        ("data.sources=[{path: a}, {path: b, x: 1}]", "data.sources.1.x: there is no such key; data.sources.1 has"),
+        ("sft.rank=8", "sft.rank: there is no such key; did you mean sft.lora.rank?"),
+        ("data.x=1", "data.x: there is no such key; data has name, path, sources"),
+        ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra only reads conf/"),
+        ("method=distill", "ppo.advantage=distill learns from a teacher: set teacher=FOLDER"),
+        ("teacher=a", "teacher=a is used by method=distill only: set method=distill"),
+        ([*DISTILL, "ppo=grpo"], "method=distill needs ppo.advantage=distill, not grpo"),
+        ([*DISTILL, "ppo.kl_coef=0.1"], "would count the KL to the teacher twice"),
+        ([*DISTILL, "ppo.reference=false"], "of the teacher, but ppo.reference=false: remove it"),
+        ([*DISTILL, "ppo.reward_model=true"], "ppo.reward_model=true has no effect, because"),
+        ([*DISTILL, "ppo.reward_function=f.py:f"], "ppo.reward_function=f.py:f has no effect"),
+        ([*DISTILL, "ppo.ratio=sequence"], "one advantage for each answer, but ppo.advantage=di"),
+        ([PAIRS, "reward=x/reward"], "model that PPO starts from, but method=dpo: remove reward="),
+        ([PAIRS, "dpo.loss=robust"], "is dpo.loss=sigmoid: set dpo.label_smoothing to the share of wrong"),
+        ("ppo.reward_weights={brief: 1}", "ppo.reward_weights.brief weighs a reward of ppo.reward_function, which is"),
+        (["ppo.kl_target=6", "ppo.kl_horizon=10"], "ppo.kl_horizon=10 is too short for rollouts of 64 answers: one"),
+        (["ppo.steps=5", "ppo.critic_warmup=5"], "ppo.critic_warmup=5 leaves no rollout of ppo.steps=5 that trains"),
+        ("ppo.ratio=sequence", "ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage=gae"),
+        ("ppo.kl_estimator=k3_weighted", "the KL counts in the reward, where the policy ratio is 1"),
+        (["ppo=online-dpo", "ppo.reference=false"], "compares the policy with the reference, but ppo.reference=false"),
+        ("ppo.advantage=online_dpo", "compares the answers to one prompt, but ppo.samples=1"),
+        ([PAIRS, "dpo=orpo", "dpo.sft_coef=1"], "adds the SFT loss twice, because ORPO contains it"),
+        ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x needs the path key: use eval_split="),
+        ("sft.lr=inf", "sft.lr=inf: write a finite number"),
+        ("sft.steps=true", "sft.steps=true: write a whole number"),
+        ("ppo.kl_coef=false", "ppo.kl_coef=false: write a number"),
+        ("hydra/launcher=joblib", "its own settings have no effect: remove it"),
+        (["method=dpo", "stage=reward"], "method=dpo has the stages sft and dpo, but stage=reward"),
+        ("ppo.reward_engine.offload_parameters=nvme", "needs ppo.reward_engine.zero_stage=3, not 0"),
+        (["ppo.export=best", "ppo.eval_every=5", "ppo.ema=0.9"], "both select the exported actor: remove one"),
+        (["ppo.kl_coef=0.05", "ppo.reference=false"], "weighs the KL to the reference: set ppo.kl_coef=0, or"),
+        (["rollout.stream=true", "rollout.tensor_parallel=2"], "stream=true needs rollout.tensor_parallel=1, not 2"),
+        (["rollout.min_new_tokens=9", "rollout.max_new_tokens=8"], "rollout.min_new_tokens=9 exceeds rollout.max_n"),
+        (["stage=sft", "actor=runs/x/sft"], "starts from, but stage=sft: remove actor=, or set stage=ppo (other"),
+        ("data.sources=[{path: a.jsonl, eval_split: test}]", "data.sources.0.eval_split=test is a split of a data set"),
+        ("rollout.stop=Human:", "rollout.stop=Human:: write [a, b, ...]"),
+        ("rollout.cache_bytes=1.5", "rollout.cache_bytes=1.5: write a whole number"),
+        ("engine.compress=both", "engine.compress=both needs sharding: set engine=zero1"),
+        ("engine.states=bf16", "engine.states=bf16 needs engine.dtype=bf16, not auto"),
+        (["engine.states=bf16", "engine.dtype=bf16", "engine.tensor_parallel=2"], "engine.tensor_parallel=1"),
+        (["engine.pipeline_parallel=2", "stage=all"], "engine.pipeline_parallel=2 supports only SFT: set stage=sft"),
+        ([*PIPELINES, "engine=zero3"], "engine=zero0, zero1 or zero2"),
+        ([*PIPELINES, "engine=zero2-offload"], "pipeline_parallel=2 needs engine.offload_optimizer=none, not cpu"),
+        ([*PIPELINES, "rollout.tensor_parallel=2"], "needs rollout.tensor_parallel=1"),
+        ("ppo.actor_engine={pipeline_parallel: 2}", "ppo.actor_engine.pipeline_parallel: PPO does not support"),
+        ([SEQUENCES, "engine.tensor_parallel=2"], "engine.sequence_parallel=2 needs engine.tensor_parallel=1"),
+        ([SEQUENCES, "ppo.actor_engine={compile_blocks: true}"], "needs ppo.actor_engine.compile_blocks=false"),
+        ([SEQUENCES, "sft.packing=false"], "engine.sequence_parallel=2 splits packed rows: set sft.packing=true"),
+        ("plan.device=h100", "plan.device=h100 needs stage=plan, not stage=all: add stage=plan"),
+        ([PLAN, "plan.ranks=8"], "plan.ranks=8 needs plan.device=NAME: set it, or set ranks=8"),
+        ([PLAN, "plan.device=h100", "ranks=8"], "write plan.ranks=8 instead"),
+        ([PLAN, "plan.device=cpu"], "or t4 (stage=plan: GPU to plan for, by its data sheet; null: measure"),
+        ([*QLORA, "reward=default"], "nf4 freezes the model, so each stage trains adapters, but reward.lora.rank=0"),
+        ([*QLORA, "engine=zero3"], "nf4 does not shard the weights in 4 bits: set engine.zero_stage=2 instead of 3"),
+        ([*QLORA, "engine.compile_blocks=true"], "nf4 needs engine.compile_blocks=false, not true"),
+        ([*QLORA, "engine.deepspeed={zero_optimization: {stage: 1}}"], "nf4 needs engine.deepspeed=null"),
+        ([*QLORA, "ppo.critic_engine={offload_optimizer: cpu}"], "needs ppo.critic_engine.offload_optimizer=none"),
+        ([*QLORA, "ppo.reward_engine={zero_stage: 3}"], "4 bits: set ppo.reward_engine.zero_stage=2 instead of 3"),
+        ([*QLORA, "rollout.stream=true"], "nf4 needs rollout.stream=false"),
+        ([VLLM, "rollout.tensor_parallel=2"], "vllm needs rollout.tensor_parallel=1, not 2: remove one of the two"),
+        ([VLLM, *PIPELINES], "rollout.generator=vllm needs engine.pipeline_parallel=1, not 2"),
+        ([VLLM, "model.trust_remote_code=true"], "needs model.trust_remote_code=false, not true"),
+        ([VLLM, *QLORA], "rollout.generator=vllm needs model.quantize=none, not nf4"),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_refused_with_a_correction(words: str | list[str], expected: str) -> None:
+    lines = refusal("model=opt-1.3b", *([words] if isinstance(words, str) else words))
+    assert expected in lines.replace("Did", "did")
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("seed=1,2", "add -m to run every value"),
+        ("sft.lr='", "cannot read the command line: sft.lr=': the value has an open quote or bracket"),
+        (f"seed={'1' * 5000}", "cannot read the command line: Exceeds the limit (4300 digits)"),
+        ("größe=1", "cannot read größe=1: a key has the letters a to z"),
+    ],
+)
+def test_a_word_that_hydra_cannot_read_is_refused(word: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose([word])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "other", "needed"),
+    [
+        ("ppo.reward_ensemble=['a']", "ppo.reward_model=false", "ppo.reward_model=true"),
+        ("ppo.ensemble_score=worst", "ppo.reward_ensemble=[]", "ppo.reward_ensemble=[FOLDER]"),
+        ("ppo.reward_threads=4", "ppo.reward_function=null", "ppo.reward_function=FILE.py:NAME"),
+        ("ppo.critic_warmup=2", "ppo.advantage=grpo", "ppo.advantage=gae"),
+        ("ppo.pair_beta=0.2", "ppo.advantage=gae", "ppo.advantage=online_dpo"),
+        ("ppo.divide_by_std=false", "ppo.advantage=gae", "ppo.advantage=grpo"),
+        ("ppo.resample=2", "ppo.advantage=reinforce", "ppo.advantage=grpo"),
+        ("ppo.kl_in=reward", "ppo.advantage=online_dpo", "ppo.advantage=gae"),
+        ("ppo.kl_target=6.0", "ppo.kl_coef=0.0", "ppo.kl_coef=0.05"),
+        ("ppo.score_clip=1.0", "ppo.advantage=distill", "ppo.advantage=gae"),
+        ("ppo.length_penalty=0.1", "ppo.advantage=distill", "ppo.advantage=gae"),
+        ("ppo.shared_forward=true", "ppo.minibatches=2", "ppo.minibatches=1"),
+        ("ppo.shared_forward=true", "ppo.unfinished=mask", "ppo.unfinished=penalize"),
+        ("ppo.dual_clip=2.0", "ppo.loss=cispo", "ppo.loss=clip"),
+        ("ppo.importance_weights=token_mask", "ppo.importance_cap=null", "ppo.importance_cap=2"),
+        ("ppo.length_free=20", "ppo.length_penalty=0.0", "ppo.length_penalty=0.01"),
+        ("dpo.label_smoothing=0.1", "dpo.loss=ipo", "dpo.loss=sigmoid"),
+        ("dpo.margin=1.0", "dpo.loss=sigmoid", "dpo.loss=simpo"),
+        ("dpo.undesirable_weight=2.0", "dpo.loss=sigmoid", "dpo.loss=kto"),
+        ("dpo.sft_coef=1.0", "dpo.loss=kto", "dpo.loss=sigmoid"),
+        ("evaluation.judge_threads=8", "evaluation.judge=null", "evaluation.judge=FILE.py:NAME"),
+        ("rollout.batch_size=8", "rollout.generator=vllm", "rollout.generator=engine"),
+    ],
+)
+def test_a_key_without_effect_is_refused(word: str, other: str, needed: str) -> None:
+    stage = word.partition(".")[0]
+    run = f"stage={stage}" if stage in STAGES else "stage=all"
+    expected = f"{word} has no effect with {other}: set {needed}, or remove {word.partition('=')[0]}"
+    assert expected in refusal("model=opt-1.3b", word, other, run).splitlines()
+
+
+def test_all_mistakes_are_listed_together() -> None:
+    lines = refusal("model=opt-1.3b", "sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
+    assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
+
+
+def test_a_quantized_reward_model_needs_adapters_in_ppo() -> None:
+    words = [*QLORA, "model.quantize=none", "reward_model=opt-350m", "reward_model.quantize=nf4", "ppo=default"]
+    assert [line.partition(",")[0] for line in refusal("model=opt-1.3b", *words).splitlines()] == [
+        "reward_model.quantize=nf4 freezes the model"
+    ]
+
+
+@pytest.mark.parametrize(("words", "package"), [([VLLM], "vllm"), (QLORA, "bitsandbytes")])
+def test_a_missing_package_is_named_with_its_command(
+    words: list[str], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_engine, "find_spec", lambda name: None)
+    (line,) = refusal("model=opt-1.3b", *words).splitlines()
+    extra = {"vllm": "vllm", "bitsandbytes": "quantize"}[package]
+    assert f"needs the package {package}, which is not installed: pip install '.[{extra}]'" in line
+    config_of("model=opt-1.3b", *words, PLAN)  # a plan needs neither
+
+
+def test_combinations_that_are_supported() -> None:
+    for words in (
+        [SEQUENCES, "sft.packing=false", "stage=reward"],  # the rows of the reward stage are always packed
+        [PLAN, PIPELINES[1]],
+        [*PIPELINES, "engine=auto"],
+        [*QLORA, "engine=zero2"],
+        [VLLM, "ppo=lora", "engine=zero3"],
+        ["stage=sft", "dpo.margin=1", "ppo.pair_beta=0.2"],  # stages that do not run are not checked
+        ["ppo.dual_clip=null", "ppo.shared_forward=false", "ppo=cispo", "ppo.minibatches=2"],
+        ["stage=sft", "reward.export=best"],
+        ["ppo.export=best", "ppo.eval_every=5"],
+    ):
+        config_of("model=opt-1.3b", *words)
