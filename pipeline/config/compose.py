@@ -50,8 +50,6 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False, prog=TRAIN)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
-    parser.add_argument("-p", "--package")
-    parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     flags, overrides = parser.parse_known_args(list(argv))
     flags.overrides = tuple(overrides)

@@ -109,13 +109,7 @@ def _run(arguments: list[str], stage: str | None) -> int:
     jobs = compose_jobs(command)
     configs = [_validated(job, stage) for job in jobs]
     if command.cfg:
-        shown = configs[0].model_dump(mode="json")
-        for key in command.package.split(".") if command.package else []:
-            if not isinstance(shown, dict) or key not in shown:
-                raise UserError(f"--package {command.package}: there is no such key")
-            shown = shown[key]
-        text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-        print(text.removesuffix("...\n"), end="")
+        print(yaml.safe_dump(configs[0].model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
         return 0
     ranks = _ranks(configs)
     control = Control(ranks)

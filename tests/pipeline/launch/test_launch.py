@@ -142,7 +142,7 @@ def test_the_rank_that_failed_is_named_and_the_others_end(fake, ends, behaviour,
 
 
 def test_output_without_a_reader_does_not_crash():
-    command = [sys.executable, "train.py", "--cfg", "job", "--package", "sft"]
+    command = [sys.executable, "train.py", "--cfg", "job"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = subprocess.Popen(command, cwd=ROOT, env=buffered, stdout=PIPE, stderr=PIPE)
     command.stdout.close()
