@@ -142,47 +142,56 @@ def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
 def require_later_models(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
     """Raise UserError if a model of this run cannot serve a stage after the first one.
 
-    `source` is the policy. The checks run before the first stage.
-    """
-    require_scorer(config, source)
-    require_given_models(config)
-    require_tokenizer(config, tokenizer)
-    require_adapters(config, source)
-
-
-def require_scorer(config: RunConfig, source: ModelSource) -> None:
-    """Raise UserError if a stage of this run needs a reward model or critic that cannot be built, or if a separate
-    reward model has too few positions or cannot be split over the ranks.
-
-    A reward model on a hub is not checked.
+    `source` is the policy. The checks run before the first stage. A reward model on a hub is not checked, because it
+    would have to be downloaded first.
     """
     stages = stages_to_run(config)
-    if "reward" in stages and config.reward_model is not None:
-        if config.reward_model.hub is None:  # a hub model would have to be downloaded first
-            reward = resolve(config.reward_model, config.seed)
-            check_scores(reward)
-            _require_split(config, reward)
-            require_context(config, "reward", reward)
-    elif "reward" in stages or ("ppo" in stages and not config.ppo.reward_model and config.ppo.advantage == "gae"):
-        check_scores(source)
+    if "reward" in stages and (config.reward_model is None or config.reward_model.hub is None):
+        _require_reward_base(config, source, tokenizer)
+    if "dpo" in stages:
+        _require_adapters(config, "dpo", source)
+    if "ppo" in stages:
+        _require_models_of_ppo(config, source, tokenizer)
 
 
-def require_given_models(config: RunConfig) -> None:
-    """Raise UserError if a folder that `reward`, `ppo.reward_ensemble` or `teacher` names has another kind of model, or
-    a model with too few positions, or a reward model that cannot be split over the ranks.
-    """
-    if "ppo" not in stages_to_run(config):
-        return
-    for folder in filter(None, (config.reward_path, *config.ppo.reward_ensemble)):
-        reward = resolve(config.reward_model or config.model, config.seed, folder=Path(folder))
+def _require_reward_base(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if the reward stage cannot start from its model: `reward_model`, by default the policy."""
+    if config.reward_model is not None:
+        source = resolve(config.reward_model, config.seed)
+        check_base_tokenizer(source, tokenizer)
+        _require_split(config, source)
+        require_context(config, "reward", source)
+    check_scores(source)
+    _require_adapters(config, "reward", source)
+
+
+def _require_models_of_ppo(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if PPO cannot use a model that another run or the user trained, or a critic of the policy."""
+    for folder in map(Path, filter(None, (config.reward_path, *config.ppo.reward_ensemble))):
+        reward = resolve(config.reward_model or config.model, config.seed, folder=folder)
         check_kind(reward, wanted="ForSequenceClassification")
         check_scores(reward)
+        check_reward_tokenizer(folder, tokenizer)
         _require_split(config, reward)
         require_context(config, "ppo", reward)
     if config.teacher is not None:
         teacher = resolve(config.model, config.seed, folder=Path(config.teacher))
         check_kind(teacher, wanted="ForCausalLM")
+        check_teacher_tokenizer(config.teacher, tokenizer)
         require_context(config, "ppo", teacher)
+    if not config.ppo.reward_model and config.ppo.advantage == "gae":
+        check_scores(source)
+    _require_adapters(config, "ppo", source)
+
+
+def _require_adapters(config: RunConfig, stage: str, source: ModelSource) -> None:
+    """Raise UserError if the LoRA targets of a stage match no module of its model."""
+    lora = getattr(config, stage).lora
+    if lora.rank and lora.targets != "all-linear":
+        try:
+            check_adapters(source, lora, scores=stage == "reward")
+        except UserError as problem:
+            raise UserError(f"{stage}.{problem}") from problem
 
 
 def _require_split(config: RunConfig, reward: ModelSource) -> None:
@@ -195,22 +204,6 @@ def _require_split(config: RunConfig, reward: ModelSource) -> None:
     except ValueError as error:
         message = in_keys(str(error)).replace("model.tensor_plan", "reward_model.tensor_plan")
         raise UserError(f"the reward model {reward.name} cannot be split over the ranks: {message}") from error
-
-
-def require_tokenizer(config: RunConfig, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if a reward model of this run has another tokenizer than the policy, or the teacher another
-    vocabulary.
-
-    A reward model on a hub is not checked.
-    """
-    stages = stages_to_run(config)
-    if "reward" in stages and config.reward_model is not None and config.reward_model.hub is None:
-        check_base_tokenizer(resolve(config.reward_model, config.seed), tokenizer)
-    if "ppo" in stages:
-        for folder in filter(None, (config.reward_path, *config.ppo.reward_ensemble)):
-            check_reward_tokenizer(Path(folder), tokenizer)
-        if config.teacher is not None:
-            check_teacher_tokenizer(config.teacher, tokenizer)
 
 
 def check_base_tokenizer(source: ModelSource, tokenizer: ChatTokenizer) -> None:
@@ -246,22 +239,3 @@ def check_teacher_tokenizer(teacher: str, tokenizer: ChatTokenizer) -> None:
             f"teacher={teacher} has another tokenizer than the student, so the two models have different tokens: train "
             "the student with model.tokenizer of the teacher, or select a teacher with the vocabulary of the student"
         )
-
-
-def require_adapters(config: RunConfig, source: ModelSource) -> None:
-    """Raise UserError if the LoRA targets of a stage after SFT match no module of its model.
-
-    A reward model on a hub is not checked.
-    """
-    for stage in stages_to_run(config):
-        lora = getattr(config, stage).lora
-        if stage == "sft" or not lora.rank or lora.targets == "all-linear":
-            continue
-        other = config.reward_model if stage == "reward" else None
-        if other is not None and other.hub is not None:  # a hub model would have to be downloaded first
-            continue
-        try:
-            adapted = source if other is None else resolve(other, config.seed)
-            check_adapters(adapted, lora, scores=stage == "reward")
-        except UserError as problem:
-            raise UserError(f"{stage}.{problem}") from problem

@@ -1,22 +1,21 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import BertConfig, LlamaConfig
 
+from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import DpoSection, LoraConfig, PpoSection, RewardSection
-from pipeline.data.tokenizer import load_tokenizer, train_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import stage_models
-from pipeline.models.source import ModelSource, resolve
+from pipeline.models.source import ModelSource
 from pipeline.models.stage_models import (
     check_base_tokenizer,
     check_teacher_tokenizer,
     policy_to_tune,
-    require_adapters,
     require_context,
-    require_given_models,
-    require_scorer,
-    require_tokenizer,
+    require_later_models,
     run_tokenizer,
 )
 from pipeline.stages.data import stage_records
@@ -75,97 +74,111 @@ def test_a_separate_reward_model_has_its_own_positions() -> None:
         require_context(separate, "reward", source)
 
 
-def test_a_family_without_reward_models_is_refused_before_sft() -> None:
-    source = ModelSource(
-        "b", BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4), None, 1, "sdpa", False
-    )
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a language model, a reward model and a classifier with three labels, each with 256 positions."""
+    folder = tmp_path_factory.mktemp("given")
+    for name, make in (("sft", language_model), ("reward", classifier), ("three", partial(classifier, labels=3))):
+        make(config_of("llama", max_position_embeddings=256)).save_pretrained(folder / name)
+        train_tokenizer(["aa ab"], 300).save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(given: Path) -> ChatTokenizer:
+    return load_tokenizer(str(given / "sft"))
+
+
+def llama() -> ModelSource:
+    return ModelSource("b", config_of("llama"), None, 1, "sdpa", False)
+
+
+def naming(key: str, folder: Path) -> RunConfig:
+    """Return a configuration whose key, or ensemble, names a folder."""
+    config, value = tiny_config(), str(folder)
+    base = config.model.model_copy(update={"weights": "pretrained", "path": value, "architecture": None})
+    others = {"reward_model": {"reward_model": base}, "ensemble": {"ppo": PpoSection(reward_ensemble=[value])}}
+    return config.model_copy(update=others.get(key, {key: value}))
+
+
+def only_sft(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"stage": "sft"})
+
+
+def test_a_family_without_reward_models_is_refused_before_sft(tokenizer: ChatTokenizer) -> None:
+    bert = BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4)
+    source = ModelSource("b", bert, None, 1, "sdpa", False)
     for changes in ({}, {"ppo": {"reward_model": False, "reward_function": "a.py:f"}}):
         with pytest.raises(UserError, match=r"no linear head named score\. .*ppo=grpo"):
-            require_scorer(tiny_config(**changes), source)
+            require_later_models(tiny_config(**changes), source, tokenizer)
     without = {"reward_model": False, "reward_function": "a.py:f", "advantage": "rloo", "samples": 2}
-    require_scorer(tiny_config(ppo=without), source)
-    require_scorer(tiny_config().model_copy(update={"stage": "sft"}), source)
     other = tiny_config()
-    require_scorer(other.model_copy(update={"reward_model": other.model}), source)
+    separate = other.model_copy(update={"reward_model": other.model})
+    for config in (tiny_config(ppo=without), only_sft(other), separate):
+        require_later_models(config, source, tokenizer)
 
 
-def test_a_reward_model_that_cannot_be_split_is_refused_before_sft(tmp_path: Path) -> None:
+def test_a_reward_model_that_cannot_be_split_is_refused_before_sft(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     config = tiny_config(engine={"tensor_parallel": 2})
-    source, gpt2 = resolve(config.model, 1), {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
     other = config.model_copy(update={"reward_model": config.model.model_copy(update={"architecture": gpt2})})
     with pytest.raises(UserError, match=r"GPT2.* without a tensor-parallel plan .*Set reward_model\.tensor_plan to"):
-        require_scorer(other, source)
-    require_scorer(config.model_copy(update={"reward_model": config.model}), source)
+        require_later_models(other, llama(), tokenizer)
+    require_later_models(config.model_copy(update={"reward_model": config.model}), llama(), tokenizer)
     classifier(config_of("gpt2")).save_pretrained(tmp_path)
+    tokenizer.save(tmp_path)
     with pytest.raises(UserError, match=r"GPT2.* without a tensor-parallel plan"):
-        require_given_models(config.model_copy(update={"reward_path": str(tmp_path)}))
+        require_later_models(config.model_copy(update={"reward_path": str(tmp_path)}), llama(), tokenizer)
 
 
-def test_given_models_of_another_kind_are_refused_before_sft(tmp_path: Path) -> None:
-    long = config_of("llama", max_position_embeddings=256)
-    language_model(long).save_pretrained(tmp_path / "sft")
-    classifier(long).save_pretrained(tmp_path / "reward")
-    classifier(long, labels=3).save_pretrained(tmp_path / "three")
-    sft, reward, three = (str(tmp_path / name) for name in ("sft", "reward", "three"))
-    config = tiny_config()
-    for changes, reason in (
-        ({"reward_path": sft}, "sft has a LlamaForCausalLM, not a reward model"),
-        ({"ppo": PpoSection(reward_ensemble=[sft])}, "sft has a LlamaForCausalLM, not a reward model"),
-        ({"reward_path": three}, "three has a classifier with 3 labels, but a reward model has one score"),
-        ({"teacher": reward}, "reward has a LlamaForSequenceClassification, not a language model"),
-    ):
-        given = config.model_copy(update=changes)
-        with pytest.raises(UserError, match=reason):
-            require_given_models(given)
-        require_given_models(given.model_copy(update={"stage": "sft"}))
-    require_given_models(config.model_copy(update={"reward_path": reward, "teacher": sft}))
+@pytest.mark.parametrize(
+    ("key", "name", "reason"),
+    [
+        ("reward_path", "sft", "sft has a LlamaForCausalLM, not a reward model"),
+        ("ensemble", "sft", "sft has a LlamaForCausalLM, not a reward model"),
+        ("reward_path", "three", "three has a classifier with 3 labels, but a reward model has one score"),
+        ("teacher", "reward", "reward has a LlamaForSequenceClassification, not a language model"),
+    ],
+)
+def test_given_models_of_another_kind_are_refused_before_sft(
+    key: str, name: str, reason: str, given: Path, tokenizer: ChatTokenizer
+) -> None:
+    config = naming(key, given / name)
+    with pytest.raises(UserError, match=reason):
+        require_later_models(config, llama(), tokenizer)
+    require_later_models(only_sft(config), llama(), tokenizer)
 
 
-def test_other_models_with_few_positions_are_refused_before_sft(tmp_path: Path) -> None:
-    few = config_of("llama", max_position_embeddings=256)
-    language_model(few).save_pretrained(tmp_path / "sft")
-    classifier(few).save_pretrained(tmp_path / "reward")
-    sft, reward = str(tmp_path / "sft"), str(tmp_path / "reward")
-    config = tiny_config()
+@pytest.mark.parametrize(
+    ("key", "name", "other_tokenizer"),
+    [
+        ("reward_model", "sft", "reward_model=.* has another tokenizer than the policy"),
+        ("reward_path", "reward", "the reward model in .* has another tokenizer or chat template than the actor"),
+        ("ensemble", "reward", "the reward model in .* has another tokenizer"),
+        ("teacher", "sft", "teacher=.* has another tokenizer than the student"),
+    ],
+)
+def test_given_models_with_few_positions_or_another_tokenizer_are_refused_before_sft(
+    key: str, name: str, other_tokenizer: str, given: Path, tokenizer: ChatTokenizer
+) -> None:
+    config = naming(key, given / name)
+    require_later_models(config, llama(), tokenizer)
     long = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": 256})})
-    for changes in ({"reward_path": reward}, {"ppo": PpoSection(reward_ensemble=[reward])}, {"teacher": sft}):
-        require_given_models(config.model_copy(update=changes))
-        with pytest.raises(UserError, match=r"has 256 positions .* rollout\.max_new_tokens=256"):
-            require_given_models(long.model_copy(update=changes))
-    short = config.model.model_copy(update={"architecture": few.to_dict()})
     with pytest.raises(UserError, match=r"has 256 positions .* rollout\.max_new_tokens=256"):
-        require_scorer(long.model_copy(update={"reward_model": short}), resolve(config.model, 1))
+        require_later_models(long, llama(), tokenizer)
+    with pytest.raises(UserError, match=other_tokenizer):
+        require_later_models(config, llama(), train_tokenizer(["ba bb"], 300))
 
 
-def test_models_with_another_tokenizer_are_refused_before_sft(tmp_path: Path) -> None:
-    language_model(config_of("llama")).save_pretrained(tmp_path)
-    train_tokenizer(["aa ab"], 300).save(tmp_path)
-    policy, other = load_tokenizer(str(tmp_path)), train_tokenizer(["ba bb"], 300)
-    config, folder = tiny_config(), str(tmp_path)
-    base = config.model.model_copy(update={"weights": "pretrained", "path": folder, "architecture": None})
-    for changes, reason in (
-        ({"reward_model": base}, "reward_model=.* has another tokenizer than the policy"),
-        ({"reward_path": folder}, "the reward model in .* has another tokenizer or chat template than the actor"),
-        ({"ppo": PpoSection(reward_ensemble=[folder])}, "the reward model in .* has another tokenizer"),
-        ({"teacher": folder}, "teacher=.* has another tokenizer than the student"),
-    ):
-        given = config.model_copy(update=changes)
-        require_tokenizer(given, policy)
-        require_tokenizer(given.model_copy(update={"stage": "sft"}), other)
-        with pytest.raises(UserError, match=reason):
-            require_tokenizer(given, other)
-
-
-def test_the_base_of_a_reward_model_and_a_teacher_may_have_another_chat_template(tmp_path: Path) -> None:
-    language_model(config_of("llama")).save_pretrained(tmp_path)
-    train_tokenizer(["aa ab"], 300).save(tmp_path)
+def test_the_base_of_a_reward_model_and_a_teacher_may_have_another_chat_template(
+    given: Path, tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
     template = "{% for m in messages %}{{ m.role }}={{ m.content }}{{ eos_token }}{% endfor %}"
     (tmp_path / "policy.jinja").write_text(template)
-    policy = load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "policy.jinja"))
-    base = ModelSource("b", config_of("llama"), tmp_path, 1, "sdpa", False)
-    check_teacher_tokenizer(str(tmp_path), policy)
-    assert policy.fingerprint() != load_tokenizer(str(tmp_path)).fingerprint()
-    check_base_tokenizer(base, policy)
+    policy = load_tokenizer(str(given / "sft"), chat_template=str(tmp_path / "policy.jinja"))
+    assert policy.fingerprint() != tokenizer.fingerprint()
+    check_teacher_tokenizer(str(given / "sft"), policy)
+    check_base_tokenizer(ModelSource("b", config_of("llama"), given / "sft", 1, "sdpa", False), policy)
 
 
 def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path) -> None:
@@ -176,8 +189,8 @@ def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path
         policy_to_tune(tiny_config(), tmp_path)
 
 
-def test_adapter_targets_of_later_stages_are_checked_before_sft() -> None:
-    source, other = (ModelSource("b", config_of(family), None, 1, "sdpa", False) for family in ("gpt2", "llama"))
+def test_adapter_targets_of_later_stages_are_checked_before_sft(tokenizer: ChatTokenizer) -> None:
+    source = ModelSource("b", config_of("gpt2"), None, 1, "sdpa", False)
     lora = LoraConfig(rank=2, targets=["q_proj"])
     config = tiny_config()
     for changes in (
@@ -187,9 +200,10 @@ def test_adapter_targets_of_later_stages_are_checked_before_sft() -> None:
     ):
         adapted = config.model_copy(update=changes)
         with pytest.raises(UserError, match=r"^(dpo|reward|ppo)\.lora\.targets=\['q_proj'\] matches no .*c_attn"):
-            require_adapters(adapted, source)
-        require_adapters(adapted, other)
-        require_adapters(adapted.model_copy(update={"stage": "sft"}), source)
+            require_later_models(adapted, source, tokenizer)
+        require_later_models(adapted, llama(), tokenizer)
+        require_later_models(only_sft(adapted), source, tokenizer)
     # The reward model is a Llama.
-    rewarding = config.model_copy(update={"reward": RewardSection(lora=lora), "reward_model": config.model})
-    require_adapters(rewarding, source)
+    section = RewardSection(lora=lora, max_length=160)
+    rewarding = config.model_copy(update={"reward": section, "reward_model": config.model})
+    require_later_models(rewarding, source, tokenizer)
