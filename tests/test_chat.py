@@ -222,32 +222,18 @@ def test_the_oldest_turns_leave_and_the_system_message_stays() -> None:
     assert fit("", turns[:1], count_words, None)[0] == turns[:1]
 
 
-def test_a_long_conversation_is_not_encoded_for_each_dropped_turn() -> None:
-    calls = []
-
-    def encode(messages: Sequence[Message]) -> list[int]:
-        calls.append(len(messages))
-        return [0] * len(messages)
-
-    turns = [Message("user" if n % 2 == 0 else "assistant", str(n)) for n in range(1001)]
-    messages, prompt = fit("system", turns, encode, 100)
-    assert [m.content for m in messages] == ["system", *map(str, range(902, 1001))] and len(prompt) == 100
-    assert len(calls) < 15
-
-
-def test_a_conversation_longer_than_the_context_continues(run: Path, tmp_path: Path) -> None:
+def test_a_conversation_longer_than_the_context_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A conversation longer than the model's positions drops its first turns with a note and without an error."""
     save_model(tmp_path / "m", 0, positions=64)
     participant = load(ChatModel("m", tmp_path / "m"))
-    notes = io.StringIO()
-    session = Session([participant], Sampling(48, seed=1), system="be brief", out=io.StringIO(), notes=notes)
+    session = Session([participant], Sampling(48, seed=1), system="be brief")
     session.run(["hello there, how are you?"] * 8)
     note = f"m has forgotten the first {participant.dropped // 2} turns"
-    assert len(participant.turns) + participant.dropped == 16 and note in notes.getvalue()
+    assert len(participant.turns) + participant.dropped == 16 and note in capsys.readouterr().err
     assert 0 < len(participant.turns) < 8  # dropped turns are removed, not tried again at each turn
     before = list(participant.turns)
     session.run(["good morning " * 60])
-    assert "too long" in notes.getvalue() and participant.turns == before
+    assert "too long" in capsys.readouterr().err and participant.turns == before
     session.run(["/reset"])
     assert (participant.turns, participant.dropped) == ([], 0)
 
@@ -356,11 +342,11 @@ def scripted_session(*answers: bytes, labels: bool = False) -> tuple[Session, li
         ChatParticipant(f"m{i}", each, ByteTokenizer(), None)  # type: ignore[arg-type]
         for i, each in enumerate(generators)
     ]
-    session = Session(participants, Sampling(9, seed=1), out=io.StringIO(), notes=io.StringIO(), labels=labels)
+    session = Session(participants, Sampling(9, seed=1), labels=labels)
     return session, generators
 
 
-def test_turns_system_message_and_reset_form_the_prompts() -> None:
+def test_turns_system_message_and_reset_form_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     session, (participant,) = scripted_session(b"yes\x1b")
     session.run(["one", "", "/system be kind", "two", "/reset", "three", "/system", "four", "/quit", "five"])
     assert [prompt for prompt, _, _ in participant.calls] == [
@@ -370,17 +356,17 @@ def test_turns_system_message_and_reset_form_the_prompts() -> None:
         "u:three|a:yes\x1b|u:four",
     ]
     assert [stream for _, _, stream in participant.calls] == [1, 2, 1, 2]
-    assert session.out.getvalue() == "yes\n" * 4  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "yes\n" * 4
 
 
-def test_options_change_in_the_chat() -> None:
+def test_options_change_in_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     session, (participant,) = scripted_session(b"ok")
     session.run(["/set temperature 0.25", "/set max-new-tokens 5", "/set top_k 3", "/set top-p 2", "/set nose 1",
                  "/set seed x", "/what", "/top-k 3", "/set min-p", "hello"])  # fmt: skip
     _, sampling, _ = participant.calls[0]
     assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k, sampling.top_p) == (0.25, 5, 3, 1.0)
     assert sampling.end_ids == (0,)
-    notes = session.notes.getvalue()  # type: ignore[attr-defined]
+    notes = capsys.readouterr().err
     for note in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such",
                  "/top-k 3: there is no such command; type /set top-k 3", "/set min-p: to what?"):  # fmt: skip
         assert note in notes
@@ -389,13 +375,13 @@ def test_options_change_in_the_chat() -> None:
     assert (changed.max_new_tokens, changed.stop, changed.temperature) == (7, ("a=b",), 0.25)
 
 
-def test_stop_strings_and_sampling_settings_are_set() -> None:
+def test_stop_strings_and_sampling_settings_are_set(capsys: pytest.CaptureFixture[str]) -> None:
     session, (participant,) = scripted_session(b"ok")
     session.run(["/set min-p 0.1", "/set repetition-penalty 1.5", "/set min-new-tokens 2", r"/set stop a b\n", "one",
                  '/set stop ""', "/set min-new-tokens 10", "two"])  # fmt: skip
     first, second = (sampling for _, sampling, _ in participant.calls)
     assert (first.min_p, first.repetition_penalty, first.min_new_tokens, first.stop) == (0.1, 1.5, 2, ("a b\n",))
-    notes = session.notes.getvalue()  # type: ignore[attr-defined]
+    notes = capsys.readouterr().err
     # Notes show stop strings in the form in which a user types them.
     assert r'stop "a b\n"' in notes and 'stop ""' in notes
     assert (second.stop, second.min_new_tokens) == ((), 2)  # an answer has 9 tokens at most
@@ -410,30 +396,30 @@ def test_an_answer_ends_with_its_stop_string(run: Path) -> None:
     assert stopped == participant.turns[-1].content == complete[: complete.index(stop)].strip()
 
 
-def test_a_stop_string_may_be_a_line_break() -> None:
+def test_a_stop_string_may_be_a_line_break(capsys: pytest.CaptureFixture[str]) -> None:
     session, _ = scripted_session(b"\none\ntwo")
     session.run([r"/set stop e\n", "question"])
-    assert session.out.getvalue() == "on\n"  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "on\n"
 
 
-def test_ctrl_c_stops_only_the_current_answer() -> None:
+def test_ctrl_c_stops_only_the_current_answer(capsys: pytest.CaptureFixture[str]) -> None:
     session, (participant, other) = scripted_session(b"half\x03rest", b"other", labels=True)
     session.run(["one", "two"])
-    assert session.out.getvalue() == "m0> half\nm0> half\n" and other.calls == []  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "m0> half\nm0> half\n" and other.calls == []
     assert participant.calls[1][0] == "u:one|a:half|u:two"
 
 
-def test_an_empty_answer_is_named() -> None:
+def test_an_empty_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     session, _ = scripted_session(b"", b" ", b"word")
     session.run(["one"])
-    notes = session.notes.getvalue()  # type: ignore[attr-defined]
+    notes = capsys.readouterr().err
     assert notes == "(m0 ended its answer without a word)\n(m1 ended its answer without a word)\n"
 
 
-def test_each_model_has_its_own_conversation() -> None:
+def test_each_model_has_its_own_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     session, (first, second) = scripted_session(b"A", b"B", labels=True)
     session.run(["one", "two"])
-    assert session.out.getvalue() == "m0> A\nm1> B\n" * 2  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == "m0> A\nm1> B\n" * 2
     assert first.calls[1][0] == "u:one|a:A|u:two" and second.calls[1][0] == "u:one|a:B|u:two"
 
 

@@ -5,8 +5,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, TextIO
+from dataclasses import dataclass, replace
+from typing import Any
 
 from engine import Sampling
 from pipeline.chat.participant import ChatParticipant
@@ -59,8 +59,8 @@ def printable(text: str) -> str:
 class Session:
     """A chat with one model, or with several models that answer the same prompts.
 
-    out: the stream for answers
-    notes: the stream for messages
+    Answers go to stdout, messages to stderr.
+
     labels: whether the model's name precedes each answer
     """
 
@@ -68,8 +68,6 @@ class Session:
     sampling: Sampling
     system: str = ""
     labels: bool = False
-    out: TextIO = field(default_factory=lambda: sys.stdout)
-    notes: TextIO = field(default_factory=lambda: sys.stderr)
     turn: int = 0
 
     def run(self, lines: Iterable[str]) -> None:
@@ -89,7 +87,7 @@ class Session:
             else:
                 self.answer(text)
         except UserError as mistake:
-            self._note(str(mistake))
+            note(str(mistake))
 
     def answer(self, text: str) -> bool:
         """Print the answer of every participant. Return False if Ctrl-C stopped one; the others are then skipped."""
@@ -104,23 +102,21 @@ class Session:
             for fragment in answer:
                 has_text = has_text or bool(fragment.strip())
                 if not has_output and self.labels:
-                    self._say(f"{participant.name}> ")
+                    say(f"{participant.name}> ")
                 has_output = True
-                self._say(printable(fragment))
+                say(printable(fragment))
         except KeyboardInterrupt:
             stopped = True
         finally:
             answer.close()
             if has_output or stopped:
-                self._say("\n")
+                say("\n")
         if stopped:
-            self._note("(stopped)")
+            note("(stopped)")
         elif not has_text:
-            self._note(f"({participant.name} ended its answer without a word)")
+            note(f"({participant.name} ended its answer without a word)")
         if participant.dropped:
-            self._note(
-                f"({participant.name} has forgotten the first {participant.dropped // 2} turns: its context is full)"
-            )
+            note(f"({participant.name} has forgotten the first {participant.dropped // 2} turns: its context is full)")
         return not stopped
 
     def _obey(self, line: str) -> None:
@@ -131,31 +127,31 @@ class Session:
             for participant in self.participants:
                 participant.reset()
             self.turn = 0
-            self._note("(the conversation starts anew)")
+            note("(the conversation starts anew)")
         elif command == "/system":
             self.system = rest.strip()
-            self._note("(system message set)" if self.system else "(no system message)")
+            note("(system message set)" if self.system else "(no system message)")
         elif command == "/set":
             if len(words) == 2:
                 self.sampling = with_option(self.sampling, *words)
             elif rest:
                 raise UserError(f"{line}: to what? /set KEY VALUE")
-            self._note("  ".join(f"{key} {_shown(getattr(self.sampling, key.replace('-', '_')))}" for key in OPTIONS))
+            note("  ".join(f"{key} {_shown(getattr(self.sampling, key.replace('-', '_')))}" for key in OPTIONS))
         elif command == "/help":
-            self._note(HELP)
+            note(HELP)
         else:
             instead = f"type /set {line[1:]}" if command[1:] in OPTIONS else "/help lists them"
             raise UserError(f"{line}: there is no such command; {instead}")
 
-    def _say(self, text: str) -> None:
-        """Write text to `out` at once."""
-        self.out.write(text)
-        self.out.flush()
 
-    def _note(self, text: str) -> None:
-        """Print a message to `notes`."""
-        self.out.flush()
-        print(printable(text), file=self.notes, flush=True)
+def say(text: str) -> None:
+    """Write text of an answer at once."""
+    print(text, end="", flush=True)
+
+
+def note(text: str) -> None:
+    """Print a message."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _shown(value: int | float | tuple[str, ...]) -> str:
