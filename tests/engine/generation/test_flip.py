@@ -12,7 +12,7 @@ from torch import nn
 
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.generation import prepacked_linears
-from engine.generation.flip import deal, states_on_host
+from engine.generation.flip import deal
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.sampling import Sampling
@@ -179,12 +179,3 @@ def test_long_prompts_are_divided_evenly() -> None:
 
 def test_fewer_prompts_than_ranks() -> None:
     assert [deal([3, 4], 3, group) for group in range(3)] == [[1], [0], []]
-
-
-def test_states_of_a_cpu_optimizer_stay() -> None:
-    parameter = torch.nn.Parameter(torch.randn(3))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.sum().backward()
-    optimizer.step()
-    with states_on_host(optimizer):
-        assert optimizer.state[parameter]["exp_avg"].untyped_storage().nbytes() == 12

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.generation import decode_loop
 from engine.generation import prepacked_linears as linear
@@ -17,7 +16,6 @@ from engine.generation.sampling import Sampling
 from tests.engine.generation.families import (
     ENDS,
     FAMILIES,
-    VOCABULARY,
     build,
     greedy_by_definition,
     ragged_prompts,
@@ -103,17 +101,6 @@ def test_streams_and_seeds_make_answers_differ(llama: nn.Module) -> None:
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
-def test_sampled_logprobs_are_those_of_the_plain_forward(llama: nn.Module) -> None:
-    sampling = Sampling(10, temperature=0.7, seed=2)
-    answers = Generator(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert len(answer.token_ids) == 10 and not answer.finished
-        with torch.no_grad():
-            logits = llama(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].double()
-        expected = (logits / 0.7).log_softmax(-1)[range(10), answer.token_ids]
-        assert answer.logprobs == pytest.approx(expected.tolist(), abs=2e-4)
-
-
 def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
     rollouts, sampling = Generator(llama, "cpu"), Sampling(12, end_ids=ENDS, seed=4)
     for stream in range(4):
@@ -130,17 +117,6 @@ def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypat
     calls.clear()  # forget the calls of the decode loop's trial
     read = list(itertools.islice(rollouts.stream(PROMPTS[0], Sampling(50)), 3))
     assert len(read) == 3 and len(calls) == 3
-
-
-def test_no_end_before_the_minimum(llama: nn.Module) -> None:
-    everything = tuple(range(0, VOCABULARY, 2))
-    sampling = Sampling(9, end_ids=everything, min_new_tokens=4, seed=1)
-    answers = Generator(llama, "cpu").generate(PROMPTS, sampling, STREAMS)
-    for answer in answers:
-        assert not set(answer.token_ids[:4]) & set(everything)
-        assert answer.finished == (answer.token_ids[-1] in everything)
-        assert not set(answer.token_ids[:-1]) & set(everything)
-    assert min(len(answer.token_ids) for answer in answers) == 5
 
 
 def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
@@ -173,21 +149,6 @@ def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
             hook.remove()
         assert llama(torch.tensor(PROMPTS[:1])).logits.isfinite().all(), "the model's own attention is not restored"
         assert [a.token_ids for a in rollouts.generate(PROMPTS, sampling, STREAMS, 3)] == expected
-
-
-def test_a_model_with_linear_attention_uses_its_own_cache() -> None:
-    """The model has linear attention, which has a state instead of keys and values."""
-    config = AutoConfig.for_model(
-        "qwen3_next", hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=VOCABULARY, num_experts=4,
-        num_experts_per_tok=2, shared_expert_intermediate_size=32, linear_num_value_heads=4, linear_num_key_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    answers = Generator(model, "cpu").generate(PROMPTS, GREEDY, STREAMS)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert_equal(answer, *greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens))
 
 
 def test_invalid_arguments_are_refused(llama: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.generation.kv_cache import CacheDemand, CacheSize, KVCache
+from engine.generation.kv_cache import CacheDemand
 
 CPU = torch.device("cpu")
 
@@ -20,15 +20,3 @@ def test_a_shared_prompt_is_counted_once() -> None:
     assert demand.size_within(99_967).sequences == 259, "the scratch slot takes memory too"
     assert demand.fits(small, small.sequences) and not demand.fits(small, 300)
     assert demand.size_within(5).sequences == 1, "the smallest size is one sequence"
-
-
-def test_rows_follow_the_slots() -> None:
-    cache = KVCache(CacheSize(3, 64, 2, 64), CPU)
-    layer = cache.layer(0, torch.empty(1, 2, 1, 8), torch.empty(1, 2, 1, 4))
-    assert layer is cache.layer(0, torch.empty(0), torch.empty(0)) and cache.token_bytes == 2 * (8 + 4) * 4
-    layer.prompt_keys[2, 1, 5] = 7
-    keys, values = layer.prompt_rows
-    assert keys.shape[::2] == (2, 8) and values.shape[2] == 4
-    assert (keys[1, 2 * 2 * 64 + 5] == 7).all() and keys[0].abs().sum() == 0
-    cache.copy_prefix(2, 0, 6)
-    assert (layer.prompt_keys[0, 1, 5] == 7).all() and layer.prompt_keys[1].abs().sum() == 0

@@ -82,10 +82,3 @@ def test_many_fp32_rows_use_pytorch() -> None:
         module[0].weight.zero_()
         assert module[0](x[:7]).abs().max() > 1, "prepacked weights must be a copy"
         assert torch.equal(module[0](x), module[0].bias.expand(len(x), -1)), "PyTorch must read the weight itself"
-
-
-def test_matrices_with_few_outputs_do_not_use_the_c_kernel(in_place: bool) -> None:
-    narrow, wide = nn.Linear(1 << 14, 15).to(BF16), nn.Linear(1 << 10, 16).to(BF16)
-    with PrepackedLinears(nn.ModuleList([wide, narrow])).applied():
-        assert isinstance(wide.forward, linear.LinearRows) is in_place
-        assert not isinstance(narrow.forward, linear.LinearRows)

@@ -38,14 +38,6 @@ def test_uniforms_equal_unsigned_arithmetic(seed: int) -> None:
         assert uniforms(seeds_of(seed, streams), position).tolist() == expected
 
 
-def test_uniforms_of_a_table_equal_those_of_its_cells() -> None:
-    streams = torch.arange(5)
-    table = uniforms(seeds_of(3, streams)[:, None], torch.arange(4))
-    assert table.shape == (5, 4)
-    for position in range(4):
-        assert torch.equal(table[:, position], uniforms(seeds_of(3, streams), position))
-
-
 def test_uniforms_are_flat_and_uncorrelated() -> None:
     """Numbers of neighbouring seeds, streams and positions have a flat histogram and no correlation (5 sigma)."""
     table = torch.stack([uniforms(seeds_of(seed, torch.arange(100))[:, None], torch.arange(100)) for seed in range(10)])

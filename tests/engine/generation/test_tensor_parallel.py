@@ -11,7 +11,6 @@ from torch import nn
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.generator import Generator
-from engine.loading import read_region
 from engine.parallel import collectives, dist
 from tests.engine.generation.families import build
 from tests.engine.generation.test_inference_model import CPU, PROMPTS, merged_by_peft
@@ -130,14 +129,3 @@ def too_many_heads() -> str:
 
 def test_heads_that_do_not_divide_are_refused(found: list[tuple[list[dict[str, Any]], str]]) -> None:
     assert all("Use a divisor of 3" in message for _, message in found)
-
-
-@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (1, 1), (1, 2)])
-def test_a_region_contains_a_share_of_each_block(dim: int, blocks: int) -> None:
-    full = torch.arange(8 * 12 * 2).view(8, 12, 2)
-    length = full.shape[dim] // (2 * blocks)
-    for index in range(2):
-        indices = [(2 * block + index) * length + i for block in range(blocks) for i in range(length)]
-        shares = tuple(slice(indices[i], indices[i] + length) for i in range(0, len(indices), length))
-        region = tuple(shares if each == dim else (slice(None),) for each in range(3))
-        assert torch.equal(read_region(full, region), full.index_select(dim, torch.tensor(indices)))

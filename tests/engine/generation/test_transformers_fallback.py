@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.generation.decode_step import SlotModel
@@ -58,6 +58,13 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "diffllama": ("padded", _GROUPED),  # its attention calls the registered function twice a layer
     "bart": ("same length", _BART),  # takes no position ids
     "mamba": ("padded", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "qwen3_next": (  # its linear attention has a state instead of keys and values
+        "padded",
+        _GROUPED
+        | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
     "roberta": ("no cache", _MODERN | {"is_decoder": True}),  # computes positions from the tokens that are not padding
     "rwkv": (
         "no cache",
@@ -104,27 +111,6 @@ def test_every_family_generates_as_its_plain_forward(family: str, caplog: pytest
                     answer.token_ids == greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens)[0]
                 )
     assert len({tuple(answer.token_ids) for answer in answers}) > 3
-
-
-def test_a_model_without_position_ids() -> None:
-    """The model computes its rotary positions from the length of the cache."""
-    model = build("gpt_neox")
-    forward = model.forward
-
-    def without_positions(
-        input_ids: Tensor,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        use_cache: Any = None,
-        return_dict: bool = True,
-    ) -> Any:
-        return forward(input_ids, attention_mask, past_key_values=past_key_values, use_cache=use_cache)
-
-    model.forward = without_positions  # type: ignore[method-assign]
-    rollouts = Generator(model, "cpu")
-    assert rollouts.mode != "slots"
-    for prompt, answer in zip(PROMPTS, rollouts.generate(PROMPTS, GREEDY, STREAMS), strict=True):
-        assert answer.token_ids == greedy_by_definition(model, prompt, answer.token_ids, GREEDY.max_new_tokens)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
