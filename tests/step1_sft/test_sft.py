@@ -118,16 +118,6 @@ def test_gradients_equal_those_of_the_plain_path(tmp_path: Path, key: str, monke
         torch.testing.assert_close(results[1][name], expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_counts_and_masks_agree() -> None:
-    expected = sum(int(item.counts[1:].sum()) for item in items())
-    for packing in (True, False):
-        batches, count = token_microbatches(items(), budget=24, packing=packing, pad_id=0)
-        assert count == expected == sum(len(batch.scored) for batch in batches)
-        assert all((batch.documents is not None) == packing for batch in batches)
-        real = sum(len(item.ids) for item in items())
-        assert sum(int((batch.input_ids != 0).sum()) for batch in batches) == real
-
-
 def test_held_out_loss(folder: Path, nats: list[float]) -> None:
     engine = build_policy(source_in(folder), trained(dropout=0.2))
     expected = pytest.approx(math.fsum(nats) / len(nats), rel=1e-5)  # nats for each token, without dropout

@@ -201,7 +201,14 @@ def trained(stage: StageRun, engine: Any) -> None:
         ("rollback", [LARGE, CUT], 0, "stops"),  # a smaller learning rate does not make answers longer
     ],
 )
-def test_each_reaction(action: Any, findings: list[Finding], rollbacks: int, outcome: str, tmp_path: Path) -> None:
+def test_each_reaction(
+    action: Any,
+    findings: list[Finding],
+    rollbacks: int,
+    outcome: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     stage, engine = begin(tmp_path / "ppo")
     trained(stage, engine)
     guard = Guard(action, True, 10.0, [Rollback(9, 8, "x")] * rollbacks)
@@ -212,6 +219,8 @@ def test_each_reaction(action: Any, findings: list[Finding], rollbacks: int, out
     else:
         guard.act(stage, 3, findings)
         assert read_rollbacks(stage.folder) == []
+    stops = "stops the stage after step 3 of 10 and exports step 2, the best one. Change the key"
+    assert (stops in capsys.readouterr().out) == (outcome == "stops")
     assert stage.last_step == (3 if outcome == "stops" else 10)
     assert guard.stopped_step == (3 if outcome == "stops" else None)
     restored = Guard(action, True, 10.0)
@@ -224,25 +233,12 @@ def test_each_reaction(action: Any, findings: list[Finding], rollbacks: int, out
     [
         (2, True, "step 2, the best one"),
         (0, True, "the SFT model, because no evaluated step is better"),
-        (0, False, "the SFT model, because ppo.eval_every=0 evaluates only the SFT model and the last step"),
+        (0, False, "the SFT model, because ppo.eval_every=0 evaluates only the SFT model and the last step (set ppo"),
         (None, True, "step 3, because no evaluated step may be the best"),
     ],
 )
 def test_the_exported_model_is_named(best: int | None, evaluates: bool, text: str) -> None:
     assert exported_model(best, 3, evaluates=evaluates).startswith(text)
-
-
-@pytest.mark.parametrize("eval_every", [0, 2])
-def test_a_stop_without_evaluations_names_the_key(
-    eval_every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage, _ = begin(tmp_path / "ppo", eval_every=eval_every)
-    stage.restore()
-    stage.note_best(0, "gold_score", 0.5, higher=True)
-    Guard("stop", True, 10.0).act(stage, 3, [LARGE])
-    output = capsys.readouterr().out
-    assert "stops the stage after step 3 of 10 and exports the SFT model, because" in output
-    assert ("set ppo.eval_every=N" in output) == (eval_every == 0)
 
 
 def test_without_grades_no_step_is_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,13 +150,6 @@ def test_a_change_of_one_stage_does_not_repeat_the_others(train):
     assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in output
 
 
-def test_a_logged_reference_and_threads_are_not_settings(train):
-    Path("score.py").write_text("def score(answer, row): return 0.0")
-    command = "name=x", "ppo.kl_coef=0", "ppo.reward_function=score.py:score"
-    train(*command, "ppo.reference=true", "ppo.reward_threads=4")
-    assert train(*command)[1].count("skipped") == 3
-
-
 def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "1"}\n')
     train("name=x", "data.path=a.jsonl", "stage=sft")
@@ -527,7 +520,7 @@ def test_only_keys_that_change_results_are_settings():
         return stage_settings(config_of(*BASE, *more), "ppo")
 
     how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "rollout.keep=false", "rollout.cache_bytes=9")
-    how += ("ppo.actor_engine.offload_optimizer=cpu",)
+    how += ("ppo.actor_engine.offload_optimizer=cpu", "ppo.reference=true", "ppo.reward_threads=4")
     watching = ("ppo.save_every=3", "tracking.project=x", "name=y", "sft.lr=1")
     plain = settings()
     assert settings(*how, *watching) == plain
