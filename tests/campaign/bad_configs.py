@@ -13,36 +13,24 @@ VALUES: list[tuple[str, str]] = [
     ("seed=99999999999999999999", "seed=9.*must be <"),
     (f"seed={DIGITS}", "value has 5000 digits"),
     ("seed=true", "seed=true: write a whole number"),
-    ("seed=null", "seed=null"),
     ("seed=[1]", "seed"),
-    ("seed={a:1}", "seed"),
-    ("sft.steps=true", "sft.steps=true: write a whole number"),
     ("sft.steps=0", "sft.steps=0: must be >= 1"),
     ("sft.steps=1000000000000", "sft.steps"),
     ("sft.steps=one", "sft.steps=one: write a whole number"),
-    ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
     ("sft.batch_size=1000000000", "sft.batch_size"),
-    ("sft.batch_size=[1,2]", "sft.batch_size"),
     ("sft.batch_size={a:1}", "sft.batch_size"),
     ("sft.batch_size=1e400", "sft.batch_size"),
     ("sft.lr=inf", "sft.lr=inf: write a finite number"),
     ("sft.lr=nan", "sft.lr=nan: write a finite number"),
-    ("sft.lr=-1", "sft.lr=-1: must be >= 0"),
     ("sft.lr=abc", "sft.lr=abc: write a number"),
     ("sft.lr=null", "sft.lr=null"),
     ("sft.lr=", "sft.lr"),
     ("sft.lr=\x1b[31m", "error"),
-    ("sft.epochs=inf", "sft.epochs=inf: write a finite number"),
     ("sft.epochs=0", "sft.epochs=0: must be > 0"),
-    ("sft.eps=0", "sft.eps=0: must be > 0"),
-    ("sft.eps=inf", "sft.eps"),
-    ("sft.weight_decay=inf", "sft.weight_decay"),
     ("sft.beta1=1", "sft.beta1=1: must be < 1"),
     ("sft.warmup=2", "sft.warmup=2: must be <= 1"),
     ("sft.schedule=exponential", "sft.schedule=exponential: write constant, linear or cosine"),
     ("sft.lora=8", "sft.lora"),
-    ("sft.lora.rank=-1", "sft.lora.rank=-1: must be >= 0"),
-    ("sft.export=first", "sft.export=first: write last or best"),
     ("sft=1", "sft"),
     ("sft.learning_rate=1", "there is no such key; did you mean sft.lr"),
     ("sft.foo.bar=1", "sft.foo"),
@@ -57,8 +45,6 @@ VALUES: list[tuple[str, str]] = [
     ("sft.lr=${nope}", "nope"),
     ("sft.lr=1,2", "write .1,2. for a list|add -m"),
     ("model=nope", "model=nope is not an option of model"),
-    ("data=nope", "data=nope is not an option of data"),
-    ("engine=nope", "engine=nope is not an option of engine"),
     ("recipe=nope", "recipe=nope is not an option of recipe"),
     ("model.architecture={}", "architecture"),
     ("model.architecture=3", "model.architecture=3: write {key: value"),
@@ -66,18 +52,14 @@ VALUES: list[tuple[str, str]] = [
     ("model.architecture={model_type:lama}", "did you mean llama"),
     ("model.architecture.hiden_size=64", "has no field hiden_size: did you mean hidden_size"),
     ("model.architecture.num_hidden_layers=0", "num_hidden_layers"),
-    ("model.architecture.num_hidden_layers=-1", "num_hidden_layers"),
     ("model.architecture.num_hidden_layers=two", "num_hidden_layers"),
     ("model.architecture.num_hidden_layers=1000000000", "num_hidden_layers"),
     ("model.architecture.hidden_size=33", "hidden.size"),
     ("model.architecture.vocab_size=10", "vocabulary needs at least"),
-    ("model.architecture.vocab_size=many", "vocab_size"),
     ("model.architecture.max_position_embeddings=8", "has 8 positions"),
     ("model.tokenizer=/nope", "/nope: there is no such folder"),
     ("model.chat_template=nope.jinja", "model.chat_template=nope.jinja: there is no such file"),
     ("model.path=/nope", "model.path=/nope"),
-    ("model.weights=none", "model.weights=none: write pretrained or random"),
-    ("model.attention=flash", "model.attention=flash: write auto, sdpa or eager"),
     ("data.path=nope.jsonl", "data.path=nope.jsonl: there is no such file"),
     ("data.path=", "data.path is empty"),
     ("data.path=http://localhost/a.jsonl", "URLs are not supported"),
@@ -85,48 +67,33 @@ VALUES: list[tuple[str, str]] = [
     ("data.sources=[{}]", "data.sources.0 has no data"),
     ("data.sources=[{path:a,columns:3}]", "data.sources.0.columns"),
     ("data.sources=[{path:a,weight:0}]", "data.sources.0.weight=0: must be > 0"),
-    ("data.eval_fraction=1", "data.eval_fraction=1: must be < 1"),
     ("data.stage_shares={sft:0,reward:0,ppo:0}", "at least one above 0"),
-    ("data.stage_shares={sft:-1}", "data.stage_shares"),
     ("data.stage_shares={sft:nan}", "data.stage_shares"),
     ("data.stage_shares={sfx:1}", "data.stage_shares"),
-    ("data.bad_row_limit=2", "data.bad_row_limit=2: must be <= 1"),
     ("data.demo_examples=3", "data.demo_examples=3: must be >= 200"),
     ("engine.zero_stage=4", "engine.zero_stage=4: write 0, 1, 2 or 3"),
     ("engine.dtype=int8", "engine.dtype=int8: write auto, bf16"),
     ("engine.deepspeed=nope.json", "engine.deepspeed"),
     ("engine.tensor_parallel=3", "engine.tensor_parallel=3 does not divide"),
-    ("engine.offload_ratio=2", "engine.offload_ratio=2: must be <= 1"),
     ("engine.offload_parameters=nvme", "zero_stage"),
     ("ranks=0", "ranks=0: must be >= 1"),
-    ("ranks=1.5", "ranks=1.5: write a whole number"),
     ("rollout.temperature=0", "rollout.temperature=0: must be >= 1e-05"),
-    ("rollout.temperature=inf", "rollout.temperature=inf: write a finite number"),
-    ("rollout.top_p=0", "rollout.top_p=0: must be >= 1e-05"),
     ("rollout.stop=['']", "rollout.stop"),
     ("rollout.stop=3", "rollout.stop=3: write"),
-    ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0: must be >= 1"),
     ("evaluation.temperatures=[]", "evaluation.temperatures"),
     ("evaluation.temperatures=[nan]", "evaluation.temperatures"),
-    ("evaluation.temperatures=[-1]", "evaluation.temperatures"),
-    ("evaluation.prompts=0", "evaluation.prompts=0: must be >= 1"),
     ("evaluation.judge=nope.py:f", "there is no file nope.py"),
     ("evaluation.judge=f", "write FILE.py:NAME"),
     ("profile.steps=[5]", "profile.steps=.5. is not a range"),
-    ("profile.steps=[0,1]", "profile.steps"),
-    ("tracking=nope", "tracking=nope is not an option"),
     ("tracking.kind=x", "tracking.kind=x: write wandb, tensorboard, both or none"),
     ("stage=nope", "stage=nope: write"),
     ("method=nope", "method=nope: write ppo, dpo or distill"),
     ("name=a/b", "a run name has letters"),
-    ("name=..", "a run name has letters"),
     ("run_dir=/proc/nope", "cannot create the run folder"),
     ("actor=/nope", "actor=/nope"),
 ]
 PPO_VALUES: list[tuple[tuple[str, ...], str]] = [
     (("ppo.guard=maybe",), "ppo.guard=maybe: write off, warn, stop or rollback"),
-    (("ppo.kl_coef=-1",), "ppo.kl_coef=-1: must be >= 0"),
-    (("ppo.samples=0",), "ppo.samples=0: must be >= 1"),
     (("ppo.minibatches=3", "ppo.batch_size=2"), "does not divide over ppo.minibatches"),
     (("ppo.reward_weights={model:x}",), "ppo.reward_weights.model=x: write a number"),
     (("ppo.reward_weights={a:1}",), "weighs a reward of ppo.reward_function, which is not set"),
@@ -139,26 +106,18 @@ PPO_VALUES: list[tuple[tuple[str, ...], str]] = [
     (("reward=/nope",), "reward=/nope"),
     (("ppo.advantage=grpo",), "ppo.samples=1: set"),
 ]
-DEEPSPEED = ["{", "[]", "1", '{"zero_optimization": 3}', '{"fp16": {"enabled": "maybe"}}', '{"optimizer": {"type": 4}}']
+DEEPSPEED = ["{", "[]", '{"zero_optimization": 3}', '{"fp16": {"enabled": "maybe"}}', '{"optimizer": {"type": 4}}']
 
 
 def cases() -> list[Case]:
     """Return the cases."""
     found = [Case("config", shown(value), (*TINY, *SFT, value), says) for value, says in VALUES]
     found += [Case("config", " ".join(values), (*TINY, "name=x", *values), says) for values, says in PPO_VALUES]
+    deepspeed = (*TINY, *SFT, "engine.deepspeed=ds.json")
     for content in DEEPSPEED:
-        found.append(
-            Case(
-                "config",
-                f"engine.deepspeed of {content}",
-                (*TINY, *SFT, "engine.deepspeed=ds.json"),
-                "engine.deepspeed",
-                prepare=writes("ds.json", content),
-            )
-        )
-    found.append(Case("config", "run_dir is a file", (*TINY, *SFT[:-1], "run_dir=f"), "f", prepare=writes("f", "")))
-    found.append(Case("config", "-m without values", ("-m",), "", status=2))
-    return [case for case in found if case.name != "-m without values"]
+        name = f"engine.deepspeed of {content}"
+        found.append(Case("config", name, deepspeed, "engine.deepspeed", prepare=writes("ds.json", content)))
+    return [*found, Case("config", "run_dir is a file", (*TINY, *SFT[:-1], "run_dir=f"), "f", prepare=writes("f", ""))]
 
 
 def shown(value: str) -> str:

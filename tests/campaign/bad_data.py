@@ -35,27 +35,21 @@ def turns(*roles: str, count: int = 40) -> list[dict[str, Any]]:
 
 BROKEN: list[tuple[str, str, str | bytes, str]] = [
     ("empty", "a.jsonl", "", "the file is empty"),
-    ("white space", "a.jsonl", " \n\n", "the file is empty"),
     ("not JSON", "a.jsonl", "hello\n", "a line is not a JSON object .line 1"),
     ("cut off", "a.jsonl", lines(chats(3))[:-9], "1 of 3 rows cannot be used.*first: line 3"),
     ("a list per line", "a.jsonl", "[1]\n", "line 1: it is list, not"),
-    ("a number per line", "a.jsonl", "3\n", "line 1: it is int, not"),
     ("5,000 digits", "a.jsonl", f'{{"prompt": "a", "completion": {DIGITS}}}\n', "not a JSON object .line 1.*4300"),
     ("5,000 digits in .json", "a.json", f'[{{"prompt": "a", "completion": {DIGITS}}}]', "cannot be read.*4300"),
     ("100,000 brackets", "a.jsonl", "[" * 100_000 + "\n", "line 1: it is nested too deeply"),
     ("100,000 brackets in .json", "a.json", "[" * 100_000, "nested too deeply"),
     ("columns, not rows", "a.json", '{"prompt": ["a"], "completion": ["b"]}', "has columns, not rows"),
     ("a text in .json", "a.json", '"text"', "not a list of objects"),
-    ("null in .json", "a.json", "null", "not a list of objects"),
     ("Latin-1", "a.jsonl", '{"prompt": "\xe4"}\n'.encode("latin-1"), "not UTF-8 text at byte 12"),
-    ("UTF-16", "a.jsonl", lines(chats()).encode("utf-16"), "not UTF-8"),
     ("an image", "a.jsonl", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "not UTF-8"),
-    ("zero bytes", "a.jsonl", b"\x00" * 100, "not a JSON object .line 1"),
     ("half an archive", "a.jsonl.gz", gzip.compress(lines(chats()).encode())[:60], "cannot be read"),
     ("a broken parquet", "a.parquet", b"PAR1 nothing PAR1", "cannot be read as parquet"),
     ("a broken arrow", "a.arrow", b"ARROW1 nothing", "cannot be read as arrow"),
     ("an unknown suffix", "a.docx", "x", "has no known suffix"),
-    ("no suffix", "a", "x", "has no known suffix"),
     ("more cells than the header", "a.csv", "prompt,completion\na,b,c\n", "more cells than the header"),
     ("an open quote", "a.csv", 'prompt,completion\n"a,b\n', "is not CSV"),
     ("other columns", "a.jsonl", lines([{"body": "a"}] * 40), "the columns match no known form"),
@@ -65,14 +59,11 @@ BROKEN: list[tuple[str, str, str | bytes, str]] = [
     ("null cells", "a.jsonl", lines(chats(completion=None)), "no answer"),
     ("empty answers", "a.jsonl", lines(chats(completion=" ")), "empty answer"),
     ("numbers as prompts", "a.jsonl", lines(chats(prompt=3)), "neither a text nor a list|not a text"),
-    ("objects as prompts", "a.jsonl", lines(chats(prompt={"a": 1})), "rows cannot be used"),
     ("true as answers", "a.jsonl", lines(chats(completion=True)), "rows cannot be used"),
     ("an unknown role", "a.jsonl", lines(turns("user", "robot")), "of the role 'robot'"),
     ("the assistant alone", "a.jsonl", lines(turns("assistant")), "rows cannot be used"),
     ("a late system message", "a.jsonl", lines(turns("user", "system", "assistant")), "a system message after"),
-    ("system messages alone", "a.jsonl", lines(turns("system")), "rows cannot be used"),
     ("messages of text", "a.jsonl", lines([{"messages": "hello"}] * 40), "messages are not a list"),
-    ("messages of numbers", "a.jsonl", lines([{"messages": [1, 2]}] * 40), "a message is not an object"),
     ("no messages", "a.jsonl", lines([{"messages": []}] * 40), "rows cannot be used|no messages"),
     ("a role of numbers", "a.jsonl", lines([{"messages": [{"role": 1, "content": "a"}]}] * 40), "without a role"),
     ("labels without kto", "a.jsonl", lines(chats(label=False)), "label is false|no label|rows cannot be used"),
@@ -89,7 +80,6 @@ BROKEN: list[tuple[str, str, str | bytes, str]] = [
 LEGAL: list[tuple[str, str, str | bytes]] = [
     ("a byte order mark", "a.jsonl", "\ufeff" + lines(chats())),
     ("CRLF", "a.jsonl", lines(chats()).replace("\n", "\r\n")),
-    ("no line break at the end", "a.jsonl", lines(chats())[:-1]),
     ("a greeting of the assistant first", "a.jsonl", lines(turns("assistant", "user", "assistant"))),
     ("one line of forty cut off", "a.jsonl", lines(chats())[:-9]),
     ("texts", "a.jsonl", lines([{"text": f"a{n}"} for n in range(40)])),
@@ -105,10 +95,8 @@ LEGAL: list[tuple[str, str, str | bytes]] = [
         "a.jsonl",
         lines(chats(3, completion=str(3**2_000_00 % 10**4000) * 200) + chats()),
     ),
-    ("numbers as answers", "a.jsonl", lines(chats(completion=3.5))),
     ("huge numbers as answers", "a.jsonl", lines(chats(completion=1e308))),
     ("extra columns", "a.jsonl", lines(chats(extra={"a": [1, {"b": None}]}))),
-    ("a tool turn", "a.jsonl", lines(turns("user", "assistant", "user", "assistant"))),
     ("two rows", "a.jsonl", lines(chats(3))),
     ("a hundred turns", "a.jsonl", lines(turns(*["user", "assistant"] * 50, count=8))),
     ("semicolons", "a.csv", "prompt;completion\n" + "".join(f"a{n};b{n}\n" for n in range(40))),
@@ -117,8 +105,6 @@ LEGAL: list[tuple[str, str, str | bytes]] = [
 PAIRS: list[tuple[str, list[Any], str]] = [
     ("a text margin", pairs(margin="high"), "margin is not a finite number"),
     ("a margin of NaN", pairs(margin=float("nan")), "margin is not a finite number"),
-    ("an infinite margin", pairs(margin=float("inf")), "margin is not a finite number"),
-    ("a margin as a list", pairs(margin=[1]), "margin is not a finite number"),
     ("a margin of true", pairs(margin=True), "margin is not a finite number"),
     (
         "a text score",
@@ -128,7 +114,6 @@ PAIRS: list[tuple[str, list[Any], str]] = [
     ("a huge margin", pairs(margin=1e308), "margin is not a finite number"),
     ("equal answers", pairs(rejected="same", chosen="same"), "chosen equals rejected"),
     ("no rejected answers", pairs(rejected=None), "no rejected"),
-    ("numbers as chosen", pairs(chosen={"a": 1}), "rows cannot be used"),
     ("completions for the reward model", chats(), "needs prompt . chosen . rejected"),
 ]
 
@@ -144,37 +129,21 @@ def cases() -> list[Case]:
         Case("data", name, (*sft, f"data.path={file}"), status=0, prepare=writes(file, content))
         for name, file, content in LEGAL
     ]
-    for name, rows, says in PAIRS:
-        arguments = (*TINY, *REWARD, "reward.use_margin=true", "data.path=a.jsonl")
-        found.append(Case("data", name, arguments, says, prepare=writes("a.jsonl", lines(rows))))
-    found += [
-        Case("data", "an empty folder", (*sft, "data.path=d"), "the folder has no", prepare=Path("d").mkdir),
-        Case("data", "a link to nothing", (*sft, "data.path=a.jsonl"), "there is no such file", prepare=_link),
-        Case(
-            "data", "a folder named like a file", (*sft, "data.path=d.jsonl"), "has no", prepare=Path("d.jsonl").mkdir
-        ),
-        Case(
-            "data",
-            "a renamed column that is missing",
-            (*sft, "data.sources=[{path: a.jsonl, columns: {x: prompt}}]"),
-            "there is no column x",
-            prepare=writes("a.jsonl", lines(chats())),
-        ),
-        Case(
-            "data",
-            "a missing eval_path",
-            (*sft, "data.sources=[{path: a.jsonl, eval_path: b.jsonl}]"),
-            "b.jsonl: there is no such file",
-            prepare=writes("a.jsonl", lines(chats())),
-        ),
-        Case(
-            "data",
-            "eval_path is path",
-            (*sft, "data.sources=[{path: a.jsonl, eval_path: a.jsonl}]"),
-            "no usable row is left",
-            prepare=writes("a.jsonl", lines(chats())),
-        ),
-    ]
+    reward = (*TINY, *REWARD, "reward.use_margin=true", "data.path=a.jsonl")
+    found += [Case("data", name, reward, says, prepare=writes("a.jsonl", lines(rows))) for name, rows, says in PAIRS]
+    for name, path, says, prepare in (
+        ("an empty folder", "d", "the folder has no", Path("d").mkdir),
+        ("a link to nothing", "a.jsonl", "there is no such file", _link),
+        ("a folder named like a file", "d.jsonl", "has no", Path("d.jsonl").mkdir),
+    ):
+        found.append(Case("data", name, (*sft, f"data.path={path}"), says, prepare=prepare))
+    for name, keys, says in (
+        ("a renamed column that is missing", "columns: {x: prompt}", "there is no column x"),
+        ("a missing eval_path", "eval_path: b.jsonl", "b.jsonl: there is no such file"),
+        ("eval_path is path", "eval_path: a.jsonl", "no usable row is left"),
+    ):
+        source = f"data.sources=[{{path: a.jsonl, {keys}}}]"
+        found.append(Case("data", name, (*sft, source), says, prepare=writes("a.jsonl", lines(chats()))))
     return found
 
 

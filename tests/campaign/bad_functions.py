@@ -12,17 +12,8 @@ from tests.campaign.bad_data import chats, lines
 from tests.campaign.cases import PPO, SFT, SHORT, Case
 from tests.tiny import ROOT
 
-GRPO = (
-    *SHORT,
-    "stage=ppo",
-    "actor=model",
-    *PPO,
-    "ppo.reward_model=false",
-    "ppo=rloo",
-    "ppo.samples=2",
-    "name=x",
-    "data.path=a.jsonl",
-)
+WITHOUT_REWARD_MODEL = ("ppo=rloo", "ppo.samples=2", "ppo.reward_model=false")
+GRPO = (*SHORT, "stage=ppo", "actor=model", *PPO, *WITHOUT_REWARD_MODEL, "name=x", "data.path=a.jsonl")
 REWARD = "ppo.reward_function=f.py:f"
 FUNCTIONS: list[tuple[str, str, str, int]] = [
     ("a syntax error", "def f(answer, row:", "SyntaxError in line 1", 2),
@@ -106,29 +97,10 @@ def cases() -> list[Case]:
         found.append(
             Case("service", name, (*GRPO, function), says, status, _files(""), ("model",), environment=environment)
         )
-    return [
-        *found,
-        Case(
-            "service",
-            "no address",
-            (*GRPO, function),
-            "has to be the address of the service",
-            2,
-            _files(""),
-            ("model",),
-            environment={"ZEROCHAT_SERVICE": ""},
-        ),
-        Case(
-            "service",
-            "an address that is no URL",
-            (*GRPO, function),
-            "has to be the address of the service",
-            2,
-            _files(""),
-            ("model",),
-            environment={"ZEROCHAT_SERVICE": "file:///etc/passwd"},
-        ),
-    ]
+    for name, address in (("no address", ""), ("an address that is no URL", "file:///etc/passwd")):
+        says, environment = "has to be the address of the service", {"ZEROCHAT_SERVICE": address}
+        found.append(Case("service", name, (*GRPO, function), says, 2, _files(""), ("model",), environment))
+    return found
 
 
 def _files(code: str) -> Callable[[], None]:

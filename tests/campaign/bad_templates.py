@@ -60,28 +60,18 @@ LEGAL: list[tuple[str, str]] = [
 
 def cases() -> list[Case]:
     """Return the cases."""
-    arguments = (
-        *TINY,
-        *SFT,
-        "data.path=a.jsonl",
-        "model.tokenizer=tok",
-        "model.chat_template=t.jinja",
-        "sft.max_length=200",
-    )
-    found = [
-        Case("template", name, arguments, says, prepare=_files(template), needs=("tok",))
-        for name, template, says in REFUSED
-    ]
-    found += [
-        Case("template", name, arguments, status=0, prepare=_files(template), needs=("tok",))
-        for name, template in LEGAL
-    ]
+    keys = ("data.path=a.jsonl", "model.tokenizer=tok", "model.chat_template=t.jinja", "sft.max_length=200")
+
+    def case(name: str, says: str, prepare: Callable[[], None], status: int = 2) -> Case:
+        return Case("template", name, (*TINY, *SFT, *keys), says, status, prepare, needs=("tok",))
+
     rows = lines(turns(*["user", "assistant"] * 30, count=8))
-    more = _files("{% if messages | length > 9 %}{{ 1 / 0 }}{% endif %}" + CONTENT, rows)
-    found.append(
-        Case("template", "fails after nine turns", arguments, "ZeroDivisionError", prepare=more, needs=("tok",))
-    )
-    return found
+    late = _files("{% if messages | length > 9 %}{{ 1 / 0 }}{% endif %}" + CONTENT, rows)
+    return [
+        *(case(name, says, _files(template)) for name, template, says in REFUSED),
+        *(case(name, "", _files(template), status=0) for name, template in LEGAL),
+        case("fails after nine turns", "ZeroDivisionError", late),
+    ]
 
 
 def _files(template: str | bytes, rows: str = "") -> Callable[[], None]:

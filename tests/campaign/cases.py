@@ -19,20 +19,10 @@ ARCHITECTURE = (
     "{model_type:llama,hidden_size:32,num_hidden_layers:2,intermediate_size:48,vocab_size:300,num_attention_heads:4,"
     "num_key_value_heads:2,max_position_embeddings:256}"
 )
-SHORT = (
-    "tracking=none",
-    "evaluation.prompts=2",
-    "evaluation.best_of=1",
-    "rollout.max_new_tokens=4",
-    "rollout.max_prompt_tokens=64",
-)
-TINY = (
-    "model.name=tiny",
-    "model.weights=random",
-    "model.tokenizer=train",
-    f"model.architecture={ARCHITECTURE}",
-    *SHORT,
-)
+FEW_TOKENS = ("rollout.max_new_tokens=4", "rollout.max_prompt_tokens=64")
+SHORT = ("tracking=none", "evaluation.prompts=2", "evaluation.best_of=1", *FEW_TOKENS)
+RANDOM = ("model.name=tiny", "model.weights=random", f"model.architecture={ARCHITECTURE}")
+TINY = (*RANDOM, "model.tokenizer=train", *SHORT)
 """A model that trains in seconds."""
 SFT = ("stage=sft", "sft.steps=1", "sft.batch_size=2", "sft.max_length=64", "name=x")
 REWARD = ("stage=reward", "reward.steps=1", "reward.batch_size=2", "reward.max_length=64", "name=x")

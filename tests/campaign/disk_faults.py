@@ -6,17 +6,18 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.campaign.hang_faults import GRPO, call, function
 from tests.campaign.scenes import HANG_SECONDS, STEPS, Fault, Missed, NotPossible, Scene
 
 FULL = "the disk is full|No space left"
 ADVICE_ON_DISKS = "Free some space|free some space"
-DRAWS = 14  # cases that fill the disk at a random moment
+DRAWS = 12  # cases that fill the disk at a random moment
 FAILED_SYNC = (
     "sync = os.fsync; os.fsync = lambda file: sync(file) if not os.readlink(f'/proc/self/fd/{file}').endswith('.jsonl')"
     " else (_ for _ in ()).throw(OSError(5, 'Input/output error'))"
@@ -231,79 +232,43 @@ def full_folder(variable: str, scene: Scene) -> None:
         scene.complete()
 
 
+def disk(name: str, act: Callable[[Scene], None], says: str, statuses: tuple[int, ...], **more: Any) -> Fault:
+    return Fault("disk", name, act, says, statuses, **more)
+
+
 def cases() -> list[Fault]:
     """Return the cases."""
-    stages = ("sft", "reward", "ppo")
+    stages, survives, both = ("sft", "reward", "ppo"), "^(?!.*error:)", (0, 2)
+    broken = f"the disk is full|writing failed|Input/output error|Read-only file system|{survives}"
+    failed, unsynced = "writing failed", r"writing failed \(\[Errno 5\] Input/output error"
     found = [
-        Fault(
-            "disk",
-            f"full at a random moment, {number}",
-            partial(full, number),
-            f"^(?!.*error:)|{FULL}",
-            (0, 2),
-            stages[number % 3],
-            1 + number % 2,
-        )
+        disk(f"full at a random moment, {number}", partial(full, number), f"{survives}|{FULL}", both,
+             stage=stages[number % 3], ranks=1 + number % 2)
         for number in range(DRAWS)
-    ]
+    ]  # fmt: skip
     found += [
-        Fault("disk", f"full at the start but for {free} bytes", partial(full_at_start, free), FULL, (2,), "sft")
-        for free in (0, 4096, 60_000)
+        disk(f"full at the start but for {free} bytes", partial(full_at_start, free), FULL, (2,), stage="sft")
+        for free in (0, 60_000)
     ]
-    broken = "the disk is full|writing failed|Input/output error|Read-only file system|^(?!.*error:)"
-    found += [
-        Fault("disk", "no inodes are left", without_inodes, f"^(?!.*error:)|{FULL}", (0, 2)),
-        Fault("disk", "files of 50 kB at most", partial(limited_files, 50_000), "File too large|writing failed", (2,)),
-        Fault(
-            "disk",
-            "files of 2 kB at most",
-            partial(limited_files, 2_000),
-            "File too large|writing failed",
-            (2,),
-            ranks=2,
-        ),
-        Fault(
-            "disk",
-            "the log cannot be synced on rank 0 of two",
-            call,
-            r"writing failed \(\[Errno 5\] Input/output error",
-            (2,),
-            ranks=2,
-            keys=GRPO,
-            function=function(FAILED_SYNC, "0"),
-        ),
-        Fault("disk", "no more open files", few_open_files, "Too many open files|^(?!.*error:)", (0, 2)),
-        Fault("disk", "blocked for a short time", partial(freeze, HANG_SECONDS / 3, 1), "", (0,)),
-        Fault("disk", "slow", partial(freeze, 0.5, 10), "", (0,), ranks=2),
-        Fault("disk", "blocked, PPO", block, "rank 0 .host", (5,), ranks=2),
-        Fault("disk", "blocked, SFT", block, "rank 0 .host", (5,), "sft"),
-        Fault("disk", "full below the file system, PPO", thin, broken, (0, 2)),
-        Fault("disk", "full below the file system, SFT", thin, broken, (0, 2), "sft", 2),
-        Fault(
-            "disk",
-            "the stage's folder is protected",
-            partial(protected, "."),
-            "writing failed|Operation not permitted",
-            (2,),
-        ),
-        Fault(
-            "disk",
-            "the checkpoints are protected",
-            partial(protected, "checkpoints"),
-            "writing failed|not permitted",
-            (0, 2),
-            ranks=2,
-        ),
-        Fault("disk", "the stage's folder is removed", partial(removed, "."), "writing failed|No such file", (2,)),
-        Fault(
-            "disk",
-            "the checkpoints are removed",
-            partial(removed, "checkpoints"),
-            "writing failed|No such file|^(?!.*error:)",
-            (0, 2),
-            ranks=2,
-        ),
-        Fault("disk", "the disk of temporary files is full", partial(full_folder, "TMPDIR"), "", (0, 2), "sft"),
-        Fault("disk", "the disk of the cache is full", partial(full_folder, "XDG_CACHE_HOME"), "", (0, 2), "ppo"),
-    ]
-    return found
+    return [
+        *found,
+        disk("no inodes are left", without_inodes, f"{survives}|{FULL}", both),
+        disk("files of 2 kB at most", partial(limited_files, 2_000), f"File too large|{failed}", (2,), ranks=2),
+        disk("the log cannot be synced on rank 0 of two", call, unsynced, (2,), ranks=2, keys=GRPO,
+             function=function(FAILED_SYNC, "0")),
+        disk("no more open files", few_open_files, f"Too many open files|{survives}", both),
+        disk("blocked for a short time", partial(freeze, HANG_SECONDS / 3, 1), "", (0,)),
+        disk("slow", partial(freeze, 0.5, 10), "", (0,), ranks=2),
+        disk("blocked, PPO", block, "rank 0 .host", (5,), ranks=2),
+        disk("blocked, SFT", block, "rank 0 .host", (5,), stage="sft"),
+        disk("full below the file system, PPO", thin, broken, both),
+        disk("full below the file system, SFT", thin, broken, both, stage="sft", ranks=2),
+        disk("the stage's folder is protected", partial(protected, "."), f"{failed}|not permitted", (2,)),
+        disk("the checkpoints are protected", partial(protected, "checkpoints"), f"{failed}|not permitted", both,
+             ranks=2),
+        disk("the stage's folder is removed", partial(removed, "."), f"{failed}|No such file", (2,)),
+        disk("the checkpoints are removed", partial(removed, "checkpoints"), f"{failed}|No such file|{survives}", both,
+             ranks=2),
+        disk("the disk of temporary files is full", partial(full_folder, "TMPDIR"), "", both, stage="sft"),
+        disk("the disk of the cache is full", partial(full_folder, "XDG_CACHE_HOME"), "", both),
+    ]  # fmt: skip

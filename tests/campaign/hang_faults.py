@@ -4,9 +4,11 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.campaign.scenes import HANG_SECONDS, SECONDS, Fault, NotPossible, Scene
 
@@ -37,6 +39,7 @@ LOOPS = {
 OTHER_COLLECTIVE = "import torch; torch.distributed.all_reduce(torch.zeros(3))"
 BARRIER = "import torch; torch.distributed.barrier()"
 STOPS_ITSELF = "os.kill(os.getpid(), signal.SIGSTOP)"
+ONCE = ("restarts=1",)
 GRPO = ("ppo=rloo", "ppo.samples=2", "ppo.reward_model=false", "ppo.reward_function=f.py:f")
 
 
@@ -106,129 +109,40 @@ def pause(seconds: float, whom: str, scene: Scene) -> None:
     scene.end()
 
 
+def hang(name: str, act: Callable[[Scene], None], says: str, **more: Any) -> Fault:
+    """Return a case of two ranks of PPO that ends because a rank hangs."""
+    return Fault("hang", name, act, says, **({"statuses": (5,), "ranks": 2} | more))
+
+
+def reward(name: str, fault: str, broken: str, says: str, **more: Any) -> Fault:
+    """Return a case in which the reward function reaches a fault on the ranks `broken`."""
+    return hang(name, call, says, keys=GRPO, function=function(fault, broken), **more)
+
+
 def cases() -> list[Fault]:
     """Return the cases."""
-    place = "rank {} .host [^;]*; phase {}, step .*is stopped by a signal"
+    stopped, loop = "is stopped by a signal", "while True: pass"
+    place = f"rank {{}} .host [^;]*; phase {{}}, step .*{stopped}"
+    named = r"rank {} .host .*does not reach the collective of the other ranks; it runs f \(.*f.py"
     found = [
-        Fault(
-            "hang",
-            f"{stage}: rank {rank} stopped in {phase}",
-            partial(stop, rank, phase),
-            place.format(rank, phase),
-            (5,),
-            stage,
-            2,
-        )
+        hang(f"{stage}: rank {n} stopped in {phase}", partial(stop, n, phase), place.format(n, phase), stage=stage)
         for stage, phases in PHASES.items()
         for phase in phases
-        for rank in (0, 1)
+        for n in (0, 1)
     ]
-    named = r"rank {} .host .*does not reach the collective of the other ranks; it runs f \(.*f.py"
-    found += [
-        Fault(
-            "hang",
-            f"{name} on rank {rank}",
-            call,
-            named.format(rank),
-            (5,),
-            ranks=2,
-            keys=GRPO,
-            function=function(code, rank),
-        )
-        for name, code in LOOPS.items()
-        for rank in ("0", "1")
+    for number, (name, code) in enumerate(LOOPS.items()):
+        rank = str(number % 2)
+        found.append(reward(f"{name} on rank {rank}", code, rank, named.format(rank)))
+    return [
+        *found,
+        reward("an endless loop on all ranks", loop, "01", r"rank 0 .*rank 1 .*it runs f \("),
+        reward("an endless loop on one rank", loop, "0", r"rank 0 .*it runs f \(", ranks=1),
+        reward("an endless loop in a thread", loop, "0", "rank 0 .host", ranks=1, own_keys=("ppo.reward_threads=4",)),
+        reward("another collective on rank 1", OTHER_COLLECTIVE, "1", "different coll|rank [01] ", statuses=(5, 1)),
+        reward("a barrier on rank 0", BARRIER, "0", "rank 1 |rank 0 ", statuses=(5, 1)),
+        reward("a function stops its process", STOPS_ITSELF, "1", f"rank 1 .*{stopped}"),
+        hang("rank 1 frozen", partial(freeze, 1), "rank 1 .host"),
+        hang("the only rank frozen", partial(freeze, 0), "rank 0 .host", ranks=1),
+        hang("rank 1 stopped, one restart", partial(stop, 1, "train"), "restart 1 of 1", statuses=(0,), own_keys=ONCE),
+        hang("ranks stopped for a short time", partial(pause, HANG_SECONDS / 3, "ranks"), "", statuses=(0,)),
     ]
-    loop = function("while True: pass", "01")
-    found += [
-        Fault(
-            "hang",
-            "an endless loop on all ranks",
-            call,
-            r"rank 0 .*rank 1 .*it runs f \(",
-            (5,),
-            ranks=2,
-            keys=GRPO,
-            function=loop,
-        ),
-        Fault(
-            "hang",
-            "an endless loop on one rank",
-            call,
-            r"rank 0 .*it runs f \(",
-            (5,),
-            keys=GRPO,
-            function=function("while True: pass", "0"),
-        ),
-        Fault(
-            "hang",
-            "an endless loop in a thread",
-            call,
-            r"rank 0 .host",
-            (5,),
-            keys=GRPO,
-            own_keys=("ppo.reward_threads=4",),
-            function=function("while True: pass", "0"),
-        ),
-        Fault(
-            "hang",
-            "another collective on rank 1",
-            call,
-            "different collectives|rank 1 |rank 0 ",
-            (5, 1),
-            ranks=2,
-            keys=GRPO,
-            function=function(OTHER_COLLECTIVE, "1"),
-        ),
-        Fault(
-            "hang",
-            "another collective on rank 0",
-            call,
-            "different collectives|rank 1 |rank 0 ",
-            (5, 1),
-            ranks=2,
-            keys=GRPO,
-            function=function(OTHER_COLLECTIVE, "0"),
-        ),
-        Fault(
-            "hang",
-            "a barrier on rank 1",
-            call,
-            "rank 1 |rank 0 ",
-            (5, 1),
-            ranks=2,
-            keys=GRPO,
-            function=function(BARRIER, "1"),
-        ),
-        Fault(
-            "hang",
-            "a function stops its process",
-            call,
-            r"rank 1 .*is stopped by a signal",
-            (5,),
-            ranks=2,
-            keys=GRPO,
-            function=function(STOPS_ITSELF, "1"),
-        ),
-        Fault("hang", "rank 1 frozen", partial(freeze, 1), "rank 1 .host", (5,), ranks=2),
-        Fault("hang", "the only rank frozen", partial(freeze, 0), "rank 0 .host", (5,)),
-        Fault(
-            "hang",
-            "rank 1 stopped, one restart",
-            partial(stop, 1, "train"),
-            "restart 1 of 1",
-            (0,),
-            ranks=2,
-            own_keys=("restarts=1",),
-        ),
-        Fault(
-            "hang",
-            "rank 0 stopped, one restart",
-            partial(stop, 0, "generate"),
-            "restart 1 of 1",
-            (0,),
-            ranks=2,
-            own_keys=("restarts=1",),
-        ),
-        Fault("hang", "ranks stopped for a short time", partial(pause, HANG_SECONDS / 3, "ranks"), "", (0,), ranks=2),
-    ]
-    return found

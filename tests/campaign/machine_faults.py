@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -158,108 +158,36 @@ def _wait_for_lines(scene: Scene, running: "list[subprocess.Popen[str]]", lines:
 
 def cases() -> list[Fault]:
     """Return the cases."""
+    one_answer = f"{MEMORY}|^(?!.*error:)", (0, 1, 2)  # 1: the system's loader ended the process
     found = [
-        Fault(
-            "memory",
-            f"{extra >> 10} kB of address space, {stage}, {ranks} ranks",
-            partial(limited_memory, extra),
-            f"{MEMORY}|^(?!.*error:)",
-            (0, 1, 2),  # 1: the system's loader ended the process
-            stage,
-            ranks,
-        )
-        for extra, stage, ranks in (
-            (0, "ppo", 1),
-            (0, "ppo", 2),
-            (2 << 20, "sft", 2),
-            (1 << 20, "sft", 1),
-            (256 << 10, "ppo", 2),
-            (1 << 20, "reward", 1),
-        )
-    ]
+        Fault("memory", f"{extra >> 10} kB of address space, {stage}, {ranks} ranks", partial(limited_memory, extra),
+              *one_answer, stage, ranks)
+        for extra, stage, ranks in ((0, "ppo", 1), (256 << 10, "ppo", 2), (2 << 20, "sft", 2), (1 << 20, "reward", 1))
+    ]  # fmt: skip
     kernel = r"rank {} was killed by SIGKILL .by the kernel, because the host is out of memory"
-    found += [
-        Fault("memory", "the kernel kills rank 0", partial(killed_by_kernel, 0), kernel.format(0), (1,), ranks=2),
-        Fault(
-            "memory", "the kernel kills rank 1", partial(killed_by_kernel, 1), kernel.format(1), (1,), "sft", ranks=2
-        ),
-        Fault(
-            "memory",
-            "the kernel kills rank 1, one restart",
-            partial(killed_by_kernel, 1),
-            kernel.format(1),
-            (0,),
-            ranks=2,
-            own_keys=("restarts=1",),
-        ),
+    for rank, statuses, own_keys in ((0, (1,), ()), (1, (0,), ("restarts=1",))):
+        name, act = f"the kernel kills rank {rank}", partial(killed_by_kernel, rank)
+        found.append(Fault("memory", name, act, kernel.format(rank), statuses, ranks=2, own_keys=own_keys))
+    clocks: list[tuple[str, Callable[[Scene], None]]] = [
+        ("jumps by a day back", partial(jumping_clock, -DAY)),
+        ("jumps by 100 years", partial(jumping_clock, 36525 * DAY)),
+        ("files of 2100", partial(odd_times, 4.1e9)),
+        ("files of 1970", partial(odd_times, 0.0)),
+        ("all processes sleep longer than the limit", partial(pause, HANG_SECONDS + 6, "all")),
+        ("the launcher sleeps longer than the limit", partial(pause, HANG_SECONDS + 6, "launcher")),
     ]
-    for name, shift in (
-        ("a day forwards", DAY),
-        ("a day back", -DAY),
-        ("100 years forwards", 36525 * DAY),
-        ("back to 1970", -1.7e9),
-    ):
-        found.append(Fault("clock", f"jumps by {name}", partial(jumping_clock, shift), "", (0,), ranks=2))
-    for name, moment in (("2100", 4.1e9), ("1970", 0.0), ("1901", -2.1e9)):
-        found.append(Fault("clock", f"files of {name}", partial(odd_times, moment), "", (0,)))
-    found += [
-        Fault(
-            "clock",
-            "all processes sleep longer than the limit",
-            partial(pause, HANG_SECONDS + 6, "all"),
-            "",
-            (0,),
-            ranks=2,
-        ),
-        Fault(
-            "clock",
-            "the launcher sleeps longer than the limit",
-            partial(pause, HANG_SECONDS + 6, "launcher"),
-            "",
-            (0,),
-            ranks=2,
-        ),
-    ]
+    found += [Fault("clock", name, act, "", (0,), ranks=2) for name, act in clocks]
     away = r"launcher of rank 1 .host.* has not answered|rank \d .host"
+    networks: list[tuple[str, str, str, tuple[int, ...]]] = [
+        ("the second host is cut off", "cut off", away, (5,)),
+        ("the first host is cut off", "cut off first", "not answered|rank 1", (5,)),
+        ("the second host is cut off briefly", "cut off briefly", "", (0,)),
+        ("the second launcher is killed", "killed", "not answered|rank 1|rank 0", (5, 1)),
+        ("the second launcher is stopped", "stopped", "not answered|rank 1", (5,)),
+        ("the first launcher is killed", "first killed", "not answered|has ended", (5,)),
+    ]
     found += [
-        Fault("network", "the second host is cut off", partial(on_two_hosts, "cut off"), away, (5,), ranks=2),
-        Fault(
-            "network",
-            "the first host is cut off",
-            partial(on_two_hosts, "cut off first"),
-            "not answered|rank 1",
-            (5,),
-            ranks=2,
-        ),
-        Fault(
-            "network", "the second host is cut off briefly", partial(on_two_hosts, "cut off briefly"), "", (0,), ranks=2
-        ),
-        Fault(
-            "network",
-            "the second launcher is killed",
-            partial(on_two_hosts, "killed"),
-            "not answered|rank 1|rank 0",
-            (5, 1),
-            ranks=2,
-        ),
-        Fault(
-            "network",
-            "the second launcher is stopped",
-            partial(on_two_hosts, "stopped"),
-            "not answered|rank 1",
-            (5,),
-            ranks=2,
-        ),
-        Fault(
-            "network",
-            "the first launcher is killed",
-            partial(on_two_hosts, "first killed"),
-            "not answered|has ended",
-            (5,),
-            ranks=2,
-        ),
-        Fault(
-            "network", "the second host is cut off, SFT", partial(on_two_hosts, "cut off"), away, (5,), "sft", ranks=2
-        ),
+        Fault("network", name, partial(on_two_hosts, act), says, statuses, ranks=2)
+        for name, act, says, statuses in networks
     ]
     return found

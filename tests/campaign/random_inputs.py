@@ -15,22 +15,7 @@ from tests.campaign.bad_runs import AGAIN, ALL
 from tests.campaign.cases import EITHER, SFT, TINY, Case
 
 VALUES = [None, True, False, 0, -1, 10**20, 1.5, -1e308, "", "text", "\x1b[31m", [], [1], {}, {"a": 1}, "ä", "0" * 3000]
-WORDS = [
-    "null",
-    "true",
-    "-1",
-    "0",
-    "1e400",
-    "nan",
-    "text",
-    "''",
-    "[]",
-    "[1]",
-    "{}",
-    "{a:1}",
-    "99999999999999999999",
-    "ä",
-]
+WORDS = ["null", "true", "-1", "0", "1e400", "nan", "text", "''", "[]", "[1]", "{}", "{a:1}", "9" * 20, "ä"]
 COSTLY = {"ranks", "stage", "run_dir", "name", "debug"}  # a value may be legal and start many processes, or another run
 
 

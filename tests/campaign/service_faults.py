@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -28,23 +28,26 @@ if os.environ.get("ZEROCHAT_SERVICE"):
 """
 """Scores that are the same with a service and without."""
 JUDGE = ("evaluation.judge=f.py:f",)
+WANDB = ("tracking=wandb",)
 Answer = Callable[["_Handler"], None]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Gives scores, and after `GOOD` requests the fault of the case."""
+    """Gives scores, and after `good` requests the fault of the case."""
 
     fault: Answer | None = None
-    requests = 0
+    good, requests = GOOD, 0
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         type(self).requests += 1
-        if self.fault is not None and self.requests > GOOD:
+        if self.fault is not None and self.requests > self.good:
             self.fault()
         else:
             answer = json.loads(body)["answer"]
             self.reply(200, json.dumps({"score": len(answer) % 7 / 7}).encode())
+
+    do_GET = do_PUT = do_HEAD = do_POST  # of wandb
 
     def reply(self, status: int, body: bytes, **headers: str) -> None:
         self.send_response(status)
@@ -96,14 +99,6 @@ def endless(handler: _Handler) -> None:
         handler.wfile.write(b" " * (1 << 20))
 
 
-def recovers(handler: _Handler) -> None:
-    """Refuse two requests of three."""
-    if handler.requests % 3:
-        handler.reply(503, b"busy")
-    else:
-        handler.reply(200, b'{"score": 0}')
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -112,9 +107,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(fault: Answer | None) -> Iterator[str]:
-    """Run the service, and yield its address."""
-    handler = type("Handler", (_Handler,), {"fault": fault and (lambda self: fault(self)), "requests": 0})
+def serving(fault: Answer | None, good: int = GOOD) -> Iterator[str]:
+    """Run a service that fails after `good` requests, and yield its address."""
+    handler = type("Handler", (_Handler,), {"fault": fault and (lambda self: fault(self)), "good": good})
     with _Server(("127.0.0.1", 0), handler) as server:
         server.block_on_close = False
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -145,86 +140,49 @@ def goes_down(scene: Scene) -> None:
         scene.complete()
 
 
-def tracked(fault: Answer, scene: Scene) -> None:
-    """Track with a wandb service that fails."""
-    handler = type("Handler", (_Handler,), {"fault": lambda self: fault(self), "requests": GOOD})
-    handler.do_GET = handler.do_PUT = handler.do_HEAD = handler.do_POST
-    with _Server(("127.0.0.1", 0), handler) as server:
-        server.block_on_close = False
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        scene.environment |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": address, "no_proxy": "*"}
+def tracked(fault: Answer | None, scene: Scene) -> None:
+    """Track with a wandb service that fails, or with None on a port where nothing listens."""
+    with serving(fault, good=0) if fault else nullcontext("http://127.0.0.1:9/score") as address:
+        base = address.removesuffix("/score")
+        scene.environment |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": base, "no_proxy": "*"}
         scene.start()
         scene.end()
-        server.shutdown()
-
-
-def untracked(scene: Scene) -> None:
-    """Track with a wandb service on a port where nothing listens."""
-    scene.environment |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
-    scene.start()
-    scene.end()
 
 
 def cases() -> list[Fault]:
-    """Return the cases."""
-    faults: list[tuple[str, Answer, str, tuple[int, ...]]] = [
-        ("never replies", never, r"does not answer|rank 0 .host .*_post", (2, 5)),
-        ("replies a byte a second", drips, r"does not answer|rank 0 .host .*_post", (2, 5)),
+    """Return the cases. The campaign of inputs has services whose every reply is wrong."""
+    silent = r"does not answer|rank 0 .host .*_post"
+    rewards: list[tuple[str, Answer, str, tuple[int, ...]]] = [
+        ("never replies", never, silent, (2, 5)),
+        ("replies a byte a second", drips, silent, (2, 5)),
         ("drops connections", drops, "does not answer", (2,)),
         ("cuts its replies off", disconnect, "does not answer", (2,)),
         ("replies without end", endless, "does not answer|more than|MemoryError|rank 0", (2, 5)),
         ("replies 500", replies(500, b"\x1b[31merror"), r"refused: 500.*\\x1b", (2,)),
         ("replies 429", replies(429, b"slow down", Retry_After="1"), "refused: 429", (2,)),
-        ("replies 401", replies(401, b"who are you"), "refused: 401", (2,)),
-        ("replies a page", replies(200, b"<html>maintenance</html>"), "JSON|Expecting value", (2,)),
-        ("replies nothing", replies(200, b""), "JSON|Expecting value", (2,)),
         ("replies NaN", replies(200, b'{"score": NaN}'), "not a finite number|not a number", (2,)),
-        ("replies a redirect", replies(302, b"", Location="http://127.0.0.1:9/"), "redirects to", (2,)),
     ]
-    good: Answer = replies(200, b"")
-    found = []
-    for name, answer, says, statuses in faults:
-        for kind, keys in (("rewards", GRPO), ("judge", JUDGE)):
-            found.append(
-                Fault(
-                    "service", f"{kind}: {name}", partial(scores, answer), says, statuses, keys=keys, function=FUNCTION
-                )
-            )
+    found = [
+        Fault("service", f"{kind}: {name}", partial(scores, answer), says, statuses, keys=keys, function=FUNCTION)
+        for kind, keys, chosen in (("rewards", GRPO, rewards), ("judge", JUDGE, [rewards[0], *rewards[-2:]]))
+        for name, answer, says, statuses in chosen
+    ]
     found += [
-        Fault("service", "rewards: goes down", goes_down, "does not answer", (2,), keys=GRPO, function=FUNCTION),
-        Fault(
-            "service",
-            "judge: goes down",
-            goes_down,
-            "does not answer|^(?!.*error)",
-            (0, 2),
-            keys=JUDGE,
-            function=FUNCTION,
-            ranks=2,
-        ),
-    ]
-    for name, answer in (
-        ("never replies", never),
-        ("drops connections", drops),
-        ("replies 500", replies(500, b"no")),
-        ("replies 401", replies(401, b"no")),
-        ("replies a page", replies(200, b"<html>")),
-        ("replies nothing", good),
-        ("cuts its replies off", disconnect),
-    ):
-        found.append(
-            Fault(
-                "service",
-                f"wandb: {name}",
-                partial(tracked, answer),
-                "warning: wandb",
-                (0,),
-                "sft",
-                own_keys=("tracking=wandb",),
-            )
+        Fault("service", f"{kind}: goes down", goes_down, says, statuses, ranks=ranks, keys=keys, function=FUNCTION)
+        for kind, keys, says, statuses, ranks in (
+            ("rewards", GRPO, "does not answer", (2,), 1),
+            ("judge", JUDGE, "does not answer|^(?!.*error)", (0, 2), 2),
         )
-    found.append(
-        Fault("service", "wandb: is down", untracked, "warning: wandb", (0,), "sft", own_keys=("tracking=wandb",))
-    )
-    return found
+    ]
+    trackers: dict[str, Answer | None] = {
+        "never replies": never,
+        "drops connections": drops,
+        "replies 401": replies(401, b"no"),
+        "replies a page": replies(200, b"<html>"),
+        "cuts its replies off": disconnect,
+        "is down": None,
+    }
+    return found + [
+        Fault("service", f"wandb: {name}", partial(tracked, answer), "warning: wandb", (0,), "sft", own_keys=WANDB)
+        for name, answer in trackers.items()
+    ]

@@ -78,7 +78,7 @@ def test_what_counts_as_a_fault(tmp_path: Path, status: int, output: str, fault:
 
 def test_the_table_has_every_rank_in_every_phase_and_names_of_its_own() -> None:
     names = [f"{case.part}: {case.name}" for case in all_cases()]
-    assert len(set(names)) == len(names) > 100
+    assert len(set(names)) == len(names) > 90
     assert {case.part for case in all_cases()} == {"hang", "disk", "memory", "clock", "network", "service"}
     for phase in ("generate", "score", "train", "evaluate", "save"):
         assert {f"hang: ppo: rank {rank} stopped in {phase}" for rank in (0, 1)} <= set(names)
