@@ -49,7 +49,9 @@ def setting(folder: Path, text: str = TEXT, new_tokens: int = 36, **ppo: Any) ->
 
 
 def ppo_of(folder: Path, text: str = TEXT, **ppo: Any) -> tuple[Ppo, StageRun]:
-    return ppo_from(setting(folder, text, **ppo), folder, [{"number": n % 4} for n in range(12)])
+    actual, stage = ppo_from(setting(folder, text, **ppo), folder, [{"number": n % 4} for n in range(12)])
+    actual.prompts = [actual.prompts[n % 3] for n in range(12)]  # short, so that answers and messages follow
+    return actual, stage
 
 
 class ScriptedEngine:

@@ -209,7 +209,7 @@ def test_each_reaction(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stage, engine = begin(tmp_path / "ppo")
+    stage, engine = begin(tmp_path / "ppo", eval_every=2)
     trained(stage, engine)
     guard = Guard(action, True, 10.0, [Rollback(9, 8, "x")] * rollbacks)
     if outcome == "returns":
