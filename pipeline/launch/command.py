@@ -199,9 +199,10 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
         for text in warnings(config):
             print(f"warning: {text}", file=sys.stderr)
         print(f"run folder: {folder.path}{_describe_earlier_run(folder)}", flush=True)
-        Manifest.read(folder.path).claim(config, stages)
+        manifest = Manifest.read(folder.path)
+        manifest.claim(config, stages)
         config = with_stage_shares(config, folder.path, stages)
-        ran = [_run_stage(config, folder.path, stage, ranks, control) for stage in stages]
+        ran = [_run_stage(config, manifest, stage, ranks, control) for stage in stages]
         verdict = report_verdict(folder.path, write=any(ran) or not (folder.path / "report.html").exists())
         print(summarize_run(folder.path, verdict), flush=True)
         return folder.path
@@ -235,10 +236,9 @@ def _describe_earlier_run(folder: RunFolder) -> str:
     return f" ({reasons[folder.earlier]}; name=NAME starts another run)" if folder.earlier else ""
 
 
-def _run_stage(config: RunConfig, run_dir: Path, stage: str, ranks: Ranks, control: Control) -> bool:
+def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, control: Control) -> bool:
     """Run or resume one stage. Return False if it was finished before."""
-    manifest = Manifest.read(run_dir)
-    consumed = stage_consumes(config, run_dir, stage)
+    run_dir, consumed = manifest.run_dir, stage_consumes(config, manifest, stage)
     decision = manifest.decide(stage, consumed)
     manifest.check_tokenizer(stage, consumed)
     stage_dir, judges = run_dir / stage, judge_files(config)

@@ -21,7 +21,7 @@ from pipeline.launch.manifest import Manifest
 from pipeline.models.folder import model_folder
 
 
-def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path | None]:
+def stage_inputs(config: RunConfig, manifest: Manifest, stage: str) -> dict[str, Path | None]:
     """Return the models that a stage starts from, by role. None means the base model of the configuration.
 
     sft: {"base": None}
@@ -32,7 +32,6 @@ def stage_inputs(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Path
 
     Raise UserError if the model of an earlier stage is missing.
     """
-    manifest = Manifest.read(run_dir)
     if stage == "sft":
         return {"base": None}
     if stage == "reward":
@@ -87,15 +86,15 @@ def _find_earlier_model(manifest: Manifest, consumer: str, stage: str, key: str,
     )
 
 
-def stage_consumes(config: RunConfig, run_dir: Path, stage: str) -> dict[str, Any]:
+def stage_consumes(config: RunConfig, manifest: Manifest, stage: str) -> dict[str, Any]:
     """Return everything that a stage's result depends on.
 
     These are its settings and the content hashes of its data, its models and its reward function.
     """
     base = config.reward_model if stage == "reward" and config.reward_model is not None else config.model
     models = {
-        role: _hash_unchanged(folder, run_dir) if folder is not None else model_content(base)
-        for role, folder in stage_inputs(config, run_dir, stage).items()
+        role: _hash_unchanged(folder, manifest) if folder is not None else model_content(base)
+        for role, folder in stage_inputs(config, manifest, stage).items()
     }
     settings, data = stage_settings(config, stage), data_content(config.data)
     inputs: dict[str, Any] = {"config": digest(settings), "settings": settings, "data": data, "models": models}
@@ -114,10 +113,10 @@ def judge_files(config: RunConfig) -> dict[str, str]:
     return {key: hash_file(function_file(where, key)) for key, where in judges.items() if where is not None}
 
 
-def _hash_unchanged(folder: Path, run_dir: Path) -> str:
+def _hash_unchanged(folder: Path, manifest: Manifest) -> str:
     """Return the content hash of a model. Raise UserError if a stage of this run made it and it changed since then."""
     current, stage = hash_tree(folder), folder.parent.name
-    record = Manifest.read(run_dir).stages.get(stage, {}) if folder.parent.parent == run_dir else {}
+    record = manifest.stages.get(stage, {}) if folder.parent.parent == manifest.run_dir else {}
     if record.get("produced", {}).get("model", current) != current:
         raise UserError(
             f"{folder} is not as the {stage} stage made it: it is damaged or was edited. Restore it; or delete it and "

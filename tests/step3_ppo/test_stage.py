@@ -21,6 +21,7 @@ from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.evaluator import Evaluation, Evaluator, earlier_answers, metrics_of, write_table
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
+from pipeline.launch.manifest import Manifest
 from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy, export_scorer
@@ -87,9 +88,9 @@ def write_run(folder: Path, family: str = "llama", *, actor: Any = None, reward:
 
 def test_a_missing_model_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="actor"):
-        stage_inputs(config(tmp_path), tmp_path, "ppo")
+        stage_inputs(config(tmp_path), Manifest(tmp_path), "ppo")
     with pytest.raises(UserError, match=r"no finished sft stage.* set actor=FOLDER"):
-        stage_inputs(config(tmp_path).model_copy(update={"actor": None}), tmp_path, "ppo")
+        stage_inputs(config(tmp_path).model_copy(update={"actor": None}), Manifest(tmp_path), "ppo")
     with pytest.raises(UserError, match=r"sft: there is no such folder"):
         load_models(config(tmp_path), tmp_path)
 
@@ -202,7 +203,7 @@ def test_reward_models_of_an_ensemble_have_the_scale_of_the_first(run_folder: Pa
     models = build_models(made, load_models(made, run_folder), actor_steps=2, critic_steps=2)
     _, member = models.rewards
     assert (member.module.shift, member.module.scale) == (-0.25, 3.0) and models.ensemble_score == "worst"
-    inputs = stage_inputs(made, run_folder, "ppo")
+    inputs = stage_inputs(made, Manifest(run_folder), "ppo")
     assert inputs["reward_2"] == run_folder / "second" / "model" and inputs["reward"] == run_folder / "reward" / "model"
 
 
@@ -218,7 +219,7 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -
     source = source_in(run_folder / "t")
     export_policy(build_policy(source, frozen()), source, tokenizer(), run_folder / "teacher" / "model")
     made = distillation(run_folder)
-    assert stage_inputs(made, run_folder, "ppo")["teacher"] == run_folder / "teacher" / "model"
+    assert stage_inputs(made, Manifest(run_folder), "ppo")["teacher"] == run_folder / "teacher" / "model"
     ppo, stage = ppo_from(made, run_folder)
     assert ppo.models.critic is None and not ppo.models.has_rewards
     kl = []

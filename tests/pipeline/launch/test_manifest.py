@@ -135,9 +135,10 @@ def test_a_changed_stage_and_later_stages_run_again(train):
 def test_another_quantization_of_the_model_runs_the_stages_again(train, tmp_path):
     config = config_of(*BASE, "sft=lora", "stage=sft")
     quantized = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "nf4"})})
-    manifest, full = Manifest(tmp_path), stage_consumes(config, tmp_path, "sft")
+    manifest = Manifest(tmp_path)
+    full = stage_consumes(config, manifest, "sft")
     manifest.begin("sft", full)
-    four_bits = stage_consumes(quantized, tmp_path, "sft")
+    four_bits = stage_consumes(quantized, manifest, "sft")
     assert manifest.decide("sft", four_bits) == Decision("run", "model.quantize was none, is nf4")
     manifest.begin("sft", four_bits)
     assert manifest.decide("sft", full) == Decision("run", "model.quantize was nf4, is None")
@@ -508,7 +509,7 @@ def test_the_reward_model_starts_from_the_configured_model(train):
     train("name=x", "stage=sft")
 
     def start(*more: str) -> dict:
-        return stage_inputs(config_of(*BASE, *more), Path("runs/x"), "reward")
+        return stage_inputs(config_of(*BASE, *more), Manifest.read(Path("runs/x")), "reward")
 
     assert start() == {"sft": Path("runs/x/sft/model")}
     assert start("reward.init=base") == {"base": None}
