@@ -21,7 +21,7 @@ from pipeline.report.gaming import (
     path_groups,
 )
 from pipeline.report.report import render_report
-from tests.pipeline.report.example_runs import write_demo_run
+from tests.pipeline.report.example_runs import update_lines, write_demo_run
 from tests.pipeline.report.test_report import check
 
 
@@ -114,12 +114,10 @@ def test_the_page_shows_each_plot_and_the_answers(tmp_path: Path) -> None:
 def test_gaming_at_one_temperature_is_named(tmp_path: Path) -> None:
     """At temperature 0 every prompt falls from 0.9 to 0.8 after rollout 5, although it is above SFT."""
     write_demo_run(tmp_path)
-    file = tmp_path / "ppo" / "evaluations.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        if row["temperature"] == 0:
-            row["gold"] = [0.9 if row["step"] == 5 else 0.8] * 96
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    update_lines(
+        tmp_path / "ppo" / "evaluations.jsonl",
+        lambda row: row | ({} if row["temperature"] else {"gold": [0.9 if row["step"] == 5 else 0.8] * 96}),
+    )
     text = check(render_report(read_run(tmp_path))).text
     assert "No sign of it at temperature 1. Yes at temperature 0." in text
 

@@ -5,14 +5,21 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
 
 from pipeline.errors import UserError
 from pipeline.evaluation.samples import Sample
 from pipeline.report.comparison import ranked
 from pipeline.report.data import read_run
 from pipeline.report.report import main, render_report, write_report
-from tests.pipeline.report.example_runs import CONFIG, HOSTILE, sample, write_demo_run, write_stage
+from tests.pipeline.report.example_runs import (
+    CONFIG,
+    HOSTILE,
+    sample,
+    update_json,
+    update_lines,
+    write_demo_run,
+    write_stage,
+)
 
 TAGS = """
 html head meta title style body main header footer nav section article div p span strong h1 h2 h3 dl dt dd a
@@ -84,10 +91,9 @@ def test_a_complete_run(tmp_path: Path) -> None:
 
 
 def test_the_best_and_the_worst_answers_come_in_order() -> None:
-    rows = [sample(0.0, 0.0, gold, text=str(number)) for number, gold in enumerate((0.5, 1.0, 0.0, 1.0))]
-    samples = [TypeAdapter(Sample).validate_python(row) for row in rows]
-    assert [each.answers["ppo"] for each in ranked(samples, "gold", "ppo")] == ["1", "3", "0", "2"]
-    assert ranked(samples, "gold", "dpo") == []
+    rows = [Sample((), {"ppo": str(number)}, gold={"ppo": gold}) for number, gold in enumerate((0.5, 1.0, 0.0, 1.0))]
+    assert [each.answers["ppo"] for each in ranked(rows, "gold", "ppo")] == ["1", "3", "0", "2"]
+    assert ranked(rows, "gold", "dpo") == []
 
 
 def test_a_report_on_a_full_disk_is_one_message(
@@ -115,8 +121,7 @@ def test_a_gamed_run_is_reported(tmp_path: Path) -> None:
 def test_figures_that_selected_the_exported_model_are_called_so(step: int, biased: bool, tmp_path: Path) -> None:
     """The reward model has 90 steps. A selected step has figures with a bias; the start and the last step have not."""
     write_demo_run(tmp_path)
-    file = tmp_path / "reward" / "summary.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"exported_step": step}))
+    update_json(tmp_path / "reward" / "summary.json", exported_step=step)
     text = check(render_report(read_run(tmp_path))).text
     assert ("Its held-out figures look better than they are" in text) == biased
     assert (f"The exported model is that of step {step}" in text) == (step != 90)
@@ -131,9 +136,7 @@ def by_function(run_dir: Path, *, reward_model: bool) -> str:
         rows = [{"step": step, "function_score": 0.1 * step, "eval_function_score": 0.1 * step} for step in (1, 5, 60)]
         with (run_dir / "ppo" / "metrics.jsonl").open("a") as metrics:
             metrics.writelines(json.dumps(row) + "\n" for row in rows)
-        samples = [json.loads(line) for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines()]
-        lines = [json.dumps(one | {"function": {"sft": 0.0, "ppo": 1.0}}) + "\n" for one in samples]
-        (run_dir / "ppo" / "samples.jsonl").write_text("".join(lines))
+        update_lines(run_dir / "ppo" / "samples.jsonl", lambda row: row | {"function": {"sft": 0.0, "ppo": 1.0}})
     else:
         shutil.rmtree(run_dir / "reward")
     return check(render_report(read_run(run_dir))).text

@@ -18,7 +18,8 @@ CARD: dict[str, Any] = {
     "accuracy": {"all": SHARE, "by_source": {"mine": SHARE, HOSTILE: SHARE}, "chosen_longer": SHARE,
                  "rejected_longer": None},
     "calibration": {"error": 0.0421, "bins": [{"confidence": 0.55, **SHARE}, {"confidence": 0.95, **SHARE}]},
-    "margin_by_length": [{"extra_tokens": -4.5, "margin": 0.8, "low": 0.2, "high": 1.4, "count": 10}],
+    "margin_by_length": [{"extra_tokens": -4.5, "margin": 0.8, "low": 0.2, "high": 1.4, "count": 10},
+                         {"extra_tokens": 6.5, "margin": 0.8, "low": None, "high": None, "count": 1}],
     "judge": {"answers": 90, "rank_correlation": 0.62, "rank_correlation_low": 0.47, "rank_correlation_high": 0.73,
               "same_prompt": SHARE},
     "scores": {"chosen": LEVEL, "rejected": None, "unfinished": {**LEVEL, "penalty": 0.5, "above_complete": SHARE},
@@ -40,7 +41,7 @@ def test_the_page_shows_each_part(tmp_path: Path) -> None:
         "chosen answers, cut in half", "75% (61% to 86%), less 0.5",
     ):  # fmt: skip
         assert words in text, words
-    assert "answers of the base model" not in text
+    assert "answers of the base model" not in text and "+6.5 tokens" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The page about several seeds: verdict, spread, and the conditions for a comparison."""
 
-import json
 import re
 import shutil
 import statistics
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from pipeline.report.report import main
 from pipeline.report.seed_verdict import effect
 from pipeline.report.seeds import write_seed_report
 from pipeline.report.win_rate import pool_wins
-from tests.pipeline.report.example_runs import CONFIG, write_demo_run
+from tests.pipeline.report.example_runs import CONFIG, update_json, update_lines, write_demo_run
 from tests.pipeline.report.test_report import check
 
 
@@ -63,9 +63,8 @@ def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -
 
 def test_a_gamed_seed_prevents_success(tmp_path: Path) -> None:
     paths = write_runs(tmp_path)
-    summary = paths[1] / "ppo" / "summary.json"
     finding = {"step": 6, "sign": "KL", "sentence": "the policy is far from the SFT model"}
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"guard": {"findings": [finding]}}))
+    update_json(paths[1] / "ppo" / "summary.json", guard={"findings": [finding]})
     _, verdict = write_seed_report(paths)
     assert (verdict.outcome, verdict.headline) == ("open", "Training went wrong in 1 of 3 runs (demo-seed=2).")
     assert verdict.evidence.startswith("Signs of the training guard: demo-seed=2 at rollout 6 (KL).\n")
@@ -75,8 +74,7 @@ def test_a_gamed_seed_prevents_success(tmp_path: Path) -> None:
 def test_models_that_were_selected_on_these_prompts_are_named(tmp_path: Path) -> None:
     paths = write_runs(tmp_path)
     assert "selected" not in write_seed_report(paths)[1].evidence
-    summary = paths[1] / "ppo" / "summary.json"
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"exported_step": 40}))
+    update_json(paths[1] / "ppo" / "summary.json", exported_step=40)
     with (paths[1] / "ppo" / "config.yaml").open("a") as config:
         config.write("ppo:\n  export: best\n")
     _, verdict = write_seed_report(paths)
@@ -90,14 +88,15 @@ def test_models_that_were_selected_on_these_prompts_are_named(tmp_path: Path) ->
 
 def judge_pairs(path: Path, verdicts: list[tuple[float | None, float | None]], *, gold: bool) -> None:
     """Add the verdicts of a pair judge to the answers of a run, and give all answers of SFT and PPO the same length."""
-    file = path / "ppo" / "samples.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for at, row in enumerate(rows):
-        row["answers"] = {"sft": "one", "ppo": "two"}
-        row["preferences"] = {"ppo": verdicts[at % len(verdicts)]}
-        row["prompt"][0]["content"] = f"{path.name} {at % 96}"
-        row |= {} if gold else {"gold": {}, "scores": {}}
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = cycle(verdicts)
+    update_lines(
+        path / "ppo" / "samples.jsonl",
+        lambda row: (
+            row
+            | {"answers": {"sft": "one", "ppo": "two"}, "preferences": {"ppo": next(pairs)}}
+            | ({} if gold else {"gold": {}, "scores": {}})
+        ),
+    )
 
 
 def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,16 @@ def samples(sft: Sequence[float], ppo: Sequence[float], *, reward: float | None 
     return results
 
 
-def finished(rows: Sequence[Sample]) -> RunReading:
-    stages = {
-        "sft": StageReading("sft", summary={"steps": 3, "gold_score": 0.4}),
-        "ppo": StageReading("ppo", summary={"steps": 3, "gold_score": 0.6}, samples=rows),
-    }
-    return RunReading("run", stages, {})
+def run_of(rows: Sequence[Sample], settings: Mapping[str, Any] | None = None, **summary: Any) -> RunReading:
+    """Return a run whose PPO stage has finished with these answers."""
+    ppo = StageReading("ppo", summary={"steps": 3, **summary}, samples=rows)
+    return RunReading("run", {"ppo": ppo}, settings or {})
+
+
+def scored(gain: float, *, prompts: int = 20, **kinds: Any) -> list[Sample]:
+    """Return samples without gold scores whose scores rise by `gain` from SFT to PPO."""
+    values = [0.1 * (n % 5) for n in range(prompts)]
+    return [Sample(PROMPT, {}, {"sft": value, "ppo": value + gain}, **kinds) for value in values]
 
 
 HELPED = "RLHF helped at temperatures 1 and 0.\nTemperature 1: On the same 96 held-out prompts"
@@ -48,10 +52,24 @@ SPREAD = [0.1 * (n % 5) for n in range(40)]
     ],
 )
 def test_gold_decides(gain: float, reward: float | None, outcome: str, headline: str) -> None:
-    verdict = judge(finished(samples(SPREAD, [value + gain for value in SPREAD], reward=reward)))
+    verdict = judge(run_of(samples(SPREAD, [value + gain for value in SPREAD], reward=reward)))
     assert (verdict.outcome, verdict.headline) == (outcome, headline)
     assert "40 held-out prompts" in verdict.evidence
     assert "Another training seed" in verdict.caveat
+
+
+@pytest.mark.parametrize(
+    ("sft", "ppo", "reason"),
+    [
+        (SPREAD, [value + (0.2 if at % 2 else -0.2) for at, value in enumerate(SPREAD)], "contains zero"),
+        ([0.1] * 4, [0.9] * 4, "too few"),
+    ],
+)
+def test_an_interval_around_zero_and_few_prompts_give_no_verdict(
+    sft: list[float], ppo: list[float], reason: str
+) -> None:
+    verdict = judge(run_of(samples(sft, ppo)))
+    assert verdict.outcome == "open" and reason in verdict.evidence
 
 
 @pytest.mark.parametrize(("settings", "count"), [({"evaluation": {"best_of": 4}}, "4"), ({}, "n")])
@@ -60,26 +78,25 @@ def test_the_verdict_compares_with_the_best_sft_answers(settings: dict[str, Any]
         replace(row, gold={**row.gold, "best_of": row.gold["sft"] + 0.1})
         for row in samples(SPREAD, [value + 0.3 for value in SPREAD])
     ]
-    run = replace(finished(rows), settings=settings)
+    run = run_of(rows, settings)
     evidence = " ".join(judge(run).evidence.split())
     assert f"The best of {count} SFT answers by the reward model has a mean gold score of 0.30; PPO differs" in evidence
     assert "from it by +0.20" in evidence
     assert run.labels["best_of"] == f"SFT, best of {count}"
 
 
-def test_a_model_selected_on_these_prompts_is_named() -> None:
+@pytest.mark.parametrize(
+    ("export", "gain", "outcome"), [("best", 0.3, "open"), ("best", -0.3, "bad"), ("last", 0.3, "good")]
+)
+def test_a_model_selected_on_these_prompts_is_named(export: str, gain: float, outcome: str) -> None:
     """The best of several evaluations has a score that is too high by chance."""
-    for export, step, output in (("best", 2, True), ("last", 3, False)):
-        rows = samples(SPREAD, [value + 0.3 for value in SPREAD])
-        ppo = StageReading("ppo", summary={"steps": 3, "exported_step": step}, samples=rows)
-        verdict = judge(RunReading("run", {"ppo": ppo}, {"ppo": {"export": export}}))
-        assert ("The model of rollout 2 was selected by its score on these prompts" in verdict.evidence) == output
-        more = " The same prompts selected the model, so a gain is not proven." if output else ""
-        assert verdict.headline == f"RLHF helped at temperature 1.{more}"
-        assert verdict.outcome == ("open" if output else "good")
-    rows = samples(SPREAD, [value - 0.3 for value in SPREAD])
-    worse = StageReading("ppo", summary={"steps": 3, "exported_step": 2}, samples=rows)
-    assert judge(RunReading("run", {"ppo": worse}, {"ppo": {"export": "best"}})).outcome == "bad"
+    rows = samples(SPREAD, [value + gain for value in SPREAD])
+    verdict = judge(run_of(rows, {"ppo": {"export": export}}, exported_step=2))
+    chosen = "The model of rollout 2 was selected by its score on these prompts"
+    assert (chosen in verdict.evidence) == (export == "best")
+    more = " The same prompts selected the model, so a gain is not proven." if export == "best" else ""
+    assert verdict.headline == f"RLHF {'helped' if gain > 0 else 'hurt'} at temperature 1.{more}"
+    assert verdict.outcome == outcome
 
 
 def test_a_run_without_grades_selected_no_model() -> None:
@@ -102,33 +119,17 @@ def test_rlhf_helped_only_if_it_helped_at_each_temperature(greedy_gain: float, o
         for temperature, gain in ((0.7, 0.3), (0.0, greedy_gain))
         for sample in samples(SPREAD, [value + gain for value in SPREAD])
     ]
-    verdict = judge(finished(rows))
+    verdict = judge(run_of(rows))
     assert (verdict.outcome, verdict.headline) == (outcome, headline)
     assert "Temperature 0.7: On the same 40" in verdict.evidence and "Temperature 0: On the same 40" in verdict.evidence
 
 
-def test_an_interval_around_zero_is_no_difference() -> None:
-    swing = [value + (0.2 if at % 2 else -0.2) for at, value in enumerate(SPREAD)]
-    verdict = judge(finished(samples(SPREAD, swing)))
-    assert verdict.outcome == "open"
-    assert "contains zero" in verdict.evidence
-
-
-def test_few_prompts_give_no_verdict() -> None:
-    verdict = judge(finished(samples([0.1] * 4, [0.9] * 4)))
-    assert verdict.outcome == "open"
-    assert "too few" in verdict.evidence
-
-
 def test_without_gold_the_reward_score_is_not_called_success() -> None:
-    rows = [Sample(PROMPT, {}, {"sft": 0.1 * at, "ppo": 0.1 * at + 1}) for at in range(20)]
-    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
-    verdict = judge(RunReading("run", stages, {}))
+    verdict = judge(run_of(scored(1.0)))
     assert verdict.outcome == "open"
     assert verdict.headline == "The reward score rose with PPO at temperature 1."
     assert "trained on this score" in verdict.evidence and "too few" not in verdict.evidence
-    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows[:4])}
-    verdict = judge(RunReading("run", stages, {}))
+    verdict = judge(run_of(scored(1.0, prompts=4)))
     assert "did not clearly change" in verdict.headline and "too few" in verdict.evidence
 
 
@@ -150,9 +151,7 @@ BY_BOTH = {"ppo": {"reward_function": "mine.py:score", "reward_model": True}}
     (0.25, "good", "rose"), (-0.25, "bad", "fell"), (0.0, "open", "did not clearly change"),
 ])  # fmt: skip
 def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome: str, moved: str) -> None:
-    rows = [Sample(PROMPT, {}, {"sft": 0.1 * (n % 5), "ppo": 0.1 * (n % 5) + gain}) for n in range(20)]
-    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
-    verdict = judge(RunReading("run", stages, BY_FUNCTION))
+    verdict = judge(run_of(scored(gain), BY_FUNCTION))
     assert (verdict.outcome, verdict.headline) == (
         outcome,
         f"The reward function's score {moved} with PPO at temperature 1.",
@@ -166,16 +165,14 @@ def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome
 def test_shares_of_right_answers_have_wilsons_intervals() -> None:
     """With 0 right answers of 16, the upper end is z^2 / (16 + z^2); with 1, it is 0.283."""
     rows = [Sample(PROMPT, {}, {"sft": 0.0, "ppo": float(n == 0)}) for n in range(16)]
-    verdict = judge(RunReading("run", {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}, BY_FUNCTION))
+    verdict = judge(run_of(rows, BY_FUNCTION))
     assert verdict.outcome == "open"
     means = "0 (95% interval 0 to 0.194) after SFT to 0.0625 (95% interval 0.0111 to 0.283) after PPO"
     assert f"the mean went from {means}" in verdict.evidence
 
 
 def test_reward_model_and_function_together_are_called_so() -> None:
-    rows = [Sample(PROMPT, {}, {"sft": n, "ppo": n + 1.0}, {}, {"sft": 0.0, "ppo": 0.5}) for n in range(20)]
-    stages = {"ppo": StageReading("ppo", summary={"steps": 1}, samples=rows)}
-    verdict = judge(RunReading("run", stages, BY_BOTH))
+    verdict = judge(run_of(scored(1.0, function={"sft": 0.0, "ppo": 0.5}), BY_BOTH))
     assert (verdict.outcome, verdict.headline) == (
         "open", "The sum of reward model and reward function rose with PPO at temperature 1."
     )  # fmt: skip
@@ -189,23 +186,24 @@ def test_reward_model_and_function_together_are_called_so() -> None:
      "The sum of reward model and reward function, "),
 ])  # fmt: skip
 def test_the_gamed_scorer_is_named(settings: dict[str, Any], headline: str, score: str) -> None:
-    run = finished(samples(SPREAD, [value - 0.3 for value in SPREAD], reward=1.0))
-    verdict = judge(RunReading(run.name, run.stages, settings))
+    verdict = judge(run_of(samples(SPREAD, [value - 0.3 for value in SPREAD], reward=1.0), settings))
     assert verdict.headline == headline and f" {score}which PPO was trained on, changed by" in verdict.evidence
 
 
-def test_an_unfinished_run_shows_its_progress() -> None:
-    ppo = StageReading("ppo", rows=[{"step": 7.0}])
-    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), "ppo": ppo}, {}))
-    assert verdict.headline.startswith("No verdict yet")
-    assert verdict.headline.endswith("PPO has not finished.")
-    assert "Finished: SFT. PPO is unfinished, at step 7. Run the same command again to resume" in verdict.evidence
-
-
-def test_stages_that_were_not_requested_are_not_unfinished() -> None:
-    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {}))
-    assert verdict.headline == "No verdict yet: PPO has not run."
-    assert verdict.evidence.startswith("Finished: SFT. Run the same command with stage=all for the other stages")
+@pytest.mark.parametrize(
+    ("stages", "settings", "headline", "evidence"),
+    [
+        ({"ppo": StageReading("ppo", rows=[{"step": 7.0}])}, {}, "PPO has not finished.",
+         "Finished: SFT. PPO is unfinished, at step 7. Run the same command again to resume"),
+        ({}, {}, "PPO has not run.", "Finished: SFT. Run the same command with stage=all for the other stages"),
+        ({}, {"method": "dpo"}, "DPO has not run.", "Finished: SFT."),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_finished_policy_shows_its_progress(
+    stages: dict[str, StageReading], settings: dict[str, Any], headline: str, evidence: str
+) -> None:
+    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3}), **stages}, settings))
+    assert verdict.headline == f"No verdict yet: {headline}" and verdict.evidence.startswith(evidence)
 
 
 def test_summarize_run_prints_the_verdict(tmp_path: Path) -> None:
@@ -283,8 +281,6 @@ def test_dpo_without_gold_reports_only_its_ranking() -> None:
     assert verdict.evidence.startswith("It ranks 75% of 64 held-out pairs as they are labelled. This data has no gold")
     answers = [Sample(PROMPT, {"sft": "a", "dpo": "b"}, temperature=temperature) for temperature in (1.0, 0.0)]
     assert judge(RunReading("run", {"dpo": replace(dpo, samples=answers)}, {})) == verdict
-    verdict = judge(RunReading("run", {"sft": StageReading("sft", summary={"steps": 3})}, {"method": "dpo"}))
-    assert verdict.headline == "No verdict yet: DPO has not run."
 
 
 def test_change_counts_prompts_that_both_models_have() -> None:
@@ -296,14 +292,13 @@ def test_change_counts_prompts_that_both_models_have() -> None:
     assert (actual.old_mean, actual.new_mean) == pytest.approx((0.5, 1.25 / 3))
     assert actual.mean == pytest.approx(-0.25 / 3)
     assert change(rows, "gold", "base", "sft") is None
-    assert [row.label for row in standings(rows, "gold", finished(rows).labels)] == ["SFT", "PPO"]
+    assert [row.label for row in standings(rows, "gold", run_of(rows).labels)] == ["SFT", "PPO"]
 
 
 def guarded(guard: dict[str, Any], exported: int = 4) -> RunReading:
     """Return a finished run of ten prompts whose gold score rose from 0 to 0.5, with this summary of its guard."""
     rows = [Sample((Message("user", str(i)),), {}, {}, {"sft": 0.0, "ppo": 0.5}) for i in range(10)]
-    ppo = StageReading("ppo", summary={"steps": 9, "exported_step": exported, "guard": guard}, samples=rows)
-    return RunReading("run", {"ppo": ppo}, {})
+    return run_of(rows, exported_step=exported, guard=guard)
 
 
 def test_a_run_with_a_finding_is_no_success() -> None:

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipeline.data.records import Message
@@ -63,13 +62,6 @@ def test_two_groups_of_lengths_have_a_closed_form() -> None:
     assert actual.low == pytest.approx(low, abs=5e-3)
 
 
-def test_the_effect_of_length_is_removed() -> None:
-    differences = [float(at - 20) for at in range(60)]  # mostly longer answers, which win
-    outcomes = [1.0 if difference > 0 else 0.0 for difference in differences]
-    actual = length_controlled(outcomes, differences)
-    assert sum(outcomes) / 60 > 0.6 and actual.low < 0.5 < actual.high
-
-
 def test_without_pairs_of_about_equal_length_the_rate_at_equal_length_is_unknown() -> None:
     """All answers are 90 to 110 characters longer, and 80% win: length and quality cannot be told apart.
 
@@ -92,18 +84,6 @@ def test_wins_of_longer_answers_are_not_a_success(extra: int, result: str) -> No
     assert judge(run_of(judged([(1, 1)] * 20, extra))).outcome == result
 
 
-def test_the_interval_covers_the_rate_at_equal_length() -> None:
-    noise = np.random.default_rng(3)
-    hits = 0
-    for _ in range(400):
-        differences = noise.normal(20, 40, 96)
-        chance = 1 / (1 + np.exp(-(0.4 + 1.5 * np.tanh(differences / differences.std()))))
-        outcomes = (noise.random(96) < chance).astype(float)
-        actual = length_controlled(outcomes.tolist(), differences.tolist())
-        hits += actual.low < 1 / (1 + math.exp(-0.4)) < actual.high
-    assert hits / 400 == pytest.approx(0.95, abs=0.033)  # three standard errors
-
-
 MIXED: list[Pair] = [(1, 1)] * 30 + [(0, 0)] * 4 + [(1, 0)] * 6
 
 
@@ -124,12 +104,12 @@ def test_without_gold_the_pairs_decide(verdicts: list[Pair], result: str, headli
 
 
 def test_only_longer_answers_are_not_a_success() -> None:
-    rows = []
-    for at in range(60):
-        extra = at - 20
-        answers = {"sft": "x" * 40, "ppo": "x" * (40 + extra)}
-        pair = (1.0, 1.0) if extra > 0 else (0.0, 0.0)
-        rows.append(Sample((Message("user", str(at)),), answers, preferences={"ppo": pair}))
+    """Exactly the longer answers win, which are two thirds."""
+    extra = [at - 20 for at in range(60)]
+    rows = [
+        replace(row, answers={"sft": "x" * 40, "ppo": "x" * (40 + more)})
+        for row, more in zip(judged([(1.0, 1.0) if more > 0 else (0.0, 0.0) for more in extra]), extra, strict=True)
+    ]
     actual = judge(run_of(rows))
     assert (actual.outcome, actual.headline) == (
         "open", "The judge prefers PPO to SFT, but not at equal length at temperature 1.",
