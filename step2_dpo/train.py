@@ -64,9 +64,7 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)
         with stage.clock.phase("evaluate"):
-            results = compare_models(
-                prompts, folder, evaluator.evaluate(engine), evaluator.grade, load_judge(config, "pair_judge")
-            )
+            results = compare_models(evaluator, folder, evaluator.evaluate(engine), load_judge(config, "pair_judge"))
             _, metrics = batches.evaluation(stage.budget)
         by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
         summary = {**by_model["dpo"], "held_out": by_model, "skipped": data.skipped, "packing": packing}

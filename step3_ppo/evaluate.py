@@ -169,6 +169,6 @@ def finish(
     with actor.averaged(), stage.clock.phase("evaluate"):
         is_evaluated = ppo.evaluated_step == stage.exported_step  # not after a restart, or with an earlier best step
         evaluations = ppo.evaluations if is_evaluated else evaluator.evaluate(actor)
-        results = compare_models(evaluator.prompts, folder, evaluations, evaluator.grade, pair_judge)
+        results = compare_models(evaluator, folder, evaluations, pair_judge)
     by_model = {name: metrics_of(evaluations) for name, evaluations in results.items()}
     stage.finish({**by_model["ppo"], "held_out": by_model, "skipped": skipped, "guard": guard.summary()})

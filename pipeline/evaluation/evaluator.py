@@ -164,11 +164,7 @@ class Evaluator:
 
 
 def compare_models(
-    prompts: Sequence[Prompt],
-    folder: Path,
-    own: Evaluations,
-    grade: Callable[[list[str]], Evaluation],
-    pair_judge: "UserFunction | None" = None,
+    evaluator: Evaluator, folder: Path, own: Evaluations, pair_judge: "UserFunction | None" = None
 ) -> dict[str, Evaluations]:
     """Grade the earlier answers of the other models again, and return the evaluations of all models by name.
 
@@ -179,10 +175,10 @@ def compare_models(
     A pair judge compares the stage's own answers with those of the SFT model. The function also writes samples.jsonl in
     `folder`, with the stage's own answers and the earlier ones.
     """
-    results: dict[str, Evaluations] = {}
+    prompts, results = evaluator.prompts, dict[str, Evaluations]()
     for name, source in (("base", folder.parent / "sft"), ("sft", folder), (BEST_OF, folder)):
         earlier = {temperature: earlier_answers(prompts, source, name, temperature) for temperature in own}
-        graded = {temperature: grade(answers) for temperature, answers in earlier.items() if answers is not None}
+        graded = {temperature: evaluator.grade(texts) for temperature, texts in earlier.items() if texts is not None}
         if graded:
             results[name] = graded
     if pair_judge is not None:

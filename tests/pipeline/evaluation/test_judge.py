@@ -8,7 +8,7 @@ from pipeline.config.check_machine import check_paths
 from pipeline.config.compose import compose
 from pipeline.data.records import Message, Prompt
 from pipeline.errors import SharedError, UserError
-from pipeline.evaluation.evaluator import Evaluation, compare_models
+from pipeline.evaluation.evaluator import Evaluator, compare_models
 from pipeline.evaluation.judge import compare_pairs, judged
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from pipeline.evaluation.user_function import PAIR_JUDGE, UserFunction, load_function
@@ -78,12 +78,11 @@ def test_final_answers_are_compared_with_those_of_sft(tmp_path: Path) -> None:
     folder.mkdir()
     write_samples(folder / "samples.jsonl", [Sample(p.messages, {"sft": "old"}, temperature=1.0) for p in prompts])
 
-    def grade(answers: list[str]) -> Evaluation:
-        return Evaluation(answers, None, None)
-
-    own: Any = {1.0: grade(["newer", "n"]), 0.0: grade(["newer", "n"])}
+    nothing: Any = None
+    evaluator = Evaluator(prompts, nothing, nothing, (1.0, 0.0))
+    own = {temperature: evaluator.grade(["newer", "n"]) for temperature in evaluator.temperatures}
     longer = pair_judge(tmp_path / "a.py", "return float(len(first) > len(second))")
-    compare_models(prompts, folder, own, grade, longer)
+    compare_models(evaluator, folder, own, longer)
     results = {
         (s.prompt[0].content, s.temperature): dict(s.preferences) for s in read_samples(folder / "samples.jsonl")
     }
