@@ -34,6 +34,10 @@ TOO_FEW = (
     f"There are too few prompts for a verdict: at least {FEWEST_PROMPTS} are needed. Raise evaluation.prompts, or "
     "data.eval_fraction if the data have fewer held-out prompts."
 )
+NO_GOLD = (
+    "data has no gold score to judge by: read the answers to see whether they are better, or set evaluation.judge to a "
+    "function that grades them."
+)
 SCORE = {
     "reward model": "The reward score",
     "reward function": "The reward function's score",
@@ -119,7 +123,9 @@ def judge(run: RunReading) -> Verdict:
     policy = run.stage(run.policy)
     if not policy.finished:
         return _unfinished(run)
-    verdict, step, guard = _judge_finished(run), policy.number("exported_step"), policy.guard
+    verdicts = {at: verdict for at in run.temperatures if (verdict := _judge_at(run, at)) is not None}
+    verdict = combine(verdicts) if verdicts else _without_grades(policy)
+    step, guard = policy.number("exported_step"), policy.guard
     if is_selected(run):
         selects_by = guard.get("selects_by", "score")
         chosen = (
@@ -171,15 +177,11 @@ def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | 
     return Verdict(outcome, headline, "\n".join([f"Guard: {sentences}.", *evidence]), verdict.caveat)
 
 
-def _judge_finished(run: RunReading) -> Verdict:
-    """Return the verdict over all temperatures: good if it is good at each of them, bad if it is bad at one of them."""
-    found = {temperature: _judge_at(run, temperature) for temperature in run.temperatures}
-    verdicts = {temperature: verdict for temperature, verdict in found.items() if verdict is not None}
-    return combine(verdicts) if verdicts else _judge_without_grades(run)
-
-
 def combine(verdicts: Mapping[float, Verdict]) -> Verdict:
-    """Return the verdict over all temperatures of `verdicts`, whose headlines have no full stop and no temperature."""
+    """Return the verdict over all temperatures: good if it is good at each of them, bad if it is bad at one of them.
+
+    The headlines of `verdicts` have no full stop and no temperature.
+    """
     temperatures: dict[str, list[float]] = {}
     for temperature, verdict in verdicts.items():
         temperatures.setdefault(verdict.headline, []).append(temperature)
@@ -229,13 +231,6 @@ def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
         before, after = standings(samples, "scores", {"sft": start, "ppo": "PPO"})
         return _by_function(reward, before, after)
     return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder, start)
-
-
-def _judge_without_grades(run: RunReading) -> Verdict:
-    """Return the verdict on a finished policy without graded answers."""
-    if run.policy == "dpo":
-        return _by_nobody(run.stage("dpo"))
-    return Verdict("open", "PPO has finished.", "This folder has no scored held-out answers.")
 
 
 def conclusion(run_dir: Path) -> str | None:
@@ -320,28 +315,25 @@ def _by_reward(reward: Change, function: Change | None, rewarder: str, start: st
     part = f" The reward function's share of the score changed by {_interval(function)}." if function else ""
     evidence = (
         f"From {start} to PPO the score changed by {_interval(reward)} on the same {reward.prompts} held-out "
-        f"prompts.{part}{_few(reward)} PPO was trained on this score, and this data has no gold score to judge by: "
-        "read the answers to see whether they are better, or set evaluation.judge to a function that grades them."
+        f"prompts.{part}{_few(reward)} PPO was trained on this score, and this {NO_GOLD}"
     )
     outcome: Outcome = "bad" if reward.outcome == "bad" else "open"
     return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO", evidence, ONE_RUN)
 
 
-def _by_nobody(dpo: StageReading) -> Verdict:
-    """Return the verdict on DPO without a gold score. Preference accuracy alone does not show better answers."""
-    accuracy, pairs = dpo.number("eval_accuracy"), dpo.number("eval_pairs")
-    low, high = dpo.number("eval_accuracy_low"), dpo.number("eval_accuracy_high")
+def _without_grades(policy: StageReading) -> Verdict:
+    """Return the verdict on a policy without graded answers. Preference accuracy does not show better answers."""
+    if policy.name != "dpo":
+        return Verdict("open", "PPO has finished.", "This folder has no scored held-out answers.")
+    accuracy, pairs = policy.number("eval_accuracy"), policy.number("eval_pairs")
+    low, high = policy.number("eval_accuracy_low"), policy.number("eval_accuracy_high")
     interval = "" if low is None or high is None else f" (95% interval {low:.0%} to {high:.0%})"
     ranked = (
         ""
         if accuracy is None
         else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs{interval} as they are labelled. "
     )
-    evidence = (
-        f"{ranked}This data has no gold score to judge by: read the answers to see whether they are better, or set "
-        "evaluation.judge to a function that grades them."
-    )
-    return Verdict("open", "DPO has finished.", evidence)
+    return Verdict("open", "DPO has finished.", f"{ranked}This {NO_GOLD}")
 
 
 def _few(one: Change) -> str:
