@@ -156,7 +156,7 @@ def _number_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
 def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
     """Yield messages about keys that pipeline parallelism does not support."""
     pipeline, settings = f"engine.pipeline_parallel={config.engine.pipeline_parallel}", config.engine
-    if config.stage != "plan" and stages_to_run(config) != ["sft"]:
+    if stages_to_run(config) != ["sft"]:
         yield f"{pipeline} supports only SFT: set stage=sft, then run the other stages without it"
     if settings.zero_stage == 3:
         yield f"{pipeline} does not support sharded parameters: set engine=zero0, zero1 or zero2"

@@ -31,12 +31,12 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
         group, shares = (kind, shares // size) if size > 1 else (group, shares)
     if ranks % config.rollout.tensor_parallel and set(ANSWERING) & set(stages_to_run(config)):
         raise UserError(no_divisor("rollout.tensor_parallel", config.rollout.tensor_parallel, ranks, f"{ranks} ranks"))
-    pipeline, sequence = config.engine.pipeline_parallel, config.engine.sequence_parallel
+    sequence = config.engine.sequence_parallel
     for key, size in shard_ranks(config):
         if shares * sequence % size:
             over = f"{shares} {group}" if sequence == 1 else f"{ranks} ranks"
             raise UserError(no_divisor(f"{key}.shard_ranks", size, shares * sequence, over))
-    for stage in stages_to_run(config) if pipeline == 1 else ("sft",):
+    for stage in stages_to_run(config):
         size = getattr(config, stage).batch_size
         parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
         if size * (config.ppo.samples if stage == "ppo" else 1) % parts:

@@ -97,9 +97,12 @@ def stages_to_run(config: "RunConfig") -> list[str]:
     """Return the stages to run, in order: the one that `stage` names, or those of the method.
 
     `actor` replaces the SFT stage and `reward_path` the reward stage. PPO without a reward model needs no reward stage.
+    With pipeline parallelism, stage=plan plans SFT only.
     """
     if config.stage not in ("all", "plan"):
         return [config.stage]
+    if config.stage == "plan" and config.engine.pipeline_parallel > 1:
+        return ["sft"]
     is_replaced = {
         "sft": config.actor is not None,
         "reward": config.reward_path is not None or not config.ppo.reward_model,

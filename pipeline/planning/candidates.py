@@ -20,7 +20,6 @@ from pipeline.config.schema import EngineSettings
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
 from pipeline.planning.stage_task import DECODE_BATCH, StageTask
 
-LAYOUT_KEYS = ("zero_stage", "offload_optimizer", "offload_parameters", "activation_checkpointing")
 HEADROOM = 0.92  # the share of memory that a prediction may fill; fragmentation and libraries need the remainder
 
 
@@ -204,4 +203,9 @@ def _layouts(ranks: int, *, is_gpu: bool) -> Iterator[dict[str, Any]]:
 def _layout(
     stage: int, *, optimizer: str = "none", parameters: str = "none", checkpointing: bool = False
 ) -> dict[str, Any]:
-    return dict(zip(LAYOUT_KEYS, (stage, optimizer, parameters, checkpointing), strict=True))
+    return {
+        "zero_stage": stage,
+        "offload_optimizer": optimizer,
+        "offload_parameters": parameters,
+        "activation_checkpointing": checkpointing,
+    }

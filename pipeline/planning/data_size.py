@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.config.schema import RunConfig, SourceConfig
-from pipeline.config.stages import METHODS, STAGES
+from pipeline.config.stages import STAGES
 from pipeline.data.encode import LabelledItem, PairItem, TokenItem
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference, Prompt, labelled_answers
@@ -92,15 +92,9 @@ def _recorded_size(config: RunConfig, stage: str, sources: Sequence[SourceConfig
 
 def _share(config: RunConfig, stage: str, source: SourceConfig) -> float:
     """Return the share of a source's rows that a stage trains on."""
-    data, recorded = config.data, dict[Any, float](config.data.stage_shares)
-    shares = {
-        name: recorded.get(name, 0.0)
-        for other in METHODS[config.method]
-        if STAGES[other].reads in source.stages
-        for name in STAGES[other].shares
-    }
+    shares = {str(name): share for name, share in config.data.stage_shares.items() if name in source.stages}
     own = sum(shares.get(name, 0.0) for name in STAGES[stage].shares) / (sum(shares.values()) or 1.0)
-    return own if source.eval_split else own * (1 - data.eval_fraction)
+    return own if source.eval_split else own * (1 - config.data.eval_fraction)
 
 
 def _local_tokenizer(config: RunConfig, records: Sequence[Any]) -> ChatTokenizer | None:

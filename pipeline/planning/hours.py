@@ -72,15 +72,10 @@ def run(config: RunConfig, folder: Path) -> None:
     if machine.gpu is not None and config.engine.dtype == "auto":
         dtype = "bf16" if GPUS[machine.gpu].has_bf16 else "fp16"
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": dtype})})
-    sizes = on_rank_zero(lambda: data_sizes(config, planned_stages(config)))
+    sizes = on_rank_zero(lambda: data_sizes(config, stages_to_run(config)))
     lines = describe(config, machine, sizes)
     if distributed.is_rank_zero():
         print("\n".join(lines), flush=True)
-
-
-def planned_stages(config: RunConfig) -> list[str]:
-    """Return the stages of a run that have a plan: with pipeline parallelism only SFT."""
-    return ["sft"] if config.engine.pipeline_parallel > 1 else stages_to_run(config)
 
 
 def _machine(config: RunConfig) -> Machine:
