@@ -138,7 +138,7 @@ def _table(title: str, section: type[BaseModel], prefix: str) -> list[str]:
     rows, deeper = [], []
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
-        inner = inner_section(field.annotation, in_lists=True)
+        inner = inner_section(field.annotation)
         if inner is not None and key != "reward_model":
             number = "N." if get_origin(field.annotation) is list else ""
             deeper.append((key, inner, f"{key}.{number}"))

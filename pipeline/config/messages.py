@@ -192,7 +192,7 @@ def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         found[key] = field.description or ""
-        inner = inner_section(field.annotation, in_lists=True)
+        inner = inner_section(field.annotation)
         if inner is not None:
             found.update(describe(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}."))
     return found
@@ -212,10 +212,8 @@ def no_divisor(key: str, size: int, count: int, over: str) -> str:
     return f"{key}={size} does not divide the {over}: {key}={choices}"
 
 
-def inner_section(annotation: Any, *, in_lists: bool = False) -> type[BaseModel] | None:
-    """Return the section in an annotation `X`, `X | None` or (with `in_lists`) `list[X]`; None for plain values."""
-    if get_origin(annotation) in (list, dict) and not in_lists:
-        return None
+def inner_section(annotation: Any) -> type[BaseModel] | None:
+    """Return the section in an annotation `X`, `X | None` or `list[X]`; None for plain values."""
     for choice in (annotation, *get_args(annotation)):
         if isinstance(choice, type) and issubclass(choice, BaseModel):
             return choice

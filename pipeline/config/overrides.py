@@ -32,7 +32,7 @@ def text_keys(section: type[BaseModel] = RunConfig) -> frozenset[str]:
     """Return the names of the keys whose value is a text or the path of a file, in a section and below it."""
     names = {"deepspeed"}
     for name, field in section.model_fields.items():
-        inner = inner_section(field.annotation, in_lists=True)
+        inner = inner_section(field.annotation)
         names |= set() if inner is None else text_keys(inner)
         names |= {name} if is_text(field.annotation) else set()
     return frozenset(names)
