@@ -11,7 +11,7 @@ import argparse
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,25 +59,21 @@ def parse_command(argv: Sequence[str]) -> argparse.Namespace:
 def compose_jobs(command: argparse.Namespace) -> list[Job]:
     """Return the configuration of each job, before validation. Without -m there is one job."""
     if not command.multirun:
-        return [_job(command.overrides)]
+        return [_compose_job(command.overrides)]
     combinations = [_sweep_values(token) for token in command.overrides]
     swept = [len(values) > 1 for values in combinations]
     jobs = []
     for tokens in itertools.product(*combinations):
         label = ",".join(token for token, varies in zip(tokens, swept, strict=True) if varies)
-        jobs.append(_job(tokens, label))
+        jobs.append(_compose_job(tokens, label))
     return jobs
 
 
-def _job(overrides: Sequence[str], label: str = "") -> Job:
-    raw = compose(overrides)
-    recipe, is_selected = find_recipe(overrides)
-    return Job(raw, label, _recipe_line(recipe, overrides) if recipe is not None and is_selected else "", recipe)
+def _recipe_line(recipe: Recipe, keys: Set[str]) -> str:
+    """Return the line that names the recipe, and one about the default model if it trains on other data by default.
 
-
-def _recipe_line(recipe: Recipe, overrides: Sequence[str]) -> str:
-    """Return the line that names the recipe, and one about the default model if it trains on other data by default."""
-    keys = {key for _, key, _ in map(split, overrides)}
+    keys: those of the command line
+    """
     line = f"recipe={recipe.name}: {recipe.reason} (settings on the command line win; ~recipe uses none)"
     if keys & {"actor", "model", "model.path", "model.hub"} or not keys & {"data.path", "data.sources"}:
         return line
@@ -110,6 +106,10 @@ def _typed(value: str) -> str:
 
 def compose(overrides: Sequence[str]) -> dict[str, Any]:
     """Return one configuration as a dictionary with resolved interpolations. Raises UserError with advice."""
+    return _compose_job(overrides).raw
+
+
+def _compose_job(overrides: Sequence[str], label: str = "") -> Job:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -120,23 +120,26 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
 
     inherited, replaced = _inherited(overrides)
     tokens = [*replaced, *overrides]
-    tokens = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
-    recipe, is_selected = find_recipe(overrides)
+    rewritten = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
+    recipe = _find_recipe(tokens, inherited)
     store = ConfigStore.instance()
     store.store("schema", OmegaConf.merge(RunConfig.defaults(), inherited), provider="schema")
-    if recipe is not None and is_selected:
+    keys = {key for _, key, _ in map(split, overrides)}
+    line = ""
+    if recipe is not None and "recipe" not in keys and not inherited:
         store.store("chosen", recipe.settings, group="recipe", package="_global_", provider="recipe")
-        tokens.append("recipe=chosen")
+        rewritten.append("recipe=chosen")
+        line = _recipe_line(recipe, keys)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            raw = OmegaConf.to_container(hydra_compose("config", overrides=tokens), resolve=True)
+            raw = OmegaConf.to_container(hydra_compose("config", overrides=rewritten), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as problem:
         raise UserError(_explain(problem)) from problem
     assert isinstance(raw, dict)
-    if not any(key.partition(".")[0] == LORA_RATES for _, key, _ in map(split, overrides)):
+    if not any(key.partition(".")[0] == LORA_RATES for key in keys):
         raw.pop(LORA_RATES, None)  # read by the options lora.yaml; otherwise no key, which the validation reports
-    return {str(key): value for key, value in raw.items()}
+    return Job({str(key): value for key, value in raw.items()}, label, line, recipe)
 
 
 def _explain(problem: Exception) -> str:
@@ -168,22 +171,18 @@ def _real_data(overrides: Sequence[str], skip: bool) -> list[str]:
     return [] if skip or has_data or is_default else [f"data={REAL_DATA}"]
 
 
-def find_recipe(overrides: Sequence[str]) -> tuple[Recipe | None, bool]:
-    """Return the recipe to compare settings with, and whether zerochat selects it.
+def _find_recipe(tokens: Sequence[str], inherited: Mapping[str, Any]) -> Recipe | None:
+    """Return the recipe of the command line, or the one for the model.
 
-    The recipe is the one of the command line, or the one for the model. The model and the data of the run that `actor=`
-    names count if the command line selects no others. zerochat selects no recipe if the command line or that run does.
+    The model and the data of the run that `actor=` names count if the command line selects no others.
     """
-    inherited, replaced = _inherited(overrides)
-    tokens = [*replaced, *overrides]
     values = {key: value for _, key, value in map(split, [*tokens, *_real_data(tokens, skip=False)])}
-    is_selected = "recipe" not in values and not inherited
     for group in ("model", "data"):
         if group in inherited:
             values.pop(group, None)
             values |= _selection(group, inherited[group])
     named = values.get("recipe")
-    return (read_recipe(named, "selected with recipe=") if named else select(values)), is_selected
+    return read_recipe(named, "selected with recipe=") if named else select(values)
 
 
 def _selection(group: str, settings: Mapping[str, Any]) -> dict[str, str | None]:

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from pipeline.config.check import validate
-from pipeline.config.compose import compose, compose_jobs, find_recipe, parse_command
+from pipeline.config.compose import Job, compose, compose_jobs, parse_command
 from pipeline.config.overrides import groups
-from pipeline.config.recipes import SIZE_CLASSES, parameter_count
+from pipeline.config.recipes import SIZE_CLASSES, parameter_count, select
 from pipeline.errors import UserError
 from pipeline.installation import CONF
 from tests.tiny import ROOT
@@ -39,16 +39,21 @@ TABLE = {
 }
 
 
-def name_of(*overrides: str) -> str | None:
-    recipe, is_selected = find_recipe(overrides)
-    return recipe.name if recipe is not None and is_selected else None
+def job_of(*overrides: str) -> Job:
+    return compose_jobs(parse_command(list(overrides)))[0]
+
+
+def name_of(**values: str) -> str:
+    recipe = select(values)
+    assert recipe is not None
+    return recipe.name
 
 
 def test_each_model_option_has_a_size_class():
     expected = {model: name for name, models in CLASSES.items() for model in models.split()}
     assert expected.keys() == set(groups()["model"]) - {"tiny"}
-    assert {model: name_of(f"model={model}") for model in expected} == expected
-    assert [name_of(), name_of("data=gsm8k")] == ["tiny-demo", "tiny"]
+    assert {model: name_of(model=model) for model in expected} == expected
+    assert [name_of(), name_of(data="gsm8k")] == ["tiny-demo", "tiny"]
 
 
 @pytest.mark.parametrize(("model", "published"), [("llama-3.1-8b", 8.03e9), ("opt-350m", 331e6), ("gpt2", 124e6)])
@@ -83,7 +88,7 @@ def test_a_separate_reward_model_has_the_rates_of_its_own_size():
     assert (config.reward.lr, config.ppo.critic_lr) == (5e-5, 1.41e-5)
     assert (config.ppo.lr, config.reward.max_length) == (1e-6, 2048)
     assert validate(compose([*overrides[:2], "reward=lora"])).reward.lr == 1e-4
-    line = compose_jobs(parse_command(overrides))[0].recipe
+    line = job_of(*overrides).recipe
     assert "3b-to-15b: the model has about 13 B" in line and "as up-to-0.5b, which has about 0.33 B" in line
     assert validate(compose(["model=opt-13b", "reward_model=opt-6.7b"])).reward.lr == 1e-5
     assert validate(compose([*overrides, "reward.lr=7e-5"])).reward.lr == 7e-5
@@ -100,9 +105,9 @@ def test_the_sequences_of_a_recipe_fit_the_positions_of_its_models():
 
 
 def test_the_reference_recipe_is_the_named_one_or_that_of_the_model():
-    found = [find_recipe(["model=opt-13b", *words]) for words in ([], ["recipe=tiny"], ["~recipe"])]
-    assert [recipe and recipe.name for recipe, _ in found] == ["3b-to-15b", "tiny", "3b-to-15b"]
-    assert [is_selected for _, is_selected in found] == [True, False, False]
+    found = [job_of("model=opt-13b", *words) for words in ([], ["recipe=tiny"], ["~recipe"])]
+    assert [job.reference and job.reference.name for job in found] == ["3b-to-15b", "tiny", "3b-to-15b"]
+    assert [bool(job.recipe) for job in found] == [True, False, False]
     with pytest.raises(UserError, match="recipe=nope is not an option of recipe"):
         compose(["recipe=nope"])
 
@@ -112,20 +117,21 @@ def test_the_reference_recipe_is_for_the_model_and_the_data_of_the_run_of_the_ac
     for words, expected in (([], "tiny-demo"), (["data.path=x.jsonl"], "tiny"), (["model=opt-13b"], "3b-to-15b")):
         settings = compose(["model=tiny", *words])
         (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(settings))
-        recipe, is_selected = find_recipe([f"actor={tmp_path / 'sft'}", "stage=ppo"])
-        assert recipe.name == expected and not is_selected
-    assert find_recipe([f"actor={tmp_path / 'sft'}", "model.path=nowhere", "data=demo"])[0].name == "3b-to-15b"
+        job = job_of(f"actor={tmp_path / 'sft'}", "stage=ppo")
+        assert job.reference is not None and job.reference.name == expected and not job.recipe
+    job = job_of(f"actor={tmp_path / 'sft'}", "model.path=nowhere", "data=demo")
+    assert job.reference is not None and job.reference.name == "3b-to-15b"
 
 
 def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
     fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    job = compose_jobs(parse_command([f"model.path={tmp_path}"]))[0]
+    job = job_of(f"model.path={tmp_path}")
     assert job.raw["reward"]["lr"] == 5e-5
     assert job.recipe.startswith("recipe=up-to-0.5b: the model has about 0.16 M parameters")
-    unknown = compose_jobs(parse_command(["model.hub=nobody/nothing"]))[0]
+    unknown = job_of("model.hub=nobody/nothing")
     assert unknown.recipe.startswith("recipe=3b-to-15b: the size of the model is unknown without network")
-    assert compose_jobs(parse_command(["model=opt-30b", "~recipe"]))[0].recipe == ""
+    assert job_of("model=opt-30b", "~recipe").recipe == ""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def test_a_config_without_usable_sizes_is_not_blamed_on_the_network(tmp_path, te
     (tmp_path / "config.json").write_text(text)
     for group in ("model", "reward_model"):
         words = ["model=opt-1.3b"] * (group == "reward_model")
-        line = compose_jobs(parse_command([*words, f"{group}.path={tmp_path}"]))[0].recipe
+        line = job_of(*words, f"{group}.path={tmp_path}").recipe
         assert "3b-to-15b" in line and "has no usable sizes" in line
         assert "network" not in line
 
@@ -154,14 +160,14 @@ def test_the_default_model_is_named_if_it_trains_on_other_data(tmp_path):
     cases = {("data.path=x.jsonl",): True, ("data.path=x.jsonl", "model=tiny"): False, (): False}
     cases[("stage=ppo", "data.path=x.jsonl", f"actor={tmp_path}")] = False
     for words, is_named in cases.items():
-        line = compose_jobs(parse_command(list(words)))[0].recipe
+        line = job_of(*words).recipe
         assert ("model=tiny, the default, has random weights: set model.path=FOLDER" in line) == is_named
 
 
 def test_the_lengths_of_a_recipe_fit_a_model_with_few_positions(tmp_path):
     fields = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "n_positions": 300}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    job = compose_jobs(parse_command([f"model.path={tmp_path}", "dpo.max_length=400"]))[0]
+    job = job_of(f"model.path={tmp_path}", "dpo.max_length=400")
     assert [job.raw[stage]["max_length"] for stage in ("sft", "reward", "dpo")] == [300, 300, 400]
     assert (job.raw["rollout"]["max_prompt_tokens"], job.raw["rollout"]["max_new_tokens"]) == (200, 100)
     assert "parameters, and 300 positions, which limit the lengths (" in job.recipe
