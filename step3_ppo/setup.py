@@ -61,7 +61,7 @@ class Ppo:
     """The models of PPO, and its functions with the numbers of the configuration. The loop calls the methods."""
 
     def __init__(
-        self, config: RunConfig, sources: ModelSources, prompts: Sequence[list[int]], rows: Sequence[Row] = ()
+        self, config: RunConfig, sources: ModelSources, prompts: Sequence[Sequence[int]], rows: Sequence[Row] = ()
     ) -> None:
         """Build the models. `rows` are the data rows of the prompts, for a reward function."""
         ppo, self.rollout, self.seed = config.ppo, config.rollout, config.seed
@@ -98,7 +98,7 @@ class Ppo:
         sequences = largest_share(-(-ppo.batch_size * ppo.samples // ppo.minibatches))
         longest = nlargest(-(-sequences // ppo.samples), self.prompts, key=len)
         batch = largest_microbatch(
-            [prompt for prompt in longest for _ in range(ppo.samples)],
+            [list(prompt) for prompt in longest for _ in range(ppo.samples)],
             self.rollout.max_new_tokens,
             sequences,
             self.tokenizer.pad_id,
@@ -127,7 +127,7 @@ class Ppo:
         with stage.clock.phase("score"):
             rollout = collect(
                 self.models,
-                [self.prompts[i] for i in self._repeated(answered.prompts)],
+                self._ids(self._repeated(answered.prompts)),
                 answered.generations,
                 temperature=self.rollout.temperature,
                 pad_id=self.tokenizer.pad_id,
@@ -151,7 +151,7 @@ class Ppo:
         stage.clock.move("generate", "flip", self.models.actor.flip.seconds)
         ids, pad_id = self._repeated(prompts), self.tokenizer.pad_id
         ended = ended_answers(generations, self.tokenizer, self.rollout.stop)
-        texts, calls = [self.prompts[i] for i in ids], self._calls(ids, generations)
+        texts, calls = self._ids(ids), self._calls(ids, generations)
         played = [episode.rewards for episode in self._episodes(generations)] or None
         with stage.clock.phase("score"):
             scores = score_answers(self.models, texts, ended, calls, pad_id=pad_id, budget=stage.budget, played=played)
@@ -164,7 +164,7 @@ class Ppo:
         if not self.models.takes_turns:
             return generate(
                 self.models,
-                [self.prompts[i] for i in prompts],
+                self._ids(prompts),
                 self.sampling,
                 first_seed=first_seed,
                 batch_size=batch_size,
@@ -181,7 +181,7 @@ class Ppo:
             self.models.actor,
             function,
             self.tokenizer,
-            [self.prompts[i] for i in ids],
+            self._ids(ids),
             [self.rows[i] for i in ids],
             [self.sampling],
             first_seed=first_seed,
@@ -195,6 +195,10 @@ class Ppo:
     def _episodes(self, generations: Sequence[Generation]) -> "list[Episode]":
         """Return the generations as episodes; empty if the reward function does not take turns."""
         return cast("list[Episode]", list(generations)) if self.models.takes_turns else []
+
+    def _ids(self, prompts: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of prompts."""
+        return [list(self.prompts[i]) for i in prompts]
 
     def _repeated(self, prompts: Sequence[int]) -> list[int]:
         """Return the prompt of each answer."""

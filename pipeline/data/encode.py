@@ -8,7 +8,7 @@
 | labelled answer | truncated (without an end token); dropped if no answer token fits |
 | prompt | dropped |
 
-Token ids are stored in one array for all rows: 4 bytes for each id, where a list of Python numbers takes up to 36.
+Token ids are stored in arrays: 4 bytes for each id, where a list of Python numbers takes up to 36.
 """
 
 import time
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,31 +33,12 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
 Record = TypeVar("Record")
-Item = TypeVar("Item")
 CHUNK = 2048  # records that are lists of ids at a time
 SECONDS_PER_LINE = 10.0
 ADDED = "earlier answers as examples of their own"  # a note about rows that are neither cut nor dropped
 
 
-class _Column:
-    """Rows of token ids, or of flags if `kind` is "b", in one array."""
-
-    def __init__(self, kind: Literal["i", "b"]) -> None:
-        self._flat: array[int] = array(kind)
-        self._ends = array("q", [0])
-
-    def append(self, row: Sequence[int]) -> None:
-        """Add a row. No view of an earlier row may be alive."""
-        self._flat.extend(row)
-        self._ends.append(len(self._flat))
-
-    def view(self, index: int) -> npt.NDArray[Any]:
-        """Return one row, int32 or bool, without a copy."""
-        dtype = np.bool_ if self._flat.typecode == "b" else np.int32
-        return np.frombuffer(self._flat, dtype)[self._ends[index] : self._ends[index + 1]]
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class TokenItem:
     """A conversation. ids (T,); counts (T,): True for the tokens of the loss."""
 
@@ -65,7 +46,7 @@ class TokenItem:
     counts: Flags
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class PairItem:
     """A pair. chosen (T1,) and rejected (T2,): ids of prompt and answer; prompt: number of tokens of the prompt.
 
@@ -80,7 +61,7 @@ class PairItem:
     conversation: bytes | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class LabelledItem:
     """An answer with a label. ids (T,): prompt and answer; prompt: number of tokens of the prompt."""
 
@@ -89,45 +70,11 @@ class LabelledItem:
     label: bool
 
 
-class ExampleRows(Sequence[Item]):
-    """Examples of one kind, made on access. The token ids and flags of all examples are in one array for each field.
-
-    make: (the arrays of an example, *its labels) -> the example
-    kinds: the kind of each array: "i" for token ids, "b" for flags
-    """
-
-    def __init__(self, make: Callable[..., Item], kinds: Sequence[Literal["i", "b"]]) -> None:
-        self._make = make
-        self._rows = [_Column(kind) for kind in kinds]
-        self._labels: list[tuple[Any, ...]] = []
-
-    def append(self, *rows: Sequence[int], labels: tuple[Any, ...] = ()) -> None:
-        """Add an example."""
-        for column, row in zip(self._rows, rows, strict=True):
-            column.append(row)
-        self._labels.append(labels)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        indices = range(len(self))[index]
-        if isinstance(indices, range):
-            return [self[each] for each in indices]
-        return self._make(*(column.view(indices) for column in self._rows), *self._labels[indices])
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PromptItems:
     """Prompts, each with its generation prompt, and the data rows of the prompts if the records have them."""
 
-    ids: ExampleRows[list[int]] = field(default_factory=lambda: ExampleRows(np.ndarray.tolist, ("i",)))
+    ids: "list[array[int]]" = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
 
@@ -150,7 +97,7 @@ def encode_conversations(
     max_length: int,
     loss_on: str = "assistant",
     name: str = "conversations",
-) -> tuple[ExampleRows[TokenItem], Counter[str]]:
+) -> tuple[list[TokenItem], Counter[str]]:
     """Return the conversations and documents, and the numbers of cut and dropped records by reason.
 
     loss_on: "assistant" for answers and their end tokens, "all" for every token; documents train every token
@@ -158,7 +105,7 @@ def encode_conversations(
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
-    items = ExampleRows(TokenItem, ("i", "b"))
+    items: list[TokenItem] = []
     for chunk in _chunks(records, name):
         documents = [record.messages[0].content for record in chunk if isinstance(record, Document)]
         for ids in tokenizer.encode_documents(documents):
@@ -166,7 +113,7 @@ def encode_conversations(
             for start in range(0, len(ids), max_length):
                 part = ids[start : start + max_length]
                 if len(part) > 1:  # the loss begins with the second token
-                    items.append(part, [True] * len(part))
+                    items.append(TokenItem(_ids(part), np.ones(len(part), np.bool_)))
         conversations = [record.messages for record in chunk if not isinstance(record, Document)]
         rows = tokenizer.encode_conversations(conversations, divide=loss_on == "assistant")
         notes[ADDED] += len(rows) - len(conversations)
@@ -176,7 +123,7 @@ def encode_conversations(
                 notes["no answer within max_length"] += 1
                 continue
             notes["cut to max_length"] += len(ids) > max_length
-            items.append(ids[:max_length], counts)
+            items.append(TokenItem(_ids(ids[:max_length]), np.array(counts, np.bool_)))
     _check(items, records, f"{name} has an answer token", max_length, "sft.max_length")
     return items, +notes
 
@@ -188,7 +135,7 @@ def encode_preferences(
     max_length: int,
     name: str = "pairs",
     stage: str = "reward",
-) -> tuple[ExampleRows[PairItem], Counter[str]]:
+) -> tuple[list[PairItem], Counter[str]]:
     """Return the pairs, and the numbers of cut and dropped records by reason.
 
     name: what messages call the records
@@ -196,7 +143,7 @@ def encode_preferences(
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
-    pairs = ExampleRows(PairItem, ("i", "i"))
+    pairs: list[PairItem] = []
     for chunk in _chunks(records, name):
         prompts = tokenizer.encode_prompts([record.prompt for record in chunk])
         sides = [(*record.prompt, answer) for record in chunk for answer in (record.chosen, record.rejected)]
@@ -210,22 +157,23 @@ def encode_preferences(
                 notes["answers equal within max_length"] += 1
                 continue
             notes["cut to max_length"] += len(chosen) > limit or len(rejected) > limit
-            rows = [*prompt, *chosen[:limit]], [*prompt, *rejected[:limit]]
-            pairs.append(*rows, labels=(record.margin, record.source, len(prompt), first_turn(record)[:8]))
+            first, second = _ids(prompt + chosen[:limit]), _ids(prompt + rejected[:limit])
+            conversation = first_turn(record)[:8]
+            pairs.append(PairItem(first, second, record.margin, record.source, len(prompt), conversation))
     _check(pairs, records, f"{name} has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
 
 
 def encode_labelled(
     tokenizer: ChatTokenizer, records: Sequence[LabelledAnswer], *, max_length: int, name: str = "answers"
-) -> tuple[ExampleRows[LabelledItem], Counter[str]]:
+) -> tuple[list[LabelledItem], Counter[str]]:
     """Return the answers with labels, and the numbers of cut and dropped records by reason.
 
     name: what messages call the records
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
-    items = ExampleRows(LabelledItem, ("i",))
+    items: list[LabelledItem] = []
     for chunk in _chunks(records, name):
         prompts = tokenizer.encode_prompts([record.messages[:-1] for record in chunk])
         answers = tokenizer.encode_last_answers([record.messages for record in chunk])
@@ -235,7 +183,7 @@ def encode_labelled(
                 notes["prompt fills max_length"] += 1
                 continue
             notes["cut to max_length"] += len(answer) > limit
-            items.append([*prompt, *answer[:limit]], labels=(len(prompt), record.label))
+            items.append(LabelledItem(_ids(prompt + answer[:limit]), len(prompt), record.label))
     _check(items, records, f"{name} has an answer token", max_length, "dpo.max_length")
     return items, +notes
 
@@ -250,11 +198,15 @@ def encode_prompts(
         for record, ids in zip(chunk, encoded, strict=True):
             if len(ids) > max_tokens:
                 continue
-            items.ids.append(ids)
+            items.ids.append(array("i", ids))
             if record.row is not None:
                 items.rows.append(record.row)
     _check(items.ids, records, "prompts fits", max_tokens, "rollout.max_prompt_tokens")
     return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items.ids)})
+
+
+def _ids(row: Sequence[int]) -> Ids:
+    return np.array(row, np.int32)
 
 
 def _chunks(records: Sequence[Record], what: str) -> Iterator[Sequence[Record]]:

@@ -35,6 +35,7 @@ def test_all_tokens_can_be_trained(bytewise: ChatTokenizer) -> None:
         bytewise, [Conversation(tuple(chat("abc", "de")), "s")], max_length=9, loss_on="all"
     )
     assert item.counts.tolist() == [True] * 7
+    assert (item.ids.itemsize, item.counts.itemsize) == (4, 1)  # bytes of an id and of a flag
 
 
 def test_documents_are_divided_and_every_token_is_trained(bytewise: ChatTokenizer) -> None:
@@ -67,7 +68,7 @@ def test_truncated_answers_have_no_end_token(bytewise: ChatTokenizer) -> None:
 def test_long_prompts_are_dropped(bytewise: ChatTokenizer) -> None:
     records = [Prompt(tuple(chat(text)), "s") for text in ("abc", "abcdef")]
     items, notes = encode_prompts(bytewise, records, max_tokens=4)
-    assert list(items.ids) == [bytewise.encode_prompt(chat("abc"))] and not items.rows
+    assert [list(ids) for ids in items.ids] == [bytewise.encode_prompt(chat("abc"))] and not items.rows
     assert notes == {"prompt longer than max_prompt_tokens": 1}
 
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import yaml
 
 from engine.memory import GPUS
 from pipeline.config.schema import PlanSection, RunConfig
-from pipeline.data.encode import ExampleRows, PairItem, PromptItems, TokenItem
+from pipeline.data.encode import PairItem, TokenItem
 from pipeline.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.files import read_plan
@@ -159,14 +160,11 @@ def test_times_have_a_unit() -> None:
 
 def test_the_size_of_encoded_examples() -> None:
     """Means over examples; the rows of PPO are twice those of SFT (0.4 and 0.2 of the prompts)."""
-    tokens, pairs, prompts = ExampleRows(TokenItem, "ib"), ExampleRows(PairItem, "ii"), PromptItems().ids
-    tokens.append([1, 2, 3, 4], [False, False, False, True])
-    tokens.append([1, 2], [False, True])
-    assert size_of(tokens) == DataSize(2, 2.0, 1.0)
-    pairs.append([1, 2, 3], [1, 2, 4, 5, 6], labels=(0.0, "a", 2))
-    assert size_of(pairs) == DataSize(1, 2.0, 2.0)
-    prompts.append([1, 2, 3])
-    assert size_of(prompts) == DataSize(1, 3.0)
+    rows = ([1, 2, 3, 4], [False, False, False, True]), ([1, 2], [False, True])
+    assert size_of([TokenItem(np.array(ids), np.array(counts)) for ids, counts in rows]) == DataSize(2, 2.0, 1.0)
+    pair = PairItem(np.array([1, 2, 3]), np.array([1, 2, 4, 5, 6]), 0.0, "a", 2)
+    assert size_of([pair]) == DataSize(1, 2.0, 2.0)
+    assert size_of([[1, 2, 3]]) == DataSize(1, 3.0)
     assert later_size(tiny_config(), "sft", DataSize(10, 2.0, 1.0), "ppo") == DataSize(20, 2.0, 1.0)
 
 
