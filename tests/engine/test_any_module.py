@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BertConfig,
-    BertForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -63,7 +61,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "looped": lambda: Chain("looped"),
     "shared": lambda: Chain("shared"),
     "nested": lambda: Chain("nested"),
-    "bert": lambda: BertForSequenceClassification(BertConfig(vocab_size=48, num_labels=3, **SHAPE, **NO_DROPOUT)),
     "vit": lambda: ViTForImageClassification(
         ViTConfig(image_size=8, patch_size=4, num_labels=3, **SHAPE, **NO_DROPOUT)
     ),
@@ -77,7 +74,6 @@ STAGES = {  # every stage for the weight that blocks share, and a stage without 
     "looped": (1, 3),
     "shared": (0, 1, 2, 3),
     "nested": (2, 3),
-    "bert": (1, 3),
     "vit": (2, 3),
     "mixtral": (0, 3),
     "qwen3_moe": (2, 3),
@@ -104,8 +100,6 @@ def loss_of(kind: str, model: Callable[..., Any], x: Tensor) -> Tensor:
         return F.mse_loss(model(x), x.sum(1, keepdim=True))
     if kind == "vit":
         return F.cross_entropy(model(pixel_values=x).logits, (x.flatten(1).sum(1) > 0).long())
-    if kind == "bert":
-        return F.cross_entropy(model(input_ids=x).logits, x.sum(1) % 3)
     return model(input_ids=x, labels=x, use_cache=False).loss  # type: ignore[no-any-return]
 
 

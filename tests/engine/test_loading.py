@@ -11,9 +11,7 @@ from torch import nn
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.loading import (
     SafetensorsFolder,
-    copy_local,
     initialize_parameters,
-    local_region,
     read_parameters,
     read_region,
 )
@@ -60,13 +58,6 @@ def test_a_region_over_two_tensors_is_sliced_in_all_dimensions() -> None:
     full = torch.arange(120).reshape(2, 6, 10)
     region = ((slice(1, 2),), (slice(0, 2), slice(3, 5)), (slice(4, 9),))
     assert torch.equal(read_region(full, region), full[1:2, [0, 1, 3, 4], 4:9])
-
-
-def test_plain_tensors_are_local() -> None:
-    assert local_region(torch.zeros(3, 2)) == ((slice(0, 3),), (slice(0, 2),))
-    target = torch.zeros(3, 2)
-    copy_local(target, torch.ones(3, 2))
-    assert target.sum().item() == 6
 
 
 def net() -> nn.Module:

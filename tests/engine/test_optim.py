@@ -78,27 +78,6 @@ def test_only_matrices_are_decayed_and_only_once() -> None:
     assert all((group["eps"], group["betas"]) == (1e-5, (0.8, 0.9)) for group in built.param_groups)
 
 
-def test_one_step_without_gradient_only_decays() -> None:
-    """Decoupled decay multiplies p by 1 - lr * decay and does not depend on the gradient."""
-    module = Mixed()
-    before = {name: p.detach().double() for name, p in module.named_parameters()}
-    built = optim.build(module, OptimizerConfig(lr=0.1, total_steps=1, weight_decay=0.3))
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    built.step()
-    for name, parameter in module.named_parameters():
-        factor = 0.97 if name in ("embed.weight", "experts") else 1.0
-        torch.testing.assert_close(parameter.detach().double(), before[name] * factor, rtol=1e-6, atol=1e-8)
-
-
-def test_moments_exist_before_the_first_step() -> None:
-    built = optim.build(Mixed(), OptimizerConfig(lr=0.1, total_steps=1))
-    assert len(built.state) == 6
-    for parameter, state in built.state.items():
-        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameter.shape
-        assert state["exp_avg"].dtype == torch.float32 and state["step"].item() == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [

@@ -12,47 +12,27 @@ from engine.optimizer_step import LossScaler
 from engine.parallel import dist
 from engine.sharding import precision_policy
 
-
-def by_hand(overflows: list[bool], power: int, window: int, hysteresis: int) -> list[float]:
-    """Return the scale after each step by counting the steps since the last overflow and the remaining hysteresis."""
-    scale, lives, good, since = 2.0**power, hysteresis, 0, []
-    for overflow in overflows:
-        if overflow:
-            if lives == 1:
-                scale = max(scale / 2, 1.0)
-            lives = max(lives - 1, 1)
-            good = 0
-        else:
-            # The scale doubles at a step with a full window of good steps before it.
-            if good and good % window == 0:
-                scale *= 2
-                lives = hysteresis
-            good += 1
-        since.append(scale)
-    return since
+T, F = True, False
+STEPS: list[tuple[LossScale, list[tuple[bool, float]]]] = [  # (overflow, scale after the step)
+    # Hysteresis 2: the first overflow changes nothing, the second halves, and only a doubling resets the count.
+    (LossScale(initial_power=4, window=2), [(T, 16), (T, 8), (T, 4), (F, 4), (F, 4), (F, 8), (T, 8), (T, 4)]),
+    # The scale doubles at a good step after a full window of good steps.
+    (
+        LossScale(initial_power=4, window=3, hysteresis=1),
+        [*3 * [(F, 16.0)], (F, 32), (F, 32), (T, 16), (F, 16), (T, 8)],
+    ),
+    # With `refill`, each good step resets the count.
+    (LossScale(initial_power=4, refill=True), [(T, 16), (F, 16), (T, 16), (T, 8)]),
+]
 
 
-@pytest.mark.parametrize(("window", "hysteresis"), [(4, 2), (3, 1), (5, 3)])
-def test_loss_scale_over_random_overflows(window: int, hysteresis: int) -> None:
-    source = random.Random(window)
-    overflows = [source.random() < 0.15 for _ in range(400)]
-    scaler = LossScaler(LossScale(initial_power=16, window=window, hysteresis=hysteresis), enabled=True)
-    results = []
-    for overflow in overflows:
-        scaler.update(overflow)
-        results.append(scaler.scale)
-    assert results == by_hand(overflows, 16, window, hysteresis)
-    assert scaler.skipped == sum(overflows)
-    assert max(results) > 2.0**16 or min(results) < 2.0**16
-
-
-def test_loss_scale_by_the_table() -> None:
-    """Hysteresis 2: the first overflow changes nothing, the second halves, and only a doubling resets the count."""
-    scaler = LossScaler(LossScale(initial_power=4, window=2), enabled=True)
-    steps = [(True, 16), (True, 8), (True, 4), (False, 4), (False, 4), (False, 8), (True, 8), (True, 4)]
+@pytest.mark.parametrize(("config", "steps"), STEPS)
+def test_loss_scale_by_the_table(config: LossScale, steps: list[tuple[bool, float]]) -> None:
+    scaler = LossScaler(config, enabled=True)
     for overflow, scale in steps:
         scaler.update(overflow)
         assert scaler.scale == scale
+    assert scaler.skipped == sum(overflow for overflow, _ in steps)
 
 
 def test_overflow_at_the_smallest_scale_is_an_error_with_a_remedy() -> None:

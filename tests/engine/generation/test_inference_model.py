@@ -19,7 +19,10 @@ from tests.ranks import run_ranks
 
 PROMPTS = ragged_prompts(3, 9, 6, 2)
 CPU = torch.device("cpu")
-PARTS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "opt": ["k_proj", "fc1"], "qwen3": ["o_proj"]}
+PARTS = {
+    "llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "opt": ["k_proj", "fc1"], "qwen3": ["o_proj"],
+    "mixtral": ["v_proj"], "falcon": ["query_key_value"], "gpt_neox": ["dense"], "gemma3_text": ["gate_proj"],
+}  # fmt: skip
 
 
 def answers(module: nn.Module) -> list[list[int]]:
@@ -64,6 +67,10 @@ CASES = [  # family, ZeRO stage, compute precision, adapters
     ("gpt2", 3, "fp32", True),
     ("gpt2", 0, "bf16", False),
     ("qwen3", 1, "fp32", False),
+    ("mixtral", 3, "fp32", True),
+    ("falcon", 2, "fp32", True),
+    ("gpt_neox", 1, "fp32", True),
+    ("gemma3_text", 3, "fp32", True),
 ]
 
 

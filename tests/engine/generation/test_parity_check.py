@@ -21,10 +21,10 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_passes_in_bf16(family: str) -> None:
-    """The flips of test_families.py run the check in fp32."""
-    checked = parity_check.check_generator(Generator(in_dtype(build(family), torch.bfloat16), "cpu"))
+def test_every_family_passes(family: str, dtype: torch.dtype) -> None:
+    checked = parity_check.check_generator(Generator(in_dtype(build(family), dtype), "cpu"))
     assert [len(answer.prompt) for answer in checked] == [5, 12, 10]
     assert all(len(answer.answer.token_ids) == model_support.NEW_TOKENS for answer in checked)
 
