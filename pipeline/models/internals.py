@@ -57,7 +57,12 @@ def add_multimodal(config: PretrainedConfig) -> None:
     if complete is None:
         return
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING or complete.__name__ in (config.architectures or []):
-        AutoModelForCausalLM.register(family, complete, exist_ok=True)
+        _add_class(AutoModelForCausalLM, family, complete)
+
+
+def _add_class(auto: Any, family: type[PretrainedConfig], model_class: Any) -> None:
+    """Let an auto class build a family. Before transformers 5.19, `register` ignores the families of transformers."""
+    auto._model_mapping._extra_content[family] = model_class
 
 
 def language_model_class(config: PretrainedConfig) -> Any:
@@ -80,7 +85,7 @@ def add_classifier(config: PretrainedConfig) -> None:
     name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
     fields = {"config_class": family, "base_model_prefix": parent.base_model_prefix, "__module__": base.__module__}
     classifier = type(name, (GenericForSequenceClassification, parent), fields)
-    AutoModelForSequenceClassification.register(family, classifier, exist_ok=True)
+    _add_class(AutoModelForSequenceClassification, family, classifier)
     renamings = get_checkpoint_conversion_mapping(language_model_class(config).__name__)
     if renamings is not None:  # Qwen 2.5 VL: transformers has them for the class of the language model only
         register_checkpoint_conversion_mapping(name, renamings, overwrite=True)
