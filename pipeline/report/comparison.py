@@ -18,6 +18,7 @@ from pipeline.report.win_rate import WinRate, win_rate
 LONGEST_TEXT = 4000
 OPEN_CARDS = 6  # prompts that are shown at once
 EXTREMES = 3  # of the best and of the worst answers
+MEASURES: dict[Measure, str] = {"gold": "Gold score", "scores": "Reward score", "function": "Reward function"}
 SCORED = {
     "reward model": "By the reward model that PPO was trained on. It has no fixed scale.",
     "reward function": "By the reward function that PPO was trained on.",
@@ -26,27 +27,22 @@ SCORED = {
 }
 
 
-def measures(run: RunReading) -> tuple[tuple[Measure, str, str], ...]:
-    """Return the measures of answers as (measure, title, note)."""
-    judge = run.judge or "the program that checks answers"
-    return (
-        ("gold", "Gold score", f"By {judge}, which is not used for training. From 0 to 1."),
-        ("scores", "Reward score", SCORED[run.rewarder]),
-        ("function", "Reward function", "The reward function's share of the reward score."),
-    )
-
-
 def verdict_header(run: RunReading, facts: Markup) -> Markup:
     """Build the top of the page: the verdict, its evidence, and the scores of the models."""
+    notes = {
+        "gold": f"By {run.judge or 'the program that checks answers'}, which is not used for training. From 0 to 1.",
+        "scores": SCORED[run.rewarder],
+        "function": "The reward function's share of the reward score.",
+    }
     charts = [
         interval_chart(
             f"{title} at temperature {temperature:g}",
             standings(run.samples(temperature), measure, run.labels),
             x_name="mean and 95% interval",
-            note=note,
+            note=notes[measure],
             bounds=(0, 1) if measure == "gold" else (None, None),
         )
-        for measure, title, note in measures(run)
+        for measure, title in MEASURES.items()
         for temperature in run.temperatures
     ]
     return page_header("zerochat run report", judge(run), facts, [chart for chart in charts if chart])
@@ -70,7 +66,7 @@ def changes_section(run: RunReading) -> Markup | None:
     wins = wins_table("Models", _wins(run))
     rows = [
         (f"{run.labels[before]} to {run.labels[after]}", title, f"{temperature:g}", *_change_cells(found, measure))
-        for measure, title, _ in measures(run)
+        for measure, title in MEASURES.items()
         for before, after in (("base", "sft"), *(("sft", policy) for policy in POLICIES), (BEST_OF, "ppo"))
         for temperature in run.temperatures
         if (found := change(run.samples(temperature), measure, before, after))
@@ -90,7 +86,7 @@ def changes_section(run: RunReading) -> Markup | None:
 def _histograms(run: RunReading) -> Iterator[Markup | None]:
     """Yield the histograms of each measure before and after the policy was trained, at each temperature."""
     models = ("sft", run.policy) if run.policy in POLICIES else ("base", "sft")
-    for measure, title, _ in measures(run):
+    for measure, title in MEASURES.items():
         for temperature in run.temperatures:
             samples = run.samples(temperature)
             values = {model: [getattr(sample, measure).get(model, math.nan) for sample in samples] for model in models}
@@ -172,7 +168,7 @@ def _extremes(run: RunReading) -> Markup | None:
     """Build the cards of the best and the worst answers of the trained policy at the first temperature."""
     samples = run.samples(run.temperatures[0])
     policy = run.policy if any(run.policy in sample.answers for sample in samples) else "sft"
-    by_measure = {title.lower(): ranked(samples, measure, policy) for measure, title, _ in measures(run)}
+    by_measure = {title.lower(): ranked(samples, measure, policy) for measure, title in MEASURES.items()}
     found = next(((title, order) for title, order in by_measure.items() if len(order) >= 2 * EXTREMES), None)
     if found is None:
         return None

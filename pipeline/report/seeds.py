@@ -13,7 +13,7 @@ from pipeline.files import write_atomically
 from pipeline.launch.fingerprint import flatten
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval, interval_chart
-from pipeline.report.comparison import WINS_LEAD, page_header, wins_table
+from pipeline.report.comparison import MEASURES, WINS_LEAD, page_header, wins_table
 from pipeline.report.curves import line_chart
 from pipeline.report.data import SHOWN_MODELS, RunReading, read_run
 from pipeline.report.html import Markup, element, grid, page, section, table
@@ -24,7 +24,6 @@ from pipeline.report.win_rate import WinRate, pool_wins
 
 OWN_KEYS = {"seed", "name", "run_dir"}
 """The keys that may differ between the runs of one page."""
-MEASURES: dict[Measure, str] = {"gold": "Gold score", "scores": "Reward score", "function": "Reward function"}
 CURVES = (
     ("policy", "gold_score", "Gold score", (0, 1)),
     ("policy", "eval_score", "Held-out reward score", (None, None)),
