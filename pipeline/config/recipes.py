@@ -105,19 +105,17 @@ def select(values: Mapping[str, str | None]) -> Recipe | None:
     `reward_model` gets the learning rates of its own size.
     """
     default = default_options()
-    model = values.get("model", default["model"])
-    own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
-    data = None if own_data else values.get("data", default["data"])
-    for_data = [data] if model == default["model"] else []
-    found = _of_model(values, "model", str(model), data, for_data, is_own=has_own_model(values))
+    model, scorer = values.get("model", default["model"]), values.get("reward_model", values.get("model@reward_model"))
+    has_own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
+    data = None if has_own_data else values.get("data", default["data"])
+    names = [f"{model}-{data}", *([data] if model == default["model"] else []), model]
+    found = _of_model(values, "model", [] if has_own_model(values) else names)
     if found is None:
         return None
     recipe = _within(read_recipe(*found), _positions(_architecture(values, "model") or {}))
-    scorer = values.get("reward_model", values.get("model@reward_model"))
-    own_scorer = scorer is None and bool(values.keys() & {"reward_model.path", "reward_model.hub"})
-    if scorer is None and not own_scorer:
+    if scorer is None and not values.keys() & {"reward_model.path", "reward_model.hub"}:
         return recipe
-    found = _of_model(values, "reward_model", str(scorer), data, [], is_own=own_scorer)
+    found = _of_model(values, "reward_model", [] if scorer is None else [f"{scorer}-{data}", scorer])
     if found is None or found[0] == recipe.name:
         return recipe
     return _with_scorer(recipe, read_recipe(*found))
@@ -148,21 +146,15 @@ def _read_settings(file: Path) -> Any:
     return OmegaConf.to_container(OmegaConf.load(file))
 
 
-def _of_model(
-    values: Mapping[str, str | None],
-    group: str,
-    model: str,
-    data: str | None,
-    others: list[str | None],
-    *,
-    is_own: bool,
-) -> tuple[str, str] | None:
-    """Return the name of the recipe for the model of a group ("model" or "reward_model"), and the reason."""
+def _of_model(values: Mapping[str, str | None], group: str, names: Sequence[str | None]) -> tuple[str, str] | None:
+    """Return the name and the reason of the recipe for the model of a group ("model" or "reward_model").
+
+    names: recipes made for the model, the last one for any data; the first that exists counts
+    """
     recipes = groups().get("recipe", [])
-    names = [*([f"{model}-{data}", *others] if data is not None else []), model]
-    found = next((name for name in names if name in recipes), None)
-    if found and not is_own:
-        return found, f"made for {group}={model}"
+    named = next((name for name in names if name in recipes), None)
+    if named:
+        return named, f"made for {group}={names[-1]}"
     fields = _architecture(values, group)
     count = parameter_count(fields or {})
     if count is None:
