@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig
 
 from engine import EngineConfig
@@ -15,6 +13,7 @@ from engine.parallel.sequence import sequence_shard
 from pipeline.data.batch import Documents
 from pipeline.models.attention import use_documents
 from pipeline.models.modules import packed_inputs
+from tests.engine.memory.test_activations import saved_bytes
 
 LENGTH, DOCUMENTS = 32, 4
 CONFIG = LlamaConfig(
@@ -23,26 +22,13 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def saved_bytes(config: PretrainedConfig, documents: Documents, attention: str, dtype: torch.dtype) -> int:
-    """Bytes that a forward over one packed row saves."""
+def measured_bytes(config: PretrainedConfig, documents: Documents, attention: str, dtype: torch.dtype) -> int:
+    """Return the bytes that autograd saves in a forward over one packed row."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
     assert use_documents(model)
     tokens = sum(documents.lengths)
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-    sizes: dict[int, int] = {}
-    references: list[Tensor] = []
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage().data_ptr()
-        if storage not in own:
-            sizes[storage] = tensor.untyped_storage().nbytes()
-            references.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(save, lambda tensor: tensor):
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        model.base_model(**packed_inputs(ids, documents, sequence_shard(tokens)), use_cache=False)
-    return sum(sizes.values())
+    inputs = packed_inputs(torch.zeros(1, tokens, dtype=torch.long), documents, sequence_shard(tokens))
+    return saved_bytes(model, lambda: model.base_model(**inputs, use_cache=False))
 
 
 def test_packed_rows() -> None:
@@ -51,7 +37,7 @@ def test_packed_rows() -> None:
     work = Workload(EngineConfig(dtype="fp32"), micro_batch_tokens=DOCUMENTS * LENGTH, max_length=LENGTH, is_cpu=True)
     predicted = training_bytes(measure_shape("llama", CONFIG), work, ModelStates())["activations"]
     documents = Documents((LENGTH,) * DOCUMENTS)
-    assert predicted == pytest.approx(saved_bytes(CONFIG, documents, "sdpa", torch.float32), rel=0.02)
+    assert predicted == pytest.approx(measured_bytes(CONFIG, documents, "sdpa", torch.float32), rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -63,5 +49,5 @@ def test_capped_scores(dtype: Precision) -> None:
     )  # fmt: skip
     work = Workload(EngineConfig(dtype=dtype))
     predicted = activations(measure_shape("gemma2", config, "eager"), work, tokens=256, length=256)
-    actual = saved_bytes(config, Documents((256,)), "eager", TORCH_DTYPE[dtype])
+    actual = measured_bytes(config, Documents((256,)), "eager", TORCH_DTYPE[dtype])
     assert predicted.outside + 2 * predicted.block == pytest.approx(actual, rel=0.05)
