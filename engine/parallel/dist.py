@@ -119,6 +119,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         # cuDNN's attention would build an execution plan for each new shape. Almost every micro-batch has one.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # From torch 2.15, "nccl" is an implementation without a pipe for the flight recorder, unless this is 0.
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
     if rank == size - 1:  # the other ranks wait for this one in `_choose_interface`
         _delete_dump_signal(store)

@@ -1,5 +1,7 @@
 """The engine on one GPU: updates equal plain PyTorch for all tiers, and generation equals the trained module."""
 
+import os
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,3 +126,13 @@ def test_attention_builds_no_plan_for_each_length() -> None:
         within_sequences(rows, rows, rows, (starts, starts), (200, 200), scale=None, window=None)
     assert not any("cudnn" in event.key for event in profiler.key_averages())
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_groups_have_the_flight_recorder_that_the_launcher_reads() -> None:
+    """From torch 2.15, "nccl" is ProcessGroupNCCL2 by default, which does not make the pipe of the recorder."""
+    if not ON_GPU:
+        pytest.skip("NCCL")
+    assert os.environ["TORCH_DIST_USE_NCCL2"] == "0"
+    if torch.distributed.get_backend() == "nccl":  # the simulated device has another backend
+        backend = torch.distributed.group.WORLD._get_backend(DEVICE)  # type: ignore[union-attr]
+        assert "NCCL2" not in type(backend).__name__

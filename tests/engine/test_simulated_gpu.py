@@ -28,6 +28,7 @@ ON_GPU = (
     "tests/engine/generation/test_cuda_graph.py::test_without_a_compiler_it_warns_and_samples_the_same",
     *(f"tests/engine/test_on_gpu.py::test_updates_equal_plain_pytorch[{case}]" for case in UPDATES),
     "tests/engine/test_on_gpu.py::test_attention_builds_no_plan_for_each_length",
+    "tests/engine/test_on_gpu.py::test_groups_have_the_flight_recorder_that_the_launcher_reads",
     "tests/pipeline/models/test_on_gpu.py::test_the_kernel_equals_the_operators",
     "tests/pipeline/models/test_on_gpu.py::test_packed_layout_is_computed_before_compiled_code",
     "tests/simulated_gpu/work.py",
