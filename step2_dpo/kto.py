@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batch import Documents, padded
+from pipeline.data.batch import lay_out
 from pipeline.data.encode import Ids, LabelledItem
 from pipeline.data.microbatches import largest_microbatch, local_microbatches, score_items
 from pipeline.stages.supervised import StepBatch
@@ -67,13 +67,7 @@ def examples_of(items: Sequence[LabelledItem], *, max_length: int) -> list[Examp
 
 def collate_sides(sides: Sequence[Side], reference: Tensor, pad_id: int, *, packing: bool) -> AnswerBatch:
     """Return the batch of B sequences with their `reference` (B,). An empty batch has one unscored padding token."""
-    rows = [ids for ids, _ in sides] or [np.array([pad_id])]
-    documents = Documents(tuple(len(row) for row in rows)) if packing else None
-    input_ids, row_lengths = padded([np.concatenate(rows)] if packing else rows, pad_id)
-    if documents is None:
-        ends = [row * input_ids.shape[1] + length - 1 for row, length in enumerate(row_lengths)]
-    else:
-        ends = documents.ends()
+    input_ids, ends, documents = lay_out([ids for ids, _ in sides], pad_id, packing=packing)
     lengths = [len(ids) - prompt for ids, prompt in sides]
     scored, slots, longest = answer_tokens(ends[: len(sides)], lengths)
     counts = torch.tensor(lengths, dtype=torch.float32)

@@ -6,13 +6,12 @@ Letters: b sequences of a micro-batch, T tokens of the longest, N response token
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.data import microbatches
-from pipeline.data.batch import Documents, Movable, padded
+from pipeline.data.batch import Documents, Movable, lay_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +48,8 @@ def collate(
 
     Without sequences the micro-batch is one padding token, so that a rank without work takes part in collectives.
     """
-    sequences = [prompts[i] + responses[i] for i in indices] or [[pad_id]]
-    lengths = [len(sequence) for sequence in sequences]
-    if packing:
-        documents = Documents(tuple(lengths))
-        input_ids, ends = torch.tensor([[*chain.from_iterable(sequences)]]), documents.ends()
-    else:
-        documents, input_ids = None, padded(sequences, pad_id)[0]
-        ends = [row * input_ids.shape[1] + length - 1 for row, length in enumerate(lengths)]
+    sequences = [prompts[i] + responses[i] for i in indices]
+    input_ids, ends, documents = lay_out(sequences, pad_id, packing=packing)
     spans = [torch.arange(end + 1 - len(responses[i]), end + 1) for end, i in zip(ends, indices, strict=False)]
     if sampled is not None:
         spans = [span[torch.tensor(sampled[i])] for span, i in zip(spans, indices, strict=True)]

@@ -179,29 +179,28 @@ def batch_indices(n: int, batch_size: int, seed: int, step: int) -> list[int]:
     return [epoch_order(n, seed, i // n)[i % n] for i in range(start, start + batch_size)]
 
 
+def lay_out(rows: Sequence[Any], pad_id: int, *, packing: bool) -> tuple[Tensor, list[int], Documents | None]:
+    """Return token ids long, the index of the last token of each row in the flattened ids, and the documents.
+
+    The ids are right-padded rows (B, T), or with `packing` one row (1, N) of documents. Without rows they are one
+    padding token.
+    """
+    tensors = [torch.as_tensor(np.asarray(row, dtype=np.int64)) for row in rows] or [torch.tensor([pad_id])]
+    lengths = [len(tensor) for tensor in tensors]
+    if packing:
+        documents = Documents(tuple(lengths))
+        return torch.cat(tensors)[None], documents.ends(), documents
+    ids = pad_sequence(tensors, batch_first=True, padding_value=pad_id)
+    return ids, [row * ids.shape[1] + length - 1 for row, length in enumerate(lengths)], None
+
+
 def token_batch(items: Sequence[TokenItem], pad_id: int, *, packing: bool) -> TokenBatch:
     """Return a batch of conversations: one packed row, or one padded row per item."""
-    return (pack_tokens if packing else collate_tokens)(items, pad_id)
-
-
-def collate_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
-    """Return a batch with one padded row per item. Without items it has one unscored padding token."""
-    ids = padded([item.ids for item in items], pad_id)[0]
-    counts = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, item in zip(counts, items, strict=False):
-        row[: len(item.counts)] = torch.as_tensor(item.counts)
-    counts[:, 0] = False
-    return TokenBatch(ids, true_indices(counts))
-
-
-def pack_tokens(items: Sequence[TokenItem], pad_id: int) -> TokenBatch:
-    """Return a batch with all items in one packed row. Without items it has one unscored padding token."""
-    if not items:
-        return TokenBatch(torch.tensor([[pad_id]]), torch.empty(0, dtype=torch.long), Documents((1,)))
-    documents = Documents(tuple(len(item.ids) for item in items))
-    counts = torch.as_tensor(np.concatenate([item.counts for item in items])).clone()
-    counts[list(documents.starts)] = False
-    return TokenBatch(_row([item.ids for item in items]), true_indices(counts), documents)
+    ids, ends, documents = lay_out([item.ids for item in items], pad_id, packing=packing)
+    scored = [torch.empty(0, dtype=torch.long)]
+    for end, item in zip(ends, items, strict=False):  # no token predicts the first one
+        scored.append(end + 2 - len(item.ids) + true_indices(torch.as_tensor(item.counts[1:])))
+    return TokenBatch(ids, torch.cat(scored), documents)
 
 
 def shared_tokens(item: PairItem) -> int:
@@ -214,9 +213,8 @@ def shared_tokens(item: PairItem) -> int:
 def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
     """Return a batch of padded rows: chosen sides, then rejected sides."""
     sides = [item.chosen for item in items] + [item.rejected for item in items]
-    ids, lengths = padded(sides or [np.array([pad_id])] * 2, pad_id)
-    ends = torch.arange(len(lengths)) * ids.shape[1] + torch.tensor(lengths) - 1
-    return PairBatch(ids, ends, *_labels(items))
+    ids, ends, _ = lay_out(sides or [[pad_id]] * 2, pad_id, packing=False)
+    return PairBatch(ids, torch.tensor(ends), *_labels(items))
 
 
 def pack_pairs(
@@ -242,7 +240,7 @@ def pack_pairs(
         prefixes += [first if common else None] * 2
     documents = Documents(tuple(len(part) for part in parts), tuple(prefixes))
     ends = torch.tensor(documents.ends())[torch.tensor(sides).T.flatten()]
-    return PairBatch(_row(parts), ends, *_labels(items), documents)
+    return PairBatch(torch.as_tensor(np.concatenate(parts, dtype=np.int64))[None], ends, *_labels(items), documents)
 
 
 def _labels(items: Sequence[PairItem]) -> tuple[Tensor, tuple[str, ...]]:
@@ -250,20 +248,6 @@ def _labels(items: Sequence[PairItem]) -> tuple[Tensor, tuple[str, ...]]:
     return margins, tuple(item.source for item in items)
 
 
-def padded(rows: Sequence[Any], pad_id: int) -> tuple[Tensor, list[int]]:
-    """Return right-padded rows (B, T) long and their lengths. Without rows: one padding token."""
-    tensors = [_long(row) for row in rows or [[pad_id]]]
-    return pad_sequence(tensors, batch_first=True, padding_value=pad_id), [len(tensor) for tensor in tensors]
-
-
 def true_indices(counts: Tensor) -> Tensor:
     """Return the indices (N,) of the True elements of a flattened mask on the CPU (on a GPU, N would need a sync)."""
     return counts.flatten().nonzero().squeeze(1)
-
-
-def _row(parts: Sequence[Any]) -> Tensor:
-    return _long(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))[None]
-
-
-def _long(ids: Any) -> Tensor:
-    return torch.as_tensor(np.asarray(ids, dtype=np.int64))

@@ -10,11 +10,10 @@ from pipeline.data.batch import (
     Documents,
     batch_indices,
     collate_pairs,
-    collate_tokens,
     epoch_order,
     pack_pairs,
-    pack_tokens,
     shared_tokens,
+    token_batch,
 )
 from pipeline.data.encode import PairItem, TokenItem
 from pipeline.data.microbatches import divide_batch
@@ -53,8 +52,7 @@ def shape(batch: list[int], lengths: list[int], packing: bool) -> int:
     if not inside:
         return 0
     items = [item(*[1] * length, counts="1" * length) for length in inside]
-    tensors = pack_tokens(items, PAD) if packing else collate_tokens(items, PAD)
-    return tensors.input_ids.numel()
+    return token_batch(items, PAD, packing=packing).input_ids.numel()
 
 
 def test_micro_batches_are_empty_only_if_unavoidable() -> None:
@@ -92,21 +90,22 @@ def test_packing_fills_micro_batches_evenly() -> None:
 
 
 def test_rows_of_one_document() -> None:
-    batch = collate_tokens([item(5, 6, 7, counts="011"), item(8, 9, counts="11")], PAD)
+    batch = token_batch([item(5, 6, 7, counts="011"), item(8, 9, counts="11")], PAD, packing=False)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, PAD]]
     assert batch.scored.tolist() == [1, 2, 4]  # the first token of a document is not predicted
     assert batch.documents is None and batch.input_ids.dtype == torch.long
 
 
 def test_one_row_of_documents() -> None:
-    batch = pack_tokens([item(5, 6, counts="11"), item(1, 2, 3, counts="101"), item(7, 8, 8, 8, counts="0111")], PAD)
+    items = [item(5, 6, counts="11"), item(1, 2, 3, counts="101"), item(7, 8, 8, 8, counts="0111")]
+    batch = token_batch(items, PAD, packing=True)
     assert batch.input_ids.tolist() == [[5, 6, 1, 2, 3, 7, 8, 8, 8]]
     assert batch.documents == Documents((2, 3, 4))
     assert batch.scored.tolist() == [1, 4, 6, 7, 8]
 
 
 def test_empty_batches_have_no_scored_tokens() -> None:
-    for batch in (collate_tokens([], PAD), pack_tokens([], PAD)):
+    for batch in (token_batch([], PAD, packing=False), token_batch([], PAD, packing=True)):
         assert batch.input_ids.tolist() == [[PAD]] and not len(batch.scored)
     assert collate_pairs([], PAD).input_ids.tolist() == [[PAD], [PAD]]
     assert pack_pairs([], PAD).input_ids.tolist() == [[PAD, PAD]]
