@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from pipeline.errors import UserError, kind_and_line
-from pipeline.installation import CONF, TRAIN
+from pipeline.installation import TRAIN
 
 if TYPE_CHECKING:
     from pipeline.config.schema import SourceConfig
@@ -127,27 +125,9 @@ def _alternatives(source: "SourceConfig", words: Sequence[str]) -> Iterator[str]
     yield f"  {command} data.path=FILE"
     columns = "prompt, chosen and rejected" if "reward" in source.stages else "prompt and completion"
     yield f"      your own file: one row per line with {columns}"
-    cached = _cached_options(source.hub)
-    if cached:
-        yield f"  {command} data={cached[0]}"
-        yield f"      a data set in the cache of this machine ({', '.join(cached)})"
-    else:
-        include = " ".join(f"'*{split}*'" for split in (source.split, source.eval_split) if split)
-        yield f"  {command} data.path=FOLDER"
-        yield "      a copy of the data set, which this command makes on a machine with access to the hub:"
-        yield f"      hf download {source.hub} --repo-type dataset --include {include} --local-dir FOLDER"
+    include = " ".join(f"'*{split}*'" for split in (source.split, source.eval_split) if split)
+    yield f"  {command} data.path=FOLDER"
+    yield "      a copy of the data set, which this command makes on a machine with access to the hub:"
+    yield f"      hf download {source.hub} --repo-type dataset --include {include} --local-dir FOLDER"
     yield f"  {command} data=demo"
     yield "      the generated data of the demo, which teach rude answers on purpose"
-
-
-def _cached_options(without: str | None) -> list[str]:
-    """Return the options of conf/data whose data sets are all in the cache of `datasets`."""
-    import datasets
-
-    folders = {folder.name.lower() for folder in Path(datasets.config.HF_DATASETS_CACHE).glob("*___*")}
-    options = []
-    for file in sorted((CONF / "data").glob("*.yaml")):
-        hubs = [source.get("hub") for source in yaml.safe_load(file.read_text(encoding="utf-8"))["sources"]]
-        if all(hub and hub != without and hub.lower().replace("/", "___") in folders for hub in hubs):
-            options.append(file.stem)
-    return options

@@ -75,10 +75,7 @@ def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub, onlin
     assert [row[:2] for row in rows] == [["sft", "Conversation"], ["reward", "Preference"], ["ppo", "Prompt"]]
     assert sum(int(row[2]) for row in rows) == 1000 and all(row[3] == "7" for row in rows)
     offline = hub.environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # no process listens on this port
-    cached, (status, output) = run(offline, PREFERENCES, ["model=opt-1.3b", "data=rm-static"])
-    assert cached == online[0]
-    assert status == 2 and "python train.py model=opt-1.3b data=hh-rlhf\n" in output
-    assert "a data set in the cache of this machine (hh-rlhf, ultrafeedback)" in output
+    assert run(offline, PREFERENCES) == [online[0]]
 
 
 def test_dialogues_of_hh_rlhf_serve_all_stages(online: list[tuple[int, str]]) -> None:
