@@ -1,6 +1,5 @@
 """The DeepSpeed benchmark: both sides get the same tokens, and missing output of a rank raises an error."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from benchmarks.measure import BenchFailed
 from benchmarks.ranks import run_ranks
 from benchmarks.zero.deepspeed import summarize
-from benchmarks.zero.deepspeed_work import LENGTH, ROWS, architecture, rows_of_rank, run_steps
+from benchmarks.zero.deepspeed_work import LENGTH, ROWS, architecture, rows_of_rank
 
 
 def test_ranks_divide_the_tokens_of_a_step() -> None:
@@ -45,11 +44,3 @@ def test_the_last_object_of_each_rank_is_returned_or_an_error_raised(
     program.write_text("print('{\"rank\": 2}')\nraise SystemExit('no memory')")
     with pytest.raises(BenchFailed, match=r"(?s)status 1, 1 objects:.*no memory"):
         run_ranks(program.stem, [], 1)
-
-
-def test_steps_run_between_barriers(capsys: pytest.CaptureFixture[str]) -> None:
-    calls: list[str] = []
-    run_steps(lambda number: float(calls.append(f"step {number}") or number), lambda: calls.append("barrier"), 2)
-    assert calls == ["barrier", "step 0", "barrier", "barrier", "step 1", "barrier"]
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["losses"] == [0.0, 1.0] and len(printed["seconds"]) == 2 and printed["peak_bytes"] > 0

@@ -89,13 +89,6 @@ def test_the_option_device_runs_rollouts_on_a_gpu(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err.count("for other GPU measurements type python -m benchmarks.gpu") == 2
 
 
-def test_published_figures_are_only_in_rows_of_the_same_work() -> None:
-    from benchmarks.gpu.decode import _published
-
-    assert _published(8, 128) == {"deepspeed_published_step_ms": (5.0, 5.6), "deepspeed_published_total_ms": 360.8}
-    assert _published(32, 256) == {"deepspeed_published_step_ms": (5.0, 5.6)} and _published(128, 128) == {}
-
-
 def test_a_profile_counts_each_kernel_once(monkeypatch) -> None:
     """PyTorch's profiler adds the time of a kernel to its operator, and to the ranges around it."""
     import torch

@@ -1,4 +1,3 @@
-import itertools
 import sys
 from pathlib import Path
 
@@ -6,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import machine
-from benchmarks.machine import describe, matrix_gflops
+from benchmarks.machine import describe
 from benchmarks.measure import BenchFailed, in_turn, median, medians_by_name, run_command, spread
 
 
@@ -49,14 +48,6 @@ def test_the_machine_is_described_without_a_name() -> None:
     assert machine["cores"] >= 1
     assert machine["torch"] == torch.__version__
     assert set(machine) == {"cpu", "cores", "memory_gib", "gpus", "system", "python", "torch"}
-
-
-def test_the_matrix_product_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(step=0.5)
-    monkeypatch.setattr("benchmarks.machine.time.monotonic", lambda: next(clock))
-    monkeypatch.setattr(torch, "mm", lambda left, right: None)
-    # Each product lasts half a second of this clock: 2 n^3 operations for n = 2048.
-    assert matrix_gflops(torch.float32, seconds=2.0) == pytest.approx(2 * 2048**3 / 0.5 / 1e9)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import BenchFailed
-from benchmarks.peers import CASES, environments, tasks
+from benchmarks.peers import environments, tasks
 from benchmarks.peers.child_process import measure
 from benchmarks.peers.dpo import require_same
 from benchmarks.peers.ratio import rms_of_ratio
@@ -88,10 +88,3 @@ def test_weights_depend_on_the_name_and_not_on_the_order() -> None:
         fill(model)
     assert torch.equal(first["a"].weight, other["a"].weight) and 0.005 < first["a"].weight.std() < 0.04
     assert narrow.weight.tolist() == [1.0] * 4
-
-
-def test_every_case_has_a_module() -> None:
-    from importlib import import_module
-
-    for case in CASES:
-        assert callable(import_module(f"benchmarks.peers.{case}").run)

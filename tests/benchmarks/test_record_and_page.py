@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.page import PAGE, markdown_table, newest, render
+from benchmarks.page import PAGE, newest, render
 from benchmarks.record import RESULTS, Record, Result, append, commit, read
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "memory_gib": 24, "gpus": [], "torch": "2.13.0", "matmul_bf16_gflops": 1250.0}

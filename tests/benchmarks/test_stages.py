@@ -9,7 +9,6 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import stages
 from benchmarks.measure import BenchFailed
-from benchmarks.record import Result
 
 STUB = """
 import json, sys
@@ -98,12 +97,3 @@ def test_the_command_lists_benchmarks_and_refuses_unknown_ones(capsys: pytest.Ca
     assert command.main(["stages", "sft-zero9"]) == 2
     assert "has no case sft-zero9" in capsys.readouterr().err
     assert command.main(["stages", "--rounds", "0"]) == 2
-
-
-def test_the_columns_of_the_table_are_aligned() -> None:
-    results = [Result("b", "short", 1.5, "s", True, peer=3.0), Result("b", "a-longer-case", 12345.0, "tokens/s", False)]
-    lines = command.table(results).splitlines()
-    assert lines[0].split() == ["case", "ours", "peer", "ratio", "unit"]
-    assert lines[1].split() == ["short", "1.5", "3", "0.5", "s"]
-    assert lines[2].split() == ["a-longer-case", "12,345", "-", "-", "tokens/s"]
-    assert lines[0].index("unit") == lines[2].index("tokens/s") == len(lines[1]) - 1
