@@ -80,10 +80,6 @@ def test_gpus_are_counted_by_kind() -> None:
     assert "2 x H200, 1 x A100" in render([record("a", 1, gpus=["H200", "H200", "A100"])])
 
 
-def test_a_pipe_in_a_cell_does_not_split_it() -> None:
-    assert markdown_table(["a"], [["x|y"]]).splitlines()[-1] == "| x\\|y |"
-
-
 def test_a_page_without_results_states_it() -> None:
     assert "Nothing has been measured yet." in render([])
 
