@@ -518,7 +518,7 @@ def test_the_reward_model_starts_from_the_configured_model(train):
 
 def test_only_keys_that_change_results_are_settings():
     def settings(*more: str) -> dict:
-        return stage_settings(config_of(*BASE, *more), "ppo")
+        return stage_settings(config_of(*BASE, "ppo.reward_function=mine.py:score", *more), "ppo")
 
     how = ("ranks=2", "engine.zero_stage=3", "rollout.batch_size=8", "rollout.keep=false", "rollout.cache_bytes=9")
     how += ("ppo.actor_engine.offload_optimizer=cpu", "ppo.reference=true", "ppo.reward_threads=4")
