@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.data.encode import PairItem
 from pipeline.evaluation.intervals import wilson_interval
-from pipeline.evaluation.pair_accuracy import Scored, accuracy, share
+from pipeline.evaluation.pair_accuracy import Scored, accuracy
 from pipeline.evaluation.report_card import (
     Judged,
     agreement,
@@ -27,14 +27,6 @@ def scored(margin: float, extra: int = 0, source: str = "a") -> Scored:
 def interval(successes: int, count: int) -> dict[str, object]:
     low, high = wilson_interval(successes, count)
     return {"share": successes / count, "low": low, "high": high, "count": count}
-
-
-def test_a_share_has_wilsons_interval() -> None:
-    """8 of 10: 0.490162 to 0.943318 by Wilson's formula with z = 1.959964."""
-    actual = share([True] * 8 + [False] * 2)
-    assert actual == {"share": 0.8, "low": pytest.approx(0.490162, abs=1e-6), "high": pytest.approx(0.943318, abs=1e-6),
-                     "count": 10}  # fmt: skip
-    assert share([]) is None
 
 
 def test_accuracy_by_source_and_by_which_answer_is_longer() -> None:

@@ -1,6 +1,5 @@
 """Reward gaming: three checks over single answers against numbers by hand, and their part of the page."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from pipeline.data.records import Message
 from pipeline.evaluation.intervals import BestAgainstLast
-from pipeline.evaluation.samples import Sample, read_grades
+from pipeline.evaluation.samples import Sample
 from pipeline.report.data import read_run
 from pipeline.report.gaming import (
     Check,
@@ -80,7 +79,8 @@ def test_gold_changes_are_counted_for_each_prompt() -> None:
     rises = [0.1 * (at % 3) for at in range(20)]
     assert check_paired(changed([1.0] * 20, rises)).outcome == "good"
     assert check_paired(changed([1.0] * 20, [-rise for rise in rises])).outcome == "bad"
-    assert check_paired([]).outcome == "open"
+    few = Check("open", "Fewer than two prompts have gold scores of both models.")
+    assert check_paired(changed([1.0], [0.2])) == check_paired([]) == few
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,6 @@ def test_gaming_at_one_temperature_is_named(tmp_path: Path) -> None:
     )
     text = check(render_report(read_run(tmp_path))).text
     assert "No sign of it at temperature 1. Yes at temperature 0." in text
-
-
-def test_malformed_grades_are_skipped(tmp_path: Path) -> None:
-    file = tmp_path / "evaluations.jsonl"
-    file.write_text(json.dumps({"step": 1, "temperature": 0, "gold": [1, 0.5]}) + '\n{"step": 2}\n[]\n{"ste')
-    actual = read_grades(file)
-    assert [(one.step, one.temperature, one.gold, one.scores) for one in actual] == [(1, 0.0, (1.0, 0.5), ())]
-    assert read_grades(tmp_path / "none") == []
-
-
-def test_one_prompt_has_no_interval() -> None:
-    actual = check_paired(changed([1.0], [0.2]))
-    assert actual == check_paired([]) == Check("open", "Fewer than two prompts have gold scores of both models.")
 
 
 def test_the_path_leaves_out_evaluations_that_are_not_finite() -> None:

@@ -1,7 +1,6 @@
 """TensorBoard: sections, tables and notes in its files, repeated steps, and the missing package."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from pipeline.config.check import validate
 from pipeline.config.check_machine import check_paths
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
-from pipeline.tracking.trackers import TensorBoard, Wandb, sectioned
-from pipeline.tracking.watchers import SampleTables, open_watchers
+from pipeline.tracking.trackers import TensorBoard, sectioned
+from pipeline.tracking.watchers import open_watchers
 
 
 def events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
@@ -65,15 +64,6 @@ def test_a_missing_package_is_named_before_any_work(monkeypatch):
         check_paths(validate(compose(["tracking=both"])))
 
 
-def test_a_full_disk_does_not_stop_the_run(tmp_path, capsys):
-    (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    writer = TensorBoard(tmp_path, "sft")
-    writer.log(1, {"loss": 1.0})
-    writer.log(2, {"loss": 1.0})
-    writer.finish()
-    assert capsys.readouterr().err.count("warning: TensorBoard stopped (") == 1
-
-
 def test_metrics_have_the_section_of_their_kind():
     names = "loss eval_loss gold_score_at_0 kl kl_coef score_max lr critic_grad_norm value_loss train_seconds return"
     assert list(sectioned(dict.fromkeys(names.split(), 0.0))) == [
@@ -89,39 +79,3 @@ def test_metrics_have_the_section_of_their_kind():
         "speed/train_seconds",
         "critic/return",
     ]
-
-
-class Receiving:
-    """A wandb run that stores what it receives."""
-
-    def __init__(self):
-        self.lines = []
-
-    def log(self, line, step=None):
-        self.lines.append(line)
-
-    def finish(self, exit_code):
-        self.lines.append(exit_code)
-
-
-def test_tables_are_sent_when_they_change_and_the_link_is_shown_at_the_end(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", type("wandb", (), {"Table": lambda columns, data: data}))
-    run, file = Receiving(), tmp_path / "samples.jsonl"
-    tracker = Wandb(run, closing="sft: https://example.org/run")
-    tables = SampleTables(file, [tracker])
-    tables.log(1, {})
-    row = {"prompt": [{"role": "user", "content": "2+2?"}], "answers": {"base": "5"}}
-    file.write_text(json.dumps(row) + "\n")
-    tables.log(2, {})
-    tables.log(3, {})
-    file.write_text(json.dumps({**row, "answers": {"base": "5", "sft": "four"}}) + "\n")
-    tables.log(4, {})
-    assert [[cell for cell in line["samples"][0] if cell] for line in run.lines] == [
-        ["user: 2+2?", 1.0, "5"],
-        ["user: 2+2?", 1.0, "5", "four"],
-    ]
-    assert capsys.readouterr().out == ""
-    tracker.log(5, {"loss": 1.0})
-    tracker.finish()
-    assert run.lines[-2:] == [{"train/loss": 1.0}, 0]
-    assert capsys.readouterr().out == "sft: https://example.org/run\n"

@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 
 from pipeline.tracking import trackers
-from pipeline.tracking.trackers import Wandb, logged_in, open_wandb
-from pipeline.tracking.watchers import ProgressDisplay, _outlook, open_watchers, sample_table
+from pipeline.tracking.trackers import TensorBoard, Wandb, logged_in, open_wandb
+from pipeline.tracking.watchers import ProgressDisplay, SampleTables, _outlook, open_watchers, sample_table
 from tests import composed
 
 
@@ -73,30 +73,31 @@ def test_tracking_none_does_not_import_wandb(offline_run):
     assert not (offline_run.parent / "wandb").exists()
 
 
-class Broken:
-    calls = 0
-
-    def log(self, *_, **__):
-        self.calls += 1
-        raise ConnectionError("gone\nfar away")
-
-
-def test_a_failing_wandb_is_reported_once(capsys):
-    run = Broken()
-    tracker = Wandb(run)
-    for step in range(3):
-        tracker.log(step, {"loss": 1.0})
-    tracker.finish()
-    assert run.calls == 1
-    assert capsys.readouterr().err.count("wandb stopped (ConnectionError: gone)") == 1
-
-
 class Receiving:
-    def __init__(self):
-        self.lines = []
+    """A wandb run that stores what it receives. With `error`, it fails."""
 
-    def log(self, line, step):
+    def __init__(self, error=None):
+        self.lines, self.error = [], error
+
+    def log(self, line, step=None):
         self.lines.append((step, line))
+        if self.error is not None:
+            raise self.error
+
+    def finish(self, exit_code):
+        self.lines.append(exit_code)
+
+
+def test_a_tracker_that_fails_is_reported_once(tmp_path, capsys):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")  # or a full disk
+    run = Receiving(ConnectionError("gone\nfar away"))
+    for tracker in (Wandb(run), TensorBoard(tmp_path, "sft")):
+        for step in range(3):
+            tracker.log(step, {"loss": 1.0})
+        tracker.finish()
+    assert len(run.lines) == 1
+    wandb, tensorboard = capsys.readouterr().err.splitlines()
+    assert "warning: wandb stopped (ConnectionError: gone)" in wandb and "warning: TensorBoard stopped (" in tensorboard
 
 
 def test_a_note_of_the_guard_reaches_wandb_and_the_log():
@@ -145,25 +146,20 @@ def test_lines_are_printed_first_periodically_and_last():
     assert "grad_norm" not in lines[0]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_shows_stage_speed_and_remaining_time(offline_run, terminal):
+def test_progress_shows_stage_speed_and_remaining_time(offline_run):
     """50 of 100 steps took 50 s, and later stages take half the time of this stage. So 50 s and 50 s remain."""
     (offline_run / "plan.json").write_text(json.dumps({"stage_seconds": 10.0, "later_seconds": 5.0}))
     outlook = _outlook(config_of("tracking=none"), "sft", offline_run)
     assert outlook == {"place": "stage 1 of 3", "later": 0.5}
     assert _outlook(config_of("tracking=none", "stage=sft"), "sft", offline_run) == {}
     stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
-    stream.isatty = lambda: terminal
     progress = ProgressDisplay("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
     progress.log(0, {"tokens": 10})
     seconds[0] = 50.0
     progress.log(50, {"tokens": 5010, "loss": 1.0})
     progress.finish()
-    shown = stream.getvalue().splitlines()[-1].rpartition("\r")[2].strip()
-    if terminal:
-        assert re.fullmatch(r"sft \(stage 1 of 3\) 50/100 \S+ left, ends Fri 12:01  100 tokens/s  loss 1 \|.+\|", shown)
-    else:
-        assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
+    shown = stream.getvalue().splitlines()[-1]
+    assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
 
 
 def written_to(terminal: int) -> str:
@@ -211,15 +207,14 @@ def test_each_evaluation_is_in_one_line_with_its_step():
     assert lines_of(steps[:1], [0.0]) == ["sft 1/100  loss 2  eval_loss 3"]
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_bar_shows_an_evaluation_until_the_next_one():
     stream = io.StringIO()
     stream.isatty = lambda: True
     progress = ProgressDisplay("ppo", 10, stream)
     for step in range(4, 11):
         progress.log(step, {"score": 0.5} | ({"eval_score": 0.25} if step == 4 else {}))
     progress.finish()
-    assert "10/10" in stream.getvalue()
-    assert "score 0.5  eval_score 0.25 (step 4)" in stream.getvalue()
+    assert "10/10" in stream.getvalue() and "score 0.5  eval_score 0.25 (step 4)" in stream.getvalue()
 
 
 def test_samples_become_a_table(tmp_path):
@@ -240,3 +235,26 @@ def test_samples_become_a_table(tmp_path):
     assert table[0] == ["user: 2+2?", 1.0, "4", "four", 0.1, 0.9, None, None]
     assert table[1] == ["user: 2+2?", 0.5, "", "5", None, -1.0, None, 0.0]
     assert sample_table(tmp_path / "none.jsonl") == ([], [])
+
+
+def test_tables_are_sent_when_they_change_and_the_link_is_shown_at_the_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", type("wandb", (), {"Table": lambda columns, data: data}))
+    run, file = Receiving(), tmp_path / "samples.jsonl"
+    tracker = Wandb(run, closing="sft: https://example.org/run")
+    tables = SampleTables(file, [tracker])
+    tables.log(1, {})
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "answers": {"base": "5"}}
+    file.write_text(json.dumps(row) + "\n")
+    tables.log(2, {})
+    tables.log(3, {})
+    file.write_text(json.dumps({**row, "answers": {"base": "5", "sft": "four"}}) + "\n")
+    tables.log(4, {})
+    assert [[cell for cell in line["samples"][0] if cell] for _, line in run.lines] == [
+        ["user: 2+2?", 1.0, "5"],
+        ["user: 2+2?", 1.0, "5", "four"],
+    ]
+    assert capsys.readouterr().out == ""
+    tracker.log(5, {"loss": 1.0})
+    tracker.finish()
+    assert run.lines[-2:] == [(5, {"train/loss": 1.0}), 0]
+    assert capsys.readouterr().out == "sft: https://example.org/run\n"
