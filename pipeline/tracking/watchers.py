@@ -50,9 +50,7 @@ class ProgressDisplay:
         self._place, self._later, self._now = place and f" ({place})", later, now
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
-        self._began = clock()
-        self._first_step: int | None = None
-        self._first_tokens: float | None = None
+        self._first: tuple[int, float, float] | None = None  # the first step, its tokens, and its time
         self._shown_at = -float("inf")
         self._of_evaluations = {name for name in STAGES[stage].progress if section_of(name) == "held_out"}
         self._known: dict[str, float] = {}
@@ -71,13 +69,13 @@ class ProgressDisplay:
         self._known.update({name: value for name, value in shown.items() if name not in held_out})
         if held_out:
             self._held_out, self._evaluated_at = held_out, step
-        if self._first_step is None:
-            self._first_step, self._began = step, self._clock()
-        speed, left, end = self._outlook(step, metrics)
+        clock, tokens = self._clock(), metrics.get("tokens", 0)
+        self._first = self._first or (step, tokens, clock)
+        speed, left, end = self._outlook(step, tokens, clock)
         if self._stream.isatty():
             self._move_bar(step, [end.replace("run ends about", "ends"), speed, self._figures(step)])
-        elif step >= self._steps or self._clock() - self._shown_at >= SECONDS_BETWEEN_LINES:
-            self._shown_at = self._clock()
+        elif step >= self._steps or clock - self._shown_at >= SECONDS_BETWEEN_LINES:
+            self._shown_at = clock
             done = f"{step}/{self._steps}" if step else "before its first step"
             times = ", ".join(filter(None, (left, end)))
             words = "  ".join((self._figures(step), *filter(None, (speed, times))))
@@ -121,18 +119,16 @@ class ProgressDisplay:
             held_out += f" (step {self._evaluated_at})"
         return "  ".join(filter(None, (trained, held_out)))
 
-    def _outlook(self, step: int, metrics: Mapping[str, float]) -> tuple[str, str, str]:
+    def _outlook(self, step: int, tokens: float, clock: float) -> tuple[str, str, str]:
         """Return the tokens per second, the time that the stage still needs, and the expected end of the run."""
-        done = step - (self._first_step or 0)
-        first = self._first_tokens if self._first_tokens is not None else metrics.get("tokens", 0)
-        self._first_tokens = first
+        assert self._first is not None
+        first_step, first_tokens, began = self._first
+        done, took = step - first_step, clock - began
         if done <= 0 or step >= self._steps:
             return "", "", ""
-        took = self._clock() - self._began
         seconds = took / done * (self._steps - step)
         left = f"{format_time(seconds)} left"
-        tokens = metrics.get("tokens", 0) - first
-        speed = f"{tokens / took:,.0f} tokens/s" if tokens and took > 0 else ""
+        speed = f"{(tokens - first_tokens) / took:,.0f} tokens/s" if tokens > first_tokens and took > 0 else ""
         if self._later is None:
             return speed, left, ""
         end = self._now() + timedelta(seconds=seconds + self._later * took / done * self._steps)
