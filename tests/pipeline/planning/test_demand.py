@@ -41,20 +41,19 @@ def sft(shape: ModelShape, layout: Workload, **load: Any) -> Demand:
     return predict_bytes(StageTask("sft", {"policy": StageModel(shape, layout)}, GenerationLoad(**load)))
 
 
-def ppo_models(actor: ModelShape, scorer: ModelShape, layout: Workload, *without: str) -> dict[str, StageModel]:
-    """Return the models of PPO, without some of them. The critic and the reward model train no adapters."""
+def ppo_models(actor: ModelShape, scorer: ModelShape, layout: Workload) -> dict[str, StageModel]:
+    """Return the models of PPO. The critic and the reward model train no adapters."""
     plain = replace(layout, adapters=0, has_average=False)
-    models = {
+    return {
         "actor": StageModel(actor, layout),
         "critic": StageModel(scorer, plain),
         "reference": StageModel(actor, layout, "shared" if layout.adapters else "frozen"),
         "reward": StageModel(scorer, plain, "frozen"),
     }
-    return {name: model for name, model in models.items() if name not in without}
 
 
-def ppo(shape: ModelShape, layout: Workload, *without: str, **load: Any) -> Demand:
-    models = ppo_models(shape, replace(shape, vocabulary=0), layout, *without)
+def ppo(shape: ModelShape, layout: Workload, **load: Any) -> Demand:
+    models = ppo_models(shape, replace(shape, vocabulary=0), layout)
     return predict_bytes(StageTask("ppo", models, GenerationLoad(**load)))
 
 
@@ -79,7 +78,7 @@ def test_logits(opt: ModelShape) -> None:
     assert sft(opt, work(is_cpu=True)).phases["train"]["logits"] == hidden + cpu
 
 
-def test_ppo_counts_only_the_models_that_it_needs(opt: ModelShape) -> None:
+def test_ppo_holds_four_models_and_the_generator(opt: ModelShape) -> None:
     four = ppo(opt, work())
     assert four.phases["generate"]["cache"] == ALL_SLOTS * 2 * 12 * 768
     assert set(four.phases["score"]) >= {"actor", "critic", "reference", "reward", "inference_model"}
@@ -90,16 +89,6 @@ def test_ppo_counts_only_the_models_that_it_needs(opt: ModelShape) -> None:
     assert freed.phases["generate"] == four.phases["generate"]
     for phase in ("score", "train actor", "train critic"):
         assert sum(four.phases[phase].values()) - sum(freed.phases[phase].values()) == held
-    no_reference = ppo(opt, work(), "reference")
-    assert no_reference.peak < four.peak and all("reference" not in phase for phase in no_reference.phases.values())
-    no_critic = ppo(opt, work(), "critic")
-    assert "train critic" not in no_critic.phases
-    gone = sum(four.phases["train actor"].values()) - sum(no_critic.phases["train actor"].values())
-    assert gone == pytest.approx(12 * opt.parameters / 8, rel=0.01)  # sharded masters and moments
-    by_function = ppo(opt, work(), "reward")
-    assert all("reward" not in phase for phase in by_function.phases.values()) and "train critic" in by_function.phases
-    gone = sum(four.phases["train actor"].values()) - sum(by_function.phases["train actor"].values())
-    assert gone == four.phases["train actor"]["reward"] >= 2 * opt.parameters // 8
     offloaded = work(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
     assert ppo(opt, offloaded).host > 2 * 12 * opt.parameters // 8
     parked = ppo(opt, work(), park_optimizer=True)

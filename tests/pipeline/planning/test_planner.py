@@ -40,14 +40,24 @@ def test_a_stage_that_fits_prints_one_line() -> None:
     assert line.startswith("memory: about ") and "of 80.00 GiB per device (train: " in line
 
 
-def test_ppo_without_a_critic() -> None:
-    critic, others = (
-        plan(tiny_config(ppo=keys), "ppo", PlanInputs(source()), ranks=1, capacity=gpu(80 * GIB))
-        for keys in ({}, {"advantage": "grpo", "samples": 3})
+@pytest.mark.parametrize(
+    ("absent", "keys"),
+    [
+        ("critic", {"advantage": "reinforce"}),
+        ("reference", {"kl_coef": 0.0, "guard": "off"}),
+        ("reward", {"reward_model": False, "reward_function": "mine.py:score"}),
+    ],
+)
+def test_ppo_needs_memory_only_for_the_models_that_it_uses(absent: str, keys: dict[str, Any]) -> None:
+    full, fewer = (
+        plan(tiny_config(ppo={"kl_target": None, **each}), "ppo", PlanInputs(source()), ranks=1).demand.phases
+        for each in ({}, keys)
     )
-    assert "train critic" in critic.demand.phases and "train critic" not in others.demand.phases
-    assert "critic" not in others.demand.phases["train actor"]
-    assert others.task.work.step_tokens == 3 * critic.task.work.step_tokens
+    assert full["score"][absent] > 0 and fewer == {
+        phase: {owner: size for owner, size in owners.items() if owner != absent}
+        for phase, owners in full.items()
+        if phase != f"train {absent}"
+    }
 
 
 @pytest.mark.parametrize("steps", [None, 9])
@@ -170,17 +180,6 @@ def test_adapters_of_selected_layers() -> None:
     expected = adapter_parameters(shape, LoraConfig(rank=4, targets=["fc1"]))  # of 512 x 2,048, in each of 8 blocks
     assert expected == 8 * 4 * (512 + 2048)
     assert adapter_parameters(shape, LoraConfig(rank=4, targets=r".*\.fc1")) == expected
-
-
-def test_an_unused_reference_needs_no_memory() -> None:
-    penalized, unused, logged = (
-        plan(tiny_config(ppo={"kl_target": None, **keys}), "ppo", PlanInputs(source()), ranks=1).demand.phases
-        for keys in ({}, {"kl_coef": 0.0, "guard": "off"}, {"kl_coef": 0.0, "reference": True})
-    )
-    assert logged == penalized and penalized.keys() == unused.keys()
-    for phase, owners in unused.items():
-        assert owners == {owner: size for owner, size in penalized[phase].items() if owner != "reference"}
-        assert penalized[phase]["reference"] > 0
 
 
 def test_a_model_with_engine_settings_of_its_own() -> None:
