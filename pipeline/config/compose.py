@@ -147,8 +147,6 @@ def _explain(problem: Exception) -> str:
     text = " ".join(line.strip() for line in lines[:4])
     if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:
         text += "; a value with special characters needs quotes, \"key='some value'\""
-    if "set_int_max_str_digits" in text:
-        return f"cannot read the command line: {text.partition(';')[0]}"
     if "LexerNoViableAlt" in text:
         override = lines[0].partition(": ")[2].lstrip("+~")
         if re.fullmatch(r"[\w./@]*", override.partition("=")[0], re.ASCII):

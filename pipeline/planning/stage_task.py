@@ -201,15 +201,15 @@ def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str,
     SFT evaluates the base and the trained model, PPO every evaluated step and the start. The reference of DPO scores
     each pair once.
     """
-    section, answers = getattr(config, stage), config.evaluation
+    section, prompts = getattr(config, stage), config.evaluation.prompts
     steps = stage_steps(section, size.rows)
     evaluations = 1 + ((steps - 1) // section.eval_every if section.eval_every else 0)
-    prompts = answers.prompts * len(answers.temperatures or (1.0, 0.0))
+    answers = prompts * len(config.temperatures)
     answered = {
-        "sft": 2 * prompts,
+        "sft": 2 * answers,
         "reward": 0,
-        "dpo": prompts,
-        "ppo": prompts * (1 + evaluations) + answers.prompts * (answers.best_of - 1),
+        "dpo": answers,
+        "ppo": answers * (1 + evaluations) + prompts * (config.evaluation.best_of - 1),
     }[stage]
     pair = item_sequences(config, stage)
     scored = evaluations * pair * section.eval_examples
