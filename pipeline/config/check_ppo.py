@@ -67,11 +67,10 @@ def _export_mistakes(config: RunConfig) -> Iterable[str]:
             "ppo.export=best without a judge has no grade to select by, because ppo.advantage=distill has no reward: "
             "set evaluation.judge=FILE.py:NAME, or remove ppo.export"
         )
-    sets_rate = _sets_learning_rate(config.engine.deepspeed or {})
-    if ppo.guard == "rollback" and sets_rate:
+    if ppo.guard == "rollback" and config.engine.deepspeed and _sets_learning_rate(config.engine.deepspeed):
         yield (
-            f"ppo.guard=rollback lowers ppo.lr, but the {sets_rate} of engine.deepspeed sets the learning rate: remove "
-            f"that {sets_rate}, or set ppo.guard=stop"
+            "ppo.guard=rollback lowers ppo.lr, but engine.deepspeed sets the learning rate: write "
+            '"auto" for the rate in its optimizer or scheduler, or set ppo.guard=stop'
         )
 
 
@@ -146,16 +145,16 @@ def _size_mistakes(config: RunConfig) -> Iterable[str]:
         yield indivisible("ppo.batch_size", ppo.batch_size, ppo.minibatches, f"ppo.minibatches={ppo.minibatches}")
 
 
-def _sets_learning_rate(file: Mapping[str, Any]) -> str:
-    """Return the section of a DeepSpeed file that sets the learning rate instead of `lr`; "" if none does."""
-    if "optimizer" in file:
-        return "optimizer"
-    scheduler = file.get("scheduler")
-    if not isinstance(scheduler, Mapping):
-        return ""
-    rate = (scheduler.get("params") or {}).get("warmup_max_lr")
-    fixed = scheduler.get("type") == "WarmupDecayLR" if rate is None else rate != "auto"  # it has a number as default
-    return "scheduler" if fixed else ""
+def _sets_learning_rate(file: Mapping[str, Any]) -> bool:
+    """Return whether a DeepSpeed file sets the learning rate, so that two values of `lr` give the same rates."""
+    from engine import OptimizerConfig, deepspeed_json  # a late import: it imports torch
+
+    rates = []
+    for lr in (1.0, 2.0):
+        parsed = deepspeed_json.parse(file, ranks=None, optimizer=OptimizerConfig(lr=lr, total_steps=9))
+        rate = parsed.optimizer.lr if parsed.optimizer is not None else lr
+        rates.append([rate if parsed.scheduler is None else parsed.scheduler(step) for step in range(9)])
+    return rates[0] == rates[1]
 
 
 def _trains(config: RunConfig, judge: str) -> bool:
