@@ -124,33 +124,31 @@ def _excluded(config: RunConfig, feature: str, needed: Mapping[str, Mapping[str,
 
 def _settings_mistakes(key: str, settings: EngineSettings, given: Collection[str], *, trains: bool) -> Iterable[str]:
     """Yield messages about the settings of one model. `given`: the keys that the user set."""
-    yield from _offload_mistakes(key, settings, trains=trains)
-    yield from _number_mistakes(key, settings)
-    yield from _deepspeed_mistakes(key, settings, given, trains=trains)
+    if settings.nvme_path is not None and not Path(settings.nvme_path).is_dir():
+        yield f"{key}.nvme_path={settings.nvme_path}: there is no such folder"
+    if settings.deepspeed is None:
+        yield from _layout_mistakes(key, settings, trains=trains)
+    else:
+        yield from _deepspeed_mistakes(key, settings, given, trains=trains)
 
 
-def _offload_mistakes(key: str, settings: EngineSettings, *, trains: bool) -> Iterable[str]:
-    """Yield messages about offload tiers that do not fit the ZeRO stage. A frozen model has no optimizer to offload."""
-    if settings.offload_parameters == "nvme" and settings.zero_stage != 3 and settings.deepspeed is None:
+def _layout_mistakes(key: str, settings: EngineSettings, *, trains: bool) -> Iterable[str]:
+    """Yield messages about offload tiers and precisions that do not fit the other keys.
+
+    A frozen model has no optimizer to offload.
+    """
+    if settings.offload_parameters == "nvme" and settings.zero_stage != 3:
         yield (
             f"{key}.offload_parameters=nvme needs {key}.zero_stage=3, not {settings.zero_stage}: set engine=zero3-nvme"
         )
-    without = trains and settings.offload_optimizer == "none" and settings.deepspeed is None
-    if settings.offload_parameters == "nvme" and without:
+    if settings.offload_parameters == "nvme" and trains and settings.offload_optimizer == "none":
         yield f"{key}.offload_parameters=nvme needs {key}.offload_optimizer=nvme or cpu: set engine=zero3-nvme"
-    if settings.nvme_path is not None and not Path(settings.nvme_path).is_dir():
-        yield f"{key}.nvme_path={settings.nvme_path}: there is no such folder"
-
-
-def _number_mistakes(key: str, settings: EngineSettings) -> Iterable[str]:
-    """Yield messages about precisions of states and communication that do not fit the other keys."""
-    if settings.compress != "none" and settings.zero_stage == 0 and settings.deepspeed is None:
+    if settings.compress != "none" and settings.zero_stage == 0:
         yield f"{key}.compress={settings.compress} needs sharding: set engine=zero1, zero2 or zero3"
-    if settings.states == "bf16" and settings.deepspeed is None:
-        if settings.dtype != "bf16":
-            yield f"{key}.states=bf16 needs {key}.dtype=bf16, not {settings.dtype}"
-        if settings.offload_optimizer != "none" or settings.tensor_parallel > 1:
-            yield f"{key}.states=bf16 needs {key}.offload_optimizer=none and {key}.tensor_parallel=1"
+    if settings.states == "bf16" and settings.dtype != "bf16":
+        yield f"{key}.states=bf16 needs {key}.dtype=bf16, not {settings.dtype}"
+    if settings.states == "bf16" and (settings.offload_optimizer != "none" or settings.tensor_parallel > 1):
+        yield f"{key}.states=bf16 needs {key}.offload_optimizer=none and {key}.tensor_parallel=1"
 
 
 def _pipeline_mistakes(config: RunConfig) -> Iterable[str]:
@@ -176,10 +174,9 @@ def _sequence_mistakes(config: RunConfig) -> Iterable[str]:
 
 def _deepspeed_mistakes(key: str, settings: EngineSettings, given: Collection[str], *, trains: bool) -> Iterable[str]:
     """Yield messages about `given` keys that contradict the DeepSpeed file, or the error of the file itself."""
-    if settings.deepspeed is None:
-        return
     from engine import OptimizerConfig, deepspeed_json
 
+    assert settings.deepspeed is not None
     file = f"{key if 'deepspeed' in given else 'engine'}.deepspeed"
     own = settings.engine_fields() | {"dtype": "fp32" if settings.dtype == "auto" else settings.dtype}
     theirs = deepspeed_json.config_fields(settings.deepspeed, own)

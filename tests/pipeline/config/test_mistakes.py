@@ -219,6 +219,7 @@ def test_combinations_that_are_supported() -> None:
         [*PIPELINES, "engine=auto"],
         [*QLORA, "engine=zero2"],
         [VLLM, "ppo=lora", "engine=zero3"],
+        ["ppo.reward_engine={zero_stage: 3, offload_parameters: nvme}"],  # a frozen model has no optimizer
         ["stage=sft", "dpo.margin=1", "ppo.pair_beta=0.2"],  # stages that do not run are not checked
         ["ppo.dual_clip=null", "ppo.shared_forward=false", "ppo=cispo", "ppo.minibatches=2"],
         ["stage=sft", "reward.export=best"],
