@@ -1,8 +1,8 @@
 """Choose the tests that this machine can run, and start the longest files first.
 
 A bare GPU machine has PyTorch, transformers and Triton, but not the packages that the stages import. Only the tests of
-the engine and the benchmarks run there. Without `-m gpu`, CUDA devices are hidden, because the tests are written for
-CPUs.
+the engine and of the GPU's benchmarks run there. Without `-m gpu`, CUDA devices are hidden, because the tests are
+written for CPUs.
 """
 
 import gc
@@ -20,7 +20,10 @@ from tests.fork_server import share_fork_servers
 HERE = Path(__file__).parent
 STAGE_PACKAGES = ("pydantic", "hydra", "datasets")  # the stages import them, the engine does not
 MISSING_PACKAGES = [name for name in STAGE_PACKAGES if find_spec(name) is None]
-TESTS_WITHOUT_STAGE_PACKAGES = ("engine", "benchmarks", "pipeline/models/test_on_gpu.py")
+TESTS_WITHOUT_STAGE_PACKAGES = (
+    "engine", "benchmarks/test_gpu.py", "benchmarks/test_dschat.py", "pipeline/models/test_on_gpu.py",
+)  # fmt: skip
+TESTS_WITH_STAGE_PACKAGES = ("engine/generation/test_vllm_backend.py",)  # of a folder without
 # The longest files, 15 to 60 seconds each. They start first, so that the processes end at about the same time.
 LONG_FILES = (
     "test_stages_on_simulated_gpu.py",
@@ -31,10 +34,15 @@ LONG_FILES = (
     "test_out_of_memory.py",
 )
 
+
+def _needs_stage_packages(path: str) -> bool:
+    return path in TESTS_WITH_STAGE_PACKAGES or not path.startswith(TESTS_WITHOUT_STAGE_PACKAGES)
+
+
 collect_ignore = [
-    str(path.relative_to(HERE))
-    for path in HERE.rglob("test_*.py")
-    if MISSING_PACKAGES and not path.relative_to(HERE).as_posix().startswith(TESTS_WITHOUT_STAGE_PACKAGES)
+    path
+    for path in (each.relative_to(HERE).as_posix() for each in (*HERE.rglob("test_*.py"), *HERE.glob("step*")))
+    if MISSING_PACKAGES and _needs_stage_packages(path)
 ]
 
 
@@ -50,7 +58,8 @@ def pytest_report_header() -> str | None:
     if not MISSING_PACKAGES:
         return None
     missing = ", ".join(MISSING_PACKAGES)
-    return f"not installed: {missing}; {len(collect_ignore)} test files of the stages are not collected"
+    count = sum(path.endswith(".py") for path in collect_ignore)
+    return f"not installed: {missing}; {count} test files of the stages are not collected"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ The other benchmarks and tests of such a machine are imported.
 """
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -41,6 +42,16 @@ def test_every_part_runs() -> None:
     assert set(cases) == {"ceilings", "decode", "kernels", "training", "profile", "largest"}
     assert {"ours", "generate"} <= cases["decode"] and {"zero1", "zero3"} <= cases["training"]
     assert all(row["trains"] for row in rows if row.get("part") == "largest" and "case" in row)
+
+
+def test_a_bare_machine_collects_the_gpu_tests() -> None:
+    """An error of one file would keep all tests from running."""
+    hide = f"import sys; sys.modules |= dict.fromkeys({LACKING!r})"
+    code = f"{hide}; import pytest; sys.exit(pytest.main(['-q', '-m', 'gpu', '--collect-only', 'tests']))"
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Hydra's plugin imports Hydra
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout[-3000:]
+    assert "tests/pipeline/models/test_on_gpu.py" in finished.stdout
 
 
 def test_a_failed_part_is_reported_and_the_others_run(monkeypatch, capsys) -> None:
