@@ -15,6 +15,7 @@ of the other graphs would write to memory that is not theirs.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -144,7 +145,8 @@ def _capture_stream(_device: int) -> torch.cuda.Stream:
 def _refuse_to_wait() -> Iterator[None]:
     """Raise RuntimeError inside the context if the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # PyTorch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

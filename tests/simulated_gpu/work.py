@@ -20,7 +20,7 @@ from engine import Checkpointer, EngineConfig, Sampling
 from engine.checkpoint import checkpointer
 from engine.checkpoint.storage import chunks_of
 from engine.engine import Engine
-from engine.generation import attention
+from engine.generation import attention, cuda_graph
 from engine.generation.attention import DecodeRows, StepTokens
 from engine.generation.block_streaming import BlockStream
 from engine.generation.decode_loop import DecodeLoop
@@ -264,6 +264,21 @@ def test_the_start_of_vllm_does_not_warn_about_other_gpus() -> None:
         warnings.simplefilter("error")
         with undisturbed(torch.device("cuda", 1)):
             pass
+
+
+def test_the_check_for_reads_does_not_warn_that_it_is_a_prototype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch does so once in a process, at the first answer of a chat."""
+    set_mode = torch.cuda.set_sync_debug_mode
+
+    def set_and_warn(mode: int | str) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        set_mode(mode)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_and_warn)
+    with warnings.catch_warnings(record=True) as shown, cuda_graph._refuse_to_wait():
+        warnings.simplefilter("always")
+        assert torch.cuda.get_sync_debug_mode() == 2
+    assert len(shown) == 1  # at the end of the context, where PyTorch does not repeat it
 
 
 def test_a_capture_gets_memory_that_training_has_freed() -> None:
