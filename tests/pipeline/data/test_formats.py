@@ -9,15 +9,12 @@ import pytest
 from pipeline.data.files import Table, table_of
 from pipeline.data.formats import GREETING, detect, stages_of, to_records
 from pipeline.data.records import (
-    BadRow,
     Conversation,
     Document,
     LabelledAnswer,
     Message,
     Preference,
     Prompt,
-    messages_of,
-    turns_of,
 )
 from pipeline.errors import UserError
 
@@ -67,23 +64,27 @@ def test_columns_determine_the_format(columns: list[str], form: str) -> None:
     assert detect(columns) == form
 
 
-def test_unknown_columns_of_a_csv_file_may_be_a_missing_header() -> None:
-    with pytest.raises(UserError, match=r"rows\.csv: .* Columns found: 4, How much is 2 \+ 2\?\. The first line must"):
-        detect(["How much is 2 + 2?", "4"], "rows.csv")
-    with pytest.raises(UserError, match=r"Columns found: body\. Known forms"):
-        detect(["body"], "rows.jsonl")
-
-
 @pytest.mark.parametrize(
-    "columns",
-    [["text", "label"], ["messages", "Label"], ["prompt", "completion", "labels"], ["question", "answer", " label"]],
+    ("columns", "output"),
+    [
+        (
+            ["How much is 2 + 2?", "4"],
+            r"Columns found: 4, How much is 2 \+ 2\?\. The first line must contain the column",
+        ),
+        (["txt", "label"], r"Columns found: label, txt.*prompt \+ completion.*columns: {"),
+        ([" Completion", "Prompt"], r" Completion, Prompt: write the name in lower case, without spaces around it\."),
+        (["prompt", "chosen"], r"a column chosen, but no column rejected\. Columns found: chosen, prompt"),
+        (["prompt", "choosen", "rejected"], r"add chosen\. To rename .*columns: \{choosen: chosen\}\}\]\"\."),
+        # SFT would imitate the rows that the ignored column marks as bad
+        (["text", "label"], r"the column label would be ignored.*columns: {label: note}"),
+        (["messages", "Label"], r"the column Label would be ignored.*columns: {Label: note}"),
+        (["prompt", "completion", "labels"], r"the column labels would be ignored.*columns: {labels: note}"),
+        (["question", "answer", " label"], r"the column  label would be ignored.*columns: { label: note}"),
+    ],
 )
-def test_a_label_that_training_would_ignore_is_refused(columns: list[str]) -> None:
-    """SFT would imitate the rows that the ignored column marks as bad."""
-    with pytest.raises(
-        UserError, match=rf"the column {columns[-1]} would be ignored.*columns: {{{columns[-1]}: note}}"
-    ):
-        detect(columns, "rows.jsonl")
+def test_columns_without_a_form_are_refused_by_name(columns: list[str], output: str) -> None:
+    with pytest.raises(UserError, match=rf"^rows\.csv: .*{output}"):
+        detect(columns, "rows.csv")
 
 
 def test_broken_lines_count_as_bad_rows() -> None:
@@ -106,27 +107,6 @@ def test_an_empty_list_of_tools_is_accepted() -> None:
 def test_texts_are_documents_for_sft_only() -> None:
     assert one({"id": 1, "text": " Once. "}, "sft") == Document((Message("text", "Once."),), "s")
     assert stages_of("text", labels=True) == ("sft",)
-
-
-def test_unknown_columns_are_named_with_the_forms() -> None:
-    with pytest.raises(UserError, match=r"chats\.csv.*Columns found: label, txt.*prompt \+ completion.*columns: {"):
-        detect(["txt", "label"], "chats.csv")
-
-
-def test_a_column_in_capitals_is_named() -> None:
-    with pytest.raises(
-        UserError, match=r" Completion, Prompt: write the name in lower case, without spaces around it\."
-    ):
-        detect([" Completion", "Prompt"], "chats.csv")
-
-
-def test_a_missing_column_is_named() -> None:
-    with pytest.raises(
-        UserError, match=r"t: there is a column chosen, but no column rejected\. Columns found: chosen, prompt"
-    ):
-        detect(["prompt", "chosen"], "t")
-    with pytest.raises(UserError, match=r"add chosen\. To rename .*columns: \{choosen: chosen\}\}\]\"\."):
-        detect(["prompt", "choosen", "rejected"], "t")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +184,8 @@ def test_shared_turns_are_the_prompt() -> None:
         ({"score_chosen": 8.5, "score_rejected": 6.0}, 2.5),
         ({"score_chosen": 8.5, "score_rejected": None}, 0.0),
         ({"margin": None}, 0.0),
+        ({"score_chosen": "", "score_rejected": ""}, 0.0),  # empty cells of CSV
+        ({"margin": "", "score_chosen": "2", "score_rejected": "0.5"}, 1.5),
     ],
 )
 def test_margins(extra: dict[str, Any], margin: float) -> None:
@@ -233,6 +215,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"prompt": "a", "rejected": "b", "chosen": None}, "no chosen"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected"),
         ({"chosen": "g", "rejected": "b"}, "without Human: and Assistant: turns"),
+        ({"chosen": "Once\n\nHuman: a\n\nAssistant: g", "rejected": "b"}, "without Human: and Assistant: turns"),
         ({"chosen": "Human: a\n\nAssistant: g", "rejected": "Human: x\n\nAssistant: b"}, "different prompts"),
         ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: b"}, "empty answer"),
         ({"messages": []}, "no messages"),
@@ -245,6 +228,8 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "a message with an image"),
         ({"messages": "hello"}, "messages are not a list"),
         ({"prompt": 7, "completion": "hello"}, "neither a text nor a list of messages"),
+        ({"prompt": "q", "answer": "a", "label": "good"}, "write true or false"),
+        ({"prompt": "q", "answer": "a", "label": 2}, "label is neither true nor false"),
     ],
 )
 def test_bad_rows_are_counted_by_reason(row: dict[str, Any], reason: str) -> None:
@@ -269,11 +254,6 @@ def test_columns_of_nulls_are_ignored() -> None:
     assert len(to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)[0]) == 1
 
 
-def test_adjacent_messages_of_one_role_are_joined() -> None:
-    assert messages_of([USER, USER, GOOD]) == chat("a\n\na", "g")
-    assert turns_of("Human: a\n\nHuman: b\n\nAssistant: c") == chat("a\n\nb", "c")
-
-
 HELLO, SYSTEM = {"from": "gpt", "value": "Hello!"}, {"from": "system", "value": "s"}
 HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "g"}
 
@@ -294,11 +274,6 @@ def test_a_greeting_of_the_assistant_is_removed_and_counted(row: dict[str, Any],
     assert skipped == {GREETING: 1}
 
 
-def test_text_before_the_first_turn_is_refused() -> None:
-    with pytest.raises(BadRow):
-        turns_of("Once upon a time\n\nHuman: a\n\nAssistant: b")
-
-
 def test_labelled_answers_for_each_stage() -> None:
     """SFT trains on desirable answers only. Others are refused unless the preference stage uses them."""
     texts = ["true", False, 1, "0"]
@@ -313,12 +288,6 @@ def test_labelled_answers_for_each_stage() -> None:
         to_records(table, "sft", "s", bad_row_limit=0.49)
     assert to_records(table, "sft", "s", bad_row_limit=0.5)[0] == desirable
     assert to_records(table, "ppo", "s", bad_row_limit=0.0)[0] == [Prompt(chat("q"), "s")] * 4
-
-
-@pytest.mark.parametrize(("label", "reason"), [("good", "write true or false"), (2, "neither")])
-def test_invalid_labels_are_counted(label: Any, reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        to_records(table_of("t", [{"prompt": "q", "answer": "a", "label": label}]), "sft", "s", bad_row_limit=0.0)
 
 
 @pytest.mark.parametrize("row", [{"system": "cut \ud83d", "prompt": "q"}, {"instruction": "q", "input": "cut \ud83d"}])
@@ -339,9 +308,5 @@ def test_consecutive_messages_of_one_role_are_joined_in_every_form() -> None:
     asked = said("user", "q", "r")
     record = one({"prompt": "q", "chosen": asked + two, "rejected": asked + other}, "reward")
     assert record == pair("a\n\nb", "c", "q\n\nr")
-
-
-def test_an_empty_cell_of_csv_is_no_score() -> None:
-    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    assert one({**pair, "score_chosen": "", "score_rejected": ""}, "reward").margin == 0.0
-    assert one({**pair, "margin": "", "score_chosen": "2", "score_rejected": "0.5"}, "reward").margin == 1.5
+    text = {"chosen": "Human: q\n\nHuman: r\n\nAssistant: a", "rejected": "Human: q\n\nHuman: r\n\nAssistant: c"}
+    assert one(text, "reward") == pair("a", "c", "q\n\nr")

@@ -22,23 +22,64 @@ from tests.pipeline.data.templates import (
     tokenizer,
 )
 
+PARTS = (  # of a multimodal model: for a string, its loop would write nothing
+    "{% for m in messages %}{{ '<' + m.role + '>' }}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+OMITS_SYSTEM = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+DATE = (
+    "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
 
-def test_the_default_template() -> None:
-    assert segments(tokenizer(DEFAULT_TEMPLATE), chat("hi", "hello", "2+2?", "4", system="Be kind.")) == [
-        ("<s>Be kind.\n\nHuman:\nhi\n\nAssistant:\n", False),
-        ("hello", True),
-        ("</s>\n\nHuman:\n2+2?\n\nAssistant:\n", False),
-        ("4", True),
-    ]
 
-
-def test_chatml() -> None:
-    assert segments(tokenizer(CHATML), chat("a", "b", "c", "d")) == [
-        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
-        ("b", True),
-        ("<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
-        ("d", True),
-    ]
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (
+            DEFAULT_TEMPLATE,
+            chat("hi", "hello", "2+2?", "4", system="Be kind."),
+            ["<s>Be kind.\n\nHuman:\nhi\n\nAssistant:\n", "hello", "</s>\n\nHuman:\n2+2?\n\nAssistant:\n", "4"],
+        ),
+        (
+            CHATML,
+            chat("a", "b", "c", "d"),
+            [
+                "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n",
+                "b",
+                "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
+                "d",
+            ],
+        ),
+        (
+            NO_GENERATION_PROMPT,
+            chat("a", "b", "c", "d"),
+            ["<user>a</s><assistant>", "b", "</s><user>c</s><assistant>", "d"],
+        ),
+        (BRACKETS, chat("a", "b"), ["<s>[INST] a [/INST]", "b"]),
+        (BRACKETS, chat("a", "b", "c"), ["<s>[INST] a [/INST] b </s>[INST] c [/INST]"]),
+        (NO_SYSTEM, chat("a", "b", system="s"), ["<s><turn>user\ns\n\na<end>\n<turn>model\n", "b"]),
+        (OMITS_SYSTEM, chat("a", "b", system="s"), ["s\n\na</s>", "b"]),
+        (
+            PARTS,
+            chat("a", "b", "c", system="s"),
+            ["<system>s</s><user>a</s><assistant>", "b", "</s><user>c</s><assistant>"],
+        ),
+        (
+            THINKING,  # earlier answers belong to the prompt
+            chat("a", "b", "c", "d"),
+            [
+                "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+                "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+                "d",
+            ],
+        ),
+        (DATE, chat("a"), ["26 Jul 2024a"]),
+    ],
+)
+def test_prompts_and_answers_alternate(template: str, messages: list[Message], expected: list[str]) -> None:
+    assert segments(tokenizer(template), messages) == [(text, place % 2 == 1) for place, text in enumerate(expected)]
 
 
 def test_a_prompt_ends_where_the_answer_begins() -> None:
@@ -52,72 +93,12 @@ def test_a_prompt_ends_where_the_answer_begins() -> None:
         assert "".join(text for text, _ in segments(hf, chat("a", "b", "c"))) == rendered
 
 
-def test_earlier_answers_of_thinking_templates_belong_to_the_prompt() -> None:
-    template = ChatTemplate(tokenizer(THINKING))
-    for roles in (("user", "assistant", "user"), ("user", "assistant", "user", "assistant", "user")):
-        assert [segment.is_answer for segment in template.layout(roles)] == [False]
-    assert segments(tokenizer(THINKING), chat("a", "b", "c", "d")) == [
-        (
-            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
-            False,
-        ),
-        ("d", True),
-    ]
-
-
-def test_a_template_without_a_generation_prompt() -> None:
-    assert segments(tokenizer(NO_GENERATION_PROMPT), chat("a", "b", "c", "d")) == [
-        ("<user>a</s><assistant>", False),
-        ("b", True),
-        ("</s><user>c</s><assistant>", False),
-        ("d", True),
-    ]
-
-
-def test_spaces_around_answers_belong_to_the_template() -> None:
-    assert segments(tokenizer(BRACKETS), chat("a", "b")) == [("<s>[INST] a [/INST]", False), ("b", True)]
-    assert segments(tokenizer(BRACKETS), chat("a", "b", "c"))[0][0] == "<s>[INST] a [/INST] b </s>[INST] c [/INST]"
-
-
-def test_without_a_system_role_the_user_message_contains_the_system_message() -> None:
-    assert segments(tokenizer(NO_SYSTEM), chat("a", "b", system="s")) == [
-        ("<s><turn>user\ns\n\na<end>\n<turn>model\n", False),
-        ("b", True),
-    ]
-    with pytest.raises(UserError, match=r"turns user, user: roles must alternate.*model\.chat_template=FILE"):
-        segments(tokenizer(NO_SYSTEM), [Message("user", "a"), Message("user", "b")])
-
-
-def test_templates_for_lists_of_parts_get_lists() -> None:
-    """Multimodal models have such templates. For a string, their loop would write nothing."""
-    parts = (
-        "{% for m in messages %}{{ '<' + m.role + '>' }}"
-        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
-        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-    )
-    assert segments(tokenizer(parts), chat("a", "b", "c", "d", system="s")) == [
-        ("<system>s</s><user>a</s><assistant>", False),
-        ("b", True),
-        ("</s><user>c</s><assistant>", False),
-        ("d", True),
-    ]
-
-
-def test_a_template_that_drops_messages_is_refused() -> None:
+def test_a_template_that_drops_or_refuses_messages_is_refused() -> None:
     deaf = "{% for m in messages %}{{ '<' + m.role + '>' }}{% endfor %}"
     with pytest.raises(UserError, match=r"turns user: it supports neither .* omits a content.*model\.chat_template"):
         segments(tokenizer(deaf), chat("a"))
-    no_system = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-    assert segments(tokenizer(no_system), chat("a", "b", system="s")) == [("s\n\na</s>", False), ("b", True)]
-
-
-def test_dates_in_templates_are_fixed() -> None:
-    template = (
-        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    assert segments(tokenizer(template), chat("a")) == [("26 Jul 2024a", False)]
+    with pytest.raises(UserError, match=r"turns user, user: roles must alternate.*model\.chat_template=FILE"):
+        segments(tokenizer(NO_SYSTEM), [Message("user", "a"), Message("user", "b")])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +108,6 @@ def test_dates_in_templates_are_fixed() -> None:
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ 'x' * 10000000000 }}", "needs more than 1024 MiB of memory"),
-        ("{% for i in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}", "needs more than 1024 MiB of memory"),
         ("{{ 'x' * 5000000 }}", "writes 50000.. characters around the messages"),
         ("{{ 9 ** (9 ** 9) }}", r"computes \*\* with integers of more than 4096 bits"),
         ("{% generation %}{{ 9**99999999 }}{% endgeneration %}", "integers of more than 4096 bits"),
@@ -135,9 +115,7 @@ def test_dates_in_templates_are_fixed() -> None:
             "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
             r"computes \* with integers of more than 4096 bits",
         ),
-        ("{% for i in range(1000000000000) %}{% endfor %}", "Range too big"),
         (f"{{{{ 0x{'f' * 2000} is divisibleby 7 }}}}", "computes divisibleby with integers of more than 4096 bits"),
-        ("{{ 1 | round(99999, 'ceil') }}", r"computes \*\* with integers of more than 4096 bits"),
         ("{{ 1 | round(precision=-99999) }}", r"computes \*\* with integers of more than 4096 bits"),
     ],
 )
