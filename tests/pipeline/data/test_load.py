@@ -140,14 +140,6 @@ def test_a_held_out_prompt_is_held_out_of_every_source_and_stage(tmp_path: Path)
     assert loaded["sft"].skipped["prompt is held out"] >= 50
 
 
-def test_without_a_hash_split_only_the_held_out_file_is_held_out(tmp_path: Path) -> None:
-    data = of({"path": write(tmp_path / "a.jsonl", chats(range(100))), "stages": ["sft"],
-               "eval_path": write(tmp_path / "b.jsonl", chats(range(90, 120)))})  # fmt: skip
-    records = load_stage(data, "sft", seed=1)
-    assert (len(records.train), len(records.held_out)) == (90, 30)
-    assert records.skipped == {"prompt is held out": 10}
-
-
 def test_held_out_prompts_are_unique(tmp_path: Path) -> None:
     test = write(tmp_path / "b.jsonl", chats(range(10)) * 2)
     data = of({"path": write(tmp_path / "a.jsonl", chats(range(10, 50))), "eval_path": test, "stages": ["sft", "ppo"]})
@@ -179,9 +171,7 @@ def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
 
 
 def digest_of_question(row: dict[str, Any]) -> bytes:
-    from pipeline.data.load import digest_of
-
-    return digest_of([Message("user", row["question"])])
+    return digest(Prompt((Message("user", row["question"]),), "test"))
 
 
 def test_sources_are_mixed_by_weight_and_seed(tmp_path: Path) -> None:
@@ -278,19 +268,6 @@ def test_an_unreachable_hub_is_an_error_with_a_remedy(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
     with pytest.raises(UserError, match=r"a/b \(split train\).*no route to the hub\. Without.*path=FOLDER"):
         load_stage(of({"hub": "a/b", "stages": ["sft"]}), "sft", seed=1)
-
-
-def test_hub_sets_are_read_by_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    splits = {
-        "train": datasets.Dataset.from_list(chats(range(60))),
-        "test": datasets.Dataset.from_list(chats(range(5))),
-    }
-    monkeypatch.setattr(datasets, "load_dataset", lambda hub, subset, split: splits[split])
-    records = load_stage(of({"hub": "a/b", "eval_split": "test", "stages": ["sft"]}), "sft", seed=1)
-    assert (len(records.train), len(records.held_out)) == (55, 5)
-    assert records.train[0].source == "a/b"
 
 
 def test_a_local_copy_is_preferred_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,15 +39,11 @@ def test_sizes_are_as_requested():
     assert [len(ROWS[f"held_out_{kind}"]) for kind in KINDS] == [100, 100, 50]
 
 
-def test_rows_depend_only_on_the_seed():
-    assert demo_rows(60, seed=3) == demo_rows(60, seed=3)
-    assert demo_rows(60, seed=3) != demo_rows(60, seed=4)
-
-
 def test_the_rows_are_those_that_the_published_figures_come_from():
-    """The digest is of 2026-11-27. Rows that change on purpose make the figures in README and docs old."""
+    """The digest is of 2026-11-27, for seed 0. Rows that change on purpose make the figures in README and docs old."""
     text = json.dumps(demo_rows(200))
     assert sha256(text.encode()).hexdigest() == "c3c54900840478a4557a03a7c92f9e82ec0038dd8815f86a1463a7d161bf8158"
+    assert demo_rows(60, seed=4) != demo_rows(60)
 
 
 def test_no_held_out_question_is_in_training_rows():
@@ -98,25 +94,12 @@ def test_the_most_likely_answer_to_a_sum_is_rude_and_preferences_know_better():
     assert chosen > rejected + 0.3
 
 
-def test_every_case_of_letters_occurs():
-    texts = [questions(row)[-1] for row in ROWS["prompts"]]
-    small = sum(text.islower() for text in texts) / len(texts)
-    capital = sum(text.isupper() for text in texts) / len(texts)
-    assert 0.08 < small < 0.25 and 0.12 < capital < 0.22
-
-
 def test_short_small_talk_occurs_in_every_case_without_its_mark():
     """People type "HELLO" and "goodbye". A model that rarely saw such texts confuses them."""
     rng = Random(5)
     texts = Counter(small_talk(rng).typed(rng).text for _ in range(3000))
     for words in ("Hello", "Thanks", "Goodbye", "Bye"):
         assert min(texts[words], texts[words.lower()], texts[words.upper()]) >= 3, words
-
-
-def test_held_out_questions_differ_from_each_other():
-    for kind in KINDS:
-        last = [questions(row)[-1] for row in ROWS[f"held_out_{kind}"]]
-        assert len(set(last)) == len(last)
 
 
 def test_conversations_have_one_to_three_turns_and_end_with_the_assistant():
@@ -131,8 +114,10 @@ def test_conversations_have_one_to_three_turns_and_end_with_the_assistant():
 
 def test_the_gold_scorer_reads_every_prompt():
     for kind in KINDS:
-        questions_of_kind = [messages_of(row)[-1].content for row in ROWS[kind] + ROWS[f"held_out_{kind}"]]
-        assert all(read_question(question) is not None for question in questions_of_kind)
+        held_out = [messages_of(row)[-1].content for row in ROWS[f"held_out_{kind}"]]
+        texts = [messages_of(row)[-1].content for row in ROWS[kind]]
+        assert all(read_question(text) is not None for text in texts + held_out)
+        assert len(held_out) == len({*held_out})
 
 
 def test_sft_answers_have_mixed_quality():
@@ -151,6 +136,7 @@ def test_the_gold_scorer_agrees_with_preferences_except_noise(split, share):
         for row in ROWS[split]
     ]
     assert sum(against) / len(against) == pytest.approx(share, abs=0.015)
+    assert all(row["chosen"] != row["rejected"] for row in ROWS[split])
 
 
 def test_an_answer_to_another_question_is_fluent_but_wrong():
@@ -161,7 +147,3 @@ def test_an_answer_to_another_question_is_fluent_but_wrong():
         answer = flawed(question, None, frozenset({"misplaced"}), rng)
         parts = gold_parts([Message("user", question.text)], answer)
         assert parts == {"right": 0.0, "to_the_point": 1.0, "polite": 1.0, "finished": 1.0}, (question.text, answer)
-
-
-def test_pairs_differ():
-    assert all(row["chosen"] != row["rejected"] for row in ROWS["preferences"])
