@@ -57,10 +57,15 @@ def test_truncated_answers_have_no_end_token(bytewise: ChatTokenizer) -> None:
             tuple(chat(prompt)), Message("assistant", chosen), Message("assistant", rejected), "s", margin=0.5
         )
 
-    records = [pair("a", "bc", "d"), pair("a", "bcdefg", "x"), pair("abcdef", "b", "c"), pair("a", "bcdeX", "bcdeY")]
+    records = [
+        pair("a", "bc", "d"),
+        pair("a", "bcdefg", "hijklmn"),
+        pair("abcdef", "b", "c"),
+        pair("a", "bcdeX", "bcdeY"),
+    ]
     pairs, notes = encode_preferences(bytewise, records, max_length=6)
-    assert [(len(p.chosen), len(p.rejected)) for p in pairs] == [(5, 4), (6, 4)]
-    assert [(p.chosen[-1] == EOS, p.rejected[-1] == EOS) for p in pairs] == [(True, True), (False, True)]
+    assert [(len(p.chosen), len(p.rejected)) for p in pairs] == [(5, 4), (6, 6)]
+    assert [(p.chosen[-1] == EOS, p.rejected[-1] == EOS) for p in pairs] == [(True, True), (False, False)]
     assert (pairs[0].margin, pairs[0].source) == (0.5, "s")
     assert notes == {"cut to max_length": 1, "prompt fills max_length": 1, "answers equal within max_length": 1}
 

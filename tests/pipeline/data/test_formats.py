@@ -215,7 +215,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"prompt": "a", "rejected": "b", "chosen": None}, "no chosen"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected"),
         ({"chosen": "g", "rejected": "b"}, "without Human: and Assistant: turns"),
-        ({"chosen": "Once\n\nHuman: a\n\nAssistant: g", "rejected": "b"}, "without Human: and Assistant: turns"),
+        ({"chosen": "Once\n\nHuman: a\n\nAssistant: g", "rejected": "Human: a\n\nAssistant: b"}, "text without Human:"),
         ({"chosen": "Human: a\n\nAssistant: g", "rejected": "Human: x\n\nAssistant: b"}, "different prompts"),
         ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: b"}, "empty answer"),
         ({"messages": []}, "no messages"),

@@ -140,6 +140,14 @@ def test_a_held_out_prompt_is_held_out_of_every_source_and_stage(tmp_path: Path)
     assert loaded["sft"].skipped["prompt is held out"] >= 50
 
 
+def test_without_a_hash_split_only_the_held_out_file_is_held_out(tmp_path: Path) -> None:
+    data = of({"path": write(tmp_path / "a.jsonl", chats(range(100))), "stages": ["sft"],
+               "eval_path": write(tmp_path / "b.jsonl", chats(range(90, 120)))})  # fmt: skip
+    records = load_stage(data, "sft", seed=1)
+    assert (len(records.train), len(records.held_out)) == (90, 30)
+    assert records.skipped == {"prompt is held out": 10}
+
+
 def test_held_out_prompts_are_unique(tmp_path: Path) -> None:
     test = write(tmp_path / "b.jsonl", chats(range(10)) * 2)
     data = of({"path": write(tmp_path / "a.jsonl", chats(range(10, 50))), "eval_path": test, "stages": ["sft", "ppo"]})
