@@ -1,10 +1,12 @@
 """References of the kernel tests: definitions in float64, and one function for tolerances."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.kernels import token_logprobs
 from engine.kernels.decode_attention import Prompts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,6 +40,28 @@ def in_float64(
 
 def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(ours.double(), exact, atol=tolerance * exact.abs().max().item(), rtol=0)
+
+
+def compare_with_float64(
+    leaves: Leaves, targets: Tensor, temperature: float = 1.0, softcap: float | None = None, *,
+    outputs: Sequence[int] = (0, 1), tolerances: tuple[float, float],
+) -> None:  # fmt: skip
+    """Compare `token_logprobs` and its gradients with the definition, for random upstream gradients of some outputs.
+
+    `tolerances` are those of the values and of the gradients, relative to the largest number.
+    """
+    upstream = torch.randn(2, len(targets), device=targets.device)
+    found = token_logprobs(leaves[0], leaves[1], targets, temperature, leaves[2], softcap)
+    exact, *expected = in_float64(leaves, targets, temperature, softcap)
+    torch.autograd.backward([found[each] for each in outputs], [upstream[each] for each in outputs])
+    torch.autograd.backward([expected[each] for each in outputs], [upstream[each].double() for each in outputs])
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        close(mine.detach(), theirs.detach(), tolerances[0])
+    for leaf, wide in zip(leaves, exact, strict=True):
+        if leaf is not None and wide is not None:
+            assert leaf.grad is not None and wide.grad is not None and leaf.grad.dtype == leaf.dtype
+            close(leaf.grad, wide.grad, tolerances[1])
 
 
 def ragged_cache(

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.kernels import VocabularyShard, token_logprobs
 from engine.kernels.products import Products, products_of
 from engine.parallel import collectives, dist
-from tests.engine.kernels.oracle import close, in_float64, make
+from tests.engine.kernels.oracle import close, compare_with_float64, in_float64, make
 from tests.ranks import run_ranks
 
 kernel = importlib.import_module("engine.kernels.token_logprobs")
@@ -24,35 +24,14 @@ def test_values_and_gradients_match_float64(
     tokens, vocabulary = 37, 101
     monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": tokens * -(-vocabulary // blocks)})
-    leaves = make(tokens, vocabulary, 13, bias=bias)
     targets = torch.randint(vocabulary, (tokens,))
     targets[:2] = torch.tensor([0, vocabulary - 1])
-    upstream = torch.randn(2, tokens)
-
-    logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets, 0.7, leaves[2], softcap)
-    torch.autograd.backward([logprobs, entropy], [upstream[0], upstream[1]])
-    exact, exact_logprobs, exact_entropy = in_float64(leaves, targets, 0.7, softcap)
-    torch.autograd.backward([exact_logprobs, exact_entropy], [upstream[0].double(), upstream[1].double()])
-
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    close(logprobs, exact_logprobs.detach(), 1e-6)
-    close(entropy, exact_entropy.detach(), 1e-6)
-    for mine, theirs in zip(leaves, exact, strict=True):
-        if mine is not None and theirs is not None:
-            assert mine.grad is not None and theirs.grad is not None
-            close(mine.grad, theirs.grad, 1e-5)
+    compare_with_float64(make(tokens, vocabulary, 13, bias=bias), targets, 0.7, softcap, tolerances=(1e-6, 1e-5))
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradients_of_a_single_output(which: int) -> None:
-    leaves = make(11, 29, 8)
-    targets, upstream = torch.randint(29, (11,)), torch.randn(11)
-    token_logprobs(leaves[0], leaves[1], targets)[which].backward(upstream)
-    exact, *outputs = in_float64(leaves, targets, 1.0, None)
-    outputs[which].backward(upstream.double())
-    for mine, theirs in zip(leaves[:2], exact[:2], strict=True):
-        assert mine is not None and theirs is not None and mine.grad is not None and theirs.grad is not None
-        close(mine.grad, theirs.grad, 1e-5)
+    compare_with_float64(make(11, 29, 8), torch.randint(29, (11,)), outputs=[which], tolerances=(1e-6, 1e-5))
 
 
 @pytest.mark.parametrize("width", [300, 37])
@@ -61,17 +40,7 @@ def test_bf16_keeps_its_logits_in_fp32(monkeypatch: pytest.MonkeyPatch, width: i
     monkeypatch.setattr(kernel, "SMALLEST_BLOCK", 1)
     monkeypatch.setattr(kernel, "BLOCK_ELEMENTS", {"cpu": 64 * width})
     leaves = make(64, 1000, 96, dtype=torch.bfloat16)
-    targets, upstream = torch.randint(1000, (64,)), torch.randn(64)
-    logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets)
-    torch.autograd.backward([logprobs, entropy], [upstream, upstream])
-    exact, exact_logprobs, exact_entropy = in_float64(leaves, targets, 1.0, None)
-    torch.autograd.backward([exact_logprobs, exact_entropy], [upstream.double()] * 2)
-    close(logprobs, exact_logprobs.detach(), 1e-5)
-    close(entropy, exact_entropy.detach(), 1e-5)
-    for mine, theirs in zip(leaves[:2], exact[:2], strict=True):
-        assert mine is not None and theirs is not None and mine.grad is not None and theirs.grad is not None
-        assert mine.grad.dtype == torch.bfloat16
-        close(mine.grad, theirs.grad, 8e-3)  # bf16 has 8 bits
+    compare_with_float64(leaves, torch.randint(1000, (64,)), tolerances=(1e-5, 8e-3))  # bf16 has 8 bits
     assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "the setting was not restored"
 
 

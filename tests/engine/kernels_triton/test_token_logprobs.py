@@ -1,6 +1,7 @@
 """The Triton source of token_logprobs against float64, with random upstream gradients for both outputs."""
 
 import importlib
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from engine.kernels import VocabularyShard, token_logprobs
 from engine.kernels_triton import token_logprobs as kernel
-from tests.engine.kernels.oracle import DEVICE, close, in_float64, make
+from tests.engine.kernels.oracle import DEVICE, Leaves, close, compare_with_float64, in_float64, make
 
 plain = importlib.import_module("engine.kernels.token_logprobs")
 # fp32 is exact to its sums; in bf16 the gradient of the logits is rounded once and the result once, 8 bits each.
@@ -20,29 +21,20 @@ def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "_implementation", lambda hidden: (kernel.reduce_block, kernel.block_gradient))
 
 
+def on_device(leaves: Leaves) -> Leaves:
+    hidden, weight, bias = (None if x is None else x.detach().to(DEVICE).requires_grad_() for x in leaves)
+    assert hidden is not None and weight is not None
+    return hidden, weight, bias
+
+
 def compare(
     tokens: int, vocabulary: int, width: int, dtype: torch.dtype, *, temperature: float = 1.0, bias: bool = False,
-    softcap: float | None = None,
+    softcap: float | None = None, outputs: Sequence[int] = (0, 1),
 ) -> None:  # fmt: skip
-    leaves = tuple(
-        None if x is None else x.detach().to(DEVICE).requires_grad_()
-        for x in make(tokens, vocabulary, width, bias=bias, dtype=dtype)
-    )
+    leaves = on_device(make(tokens, vocabulary, width, bias=bias, dtype=dtype))
     targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
     targets[:2] = torch.tensor([0, vocabulary - 1])[:tokens]
-    upstream = torch.randn(2, tokens, device=DEVICE)
-    logprobs, entropy = token_logprobs(leaves[0], leaves[1], targets, temperature, leaves[2], softcap)
-    torch.autograd.backward([logprobs, entropy], [upstream[0], upstream[1]])
-    exact, exact_logprobs, exact_entropy = in_float64(leaves, targets, temperature, softcap)
-    torch.autograd.backward([exact_logprobs, exact_entropy], [upstream[0].double(), upstream[1].double()])
-    of_values, of_gradients = TOLERANCE[dtype]
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    close(logprobs, exact_logprobs.detach(), of_values)
-    close(entropy, exact_entropy.detach(), of_values)
-    for mine, theirs in zip(leaves, exact, strict=True):
-        if mine is not None and theirs is not None:
-            assert mine.grad is not None and theirs.grad is not None and mine.grad.dtype == dtype
-            close(mine.grad, theirs.grad, of_gradients)
+    compare_with_float64(leaves, targets, temperature, softcap, outputs=outputs, tolerances=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,14 +57,7 @@ def test_rows_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradients_of_a_single_output(which: int) -> None:
-    hidden, weight = (x.detach().to(DEVICE).requires_grad_() for x in make(11, 129, 24)[:2] if x is not None)
-    targets, upstream = torch.randint(129, (11,), device=DEVICE), torch.randn(11, device=DEVICE)
-    token_logprobs(hidden, weight, targets)[which].backward(upstream)
-    exact, *outputs = in_float64((hidden, weight, None), targets, 1.0, None)
-    outputs[which].backward(upstream.double())
-    for mine, theirs in zip((hidden, weight), exact[:2], strict=True):
-        assert mine.grad is not None and theirs is not None and theirs.grad is not None
-        close(mine.grad, theirs.grad, 2e-5)
+    compare(11, 129, 24, torch.float32, outputs=[which])
 
 
 def test_strides_frozen_heads_and_no_tokens() -> None:
@@ -104,10 +89,9 @@ def test_nan_and_targets_outside_show() -> None:
 
 
 def test_a_token_of_probability_zero_leaves_no_nan() -> None:
-    hidden, weight, _ = (None if x is None else x.detach().to(DEVICE).requires_grad_() for x in make(4, 40, 16))
+    hidden, weight, _ = on_device(make(4, 40, 16))
     bias = torch.zeros(40, device=DEVICE)
     bias[7] = float("-inf")
-    assert hidden is not None and weight is not None
     logprobs, entropy = token_logprobs(hidden, weight, torch.arange(4, device=DEVICE), bias=bias)
     (logprobs.sum() + entropy.sum()).backward()
     for x in (logprobs, entropy, hidden.grad, weight.grad):
