@@ -85,7 +85,9 @@ def test_chat_uses_the_newest_finished_stage(tmp_path: Path) -> None:
     for stage, when in (("dpo", "2026-11-22T10:00:00"), ("ppo", "2026-11-21T10:00:00"), ("sft", "2026-11-23T10:00:00")):
         records["stages"][stage]["finished"] = when
     (last / "manifest.json").write_text(json.dumps(records))
-    assert find(last).name == "dpo" and [one.name for one in find_each(last, "sft,dpo,ppo")] == ["sft", "dpo", "ppo"]
+    assert find(last).name == "dpo"
+    chosen = find_each(last, f"sft, dpo,{last / 'ppo'}")
+    assert [one.name for one in chosen] == ["sft", "dpo", "ppo"]
 
 
 def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
@@ -117,12 +119,6 @@ def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
     os.utime(tmp_path / "a", (0, 0))
     with pytest.raises(UserError, match=f"the newest run in it is {tmp_path / 'c'}$"):
         find(tmp_path)
-
-
-def test_comparing_takes_stages_and_folders(tmp_path: Path) -> None:
-    root = empty_run(tmp_path / "a", sft="finished", ppo="finished")
-    chosen = find_each(root, f"sft, ppo,{root / 'ppo'}")
-    assert [model.name for model in chosen] == ["sft", "ppo", "ppo"]
 
 
 def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
@@ -193,14 +189,6 @@ def test_models_that_cannot_generate_are_refused(run: Path, tmp_path: Path) -> N
         train_tokenizer(TEXTS, 300).save(folder)
         with pytest.raises(UserError, match=message):
             load(ChatModel("x", folder))
-
-
-def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
-    save_model(tmp_path, 0)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"intermediate_size": 48}))
-    with pytest.raises(UserError, match=r"down_proj.weight has shape \(32, 64\), but config.json defines \(32, 48\)"):
-        load(ChatModel("x", tmp_path))
 
 
 # Context limits
@@ -385,15 +373,6 @@ def test_stop_strings_and_sampling_settings_are_set(capsys: pytest.CaptureFixtur
     # Notes show stop strings in the form in which a user types them.
     assert r'stop "a b\n"' in notes and 'stop ""' in notes
     assert (second.stop, second.min_new_tokens) == ((), 2)  # an answer has 9 tokens at most
-
-
-def test_an_answer_ends_with_its_stop_string(run: Path) -> None:
-    participant = load(ChatModel("sft", run / "sft" / "model"))
-    complete = "".join(participant.answer("", "hello", Sampling(40, seed=3), 1))
-    participant.reset()
-    stop = complete[3:6]
-    stopped = "".join(participant.answer("", "hello", Sampling(40, seed=3, stop=(stop,)), 1))
-    assert stopped == participant.turns[-1].content == complete[: complete.index(stop)].strip()
 
 
 def test_a_stop_string_may_be_a_line_break(capsys: pytest.CaptureFixture[str]) -> None:
