@@ -90,10 +90,15 @@ def content_of(fragment: int, messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True)
 class Segment:
-    """Fragments that are tokenized in one call. `answer`: the index of the message whose answer they are, or None."""
+    """Fragments that are tokenized in one call.
+
+    answer: the index of the message whose answer they are, or None
+    control: the ids of the control tokens in the text of the template, which the tokenizer adds
+    """
 
     fragments: tuple[Fragment, ...]
     answer: int | None = None
+    control: tuple[int, ...] = ()
 
     @property
     def is_answer(self) -> bool:
@@ -144,8 +149,10 @@ class ChatTemplate:
             )
         return _fragments(text.partition(end)[2])
 
-    def layout(self, turns: tuple[Turn, ...]) -> tuple[Segment, ...]:
+    def layout(self, turns: tuple[Turn, ...], end: str = "") -> tuple[Segment, ...]:
         """Return the segments of a prompt with its generation prompt. `turns` must not end with the assistant.
+
+        end: the text of the end token, which belongs to an answer that it follows
 
         An earlier assistant message is an answer if the text before it equals the prompt that generation would see.
         If a template rewrites earlier turns (removes reasoning), earlier assistant messages belong to the prompt.
@@ -156,13 +163,11 @@ class ChatTemplate:
             if role_of(turn) != "assistant" or index == 0:
                 continue
             prompt = _joined(self._prompt(turns[:index]))
-            end = prompt + _joined(self.answer(turns[: index + 1]))
-            if text.startswith(end):
-                segments += [
-                    Segment(_fragments(text[start : len(prompt)])),
-                    Segment(_fragments(text[len(prompt) : len(end)]), index),
-                ]
-                start = len(end)
+            answered = prompt + _joined(self.answer(turns[: index + 1]))
+            if text.startswith(answered):
+                before, start = text[start : len(prompt)], len(answered)
+                start += len(end) if text.startswith(end, start) else 0
+                segments += [Segment(_fragments(before)), Segment(_fragments(text[len(prompt) : start]), index)]
         segments.append(Segment(_fragments(text[start:])))
         return tuple(segment for segment in segments if segment.fragments)
 

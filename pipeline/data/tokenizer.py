@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,14 +51,6 @@ CHAT_TEMPLATE = (
 SMALLEST_VOCABULARY = 256 + 2 + len(ROLE_TOKENS)
 
 
-@dataclass(frozen=True)
-class _Segment(Segment):
-    """A segment of this tokenizer. `ends`: an end token follows; `control`: the control ids of the template's text."""
-
-    ends: bool = False
-    control: tuple[int, ...] = ()
-
-
 class ChatTokenizer:
     """A tokenizer with its chat template. All results depend only on the files of the tokenizer.
 
@@ -87,7 +79,7 @@ class ChatTokenizer:
         ending = next((text for text in texts if text and after.startswith(text)), None)
         ids = {text: token for token, text in self._control.items()}
         self.end_id: int = ids[ending] if ending is not None else hf.eos_token_id
-        self._end_text = ending
+        self._end_text = ending or ""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
         self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
         self.vocab_size: int = max(len(hf), max(hf.get_vocab().values()) + 1)
@@ -104,7 +96,7 @@ class ChatTokenizer:
 
     def encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the ids of many prompts. One call is faster than many calls of `encode_prompt`."""
-        return [ids for ids, _ in self._encode_segments(prompts)]
+        return [ids for ids, _ in self._encode_prompts(prompts)]
 
     def encode_answers(self, answers: Sequence[str]) -> list[list[int]]:
         """Return the ids of many answers, each with its end token."""
@@ -134,7 +126,7 @@ class ChatTokenizer:
         """
         assert all(messages[-1].role == "assistant" for messages in conversations)
         rows = [part for messages in conversations for part in self._parts(messages, divide=divide)]
-        prompts = self._encode_segments([messages[:-1] for messages, _ in rows])
+        prompts = self._encode_prompts([messages[:-1] for messages, _ in rows])
         answers = self.encode_last_answers([messages for messages, _ in rows])
         return [
             (ids + answer, (counts if is_whole else [False] * len(ids)) + [True] * len(answer))
@@ -152,11 +144,10 @@ class ChatTokenizer:
         """Return the ids between an answer with its end token and the next answer: messages of the user or of tools."""
         messages = self._prepared(messages)
         fragments = self._template.between(_turns(messages))
-        if self._end_text is not None and isinstance(fragments[0], str):
+        if isinstance(fragments[0], str):
             fragments = (fragments[0].removeprefix(self._end_text), *fragments[1:])
-        return self._encode_segment(
-            self._segment(fragments), [Message("user", ""), Message("assistant", ""), *messages]
-        )
+        whole = [Message("user", ""), Message("assistant", ""), *messages]
+        return self._encode_segments([(self._segment(Segment(fragments)), whole)])[0]
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts without turns, each with eos, and with bos if the tokenizer writes it."""
@@ -244,55 +235,46 @@ class ChatTokenizer:
         self.divided.update(set(names))
         return self._control_text.sub(lambda name: f"{name[0][0]} {name[0][1:]}", fields) if names else fields
 
-    def _make_layout(self, turns: tuple[Turn, ...]) -> list[_Segment]:
-        """Return the segments of a prompt. The end token that the template writes after an answer is part of it."""
-        segments: list[_Segment] = []
-        for segment in self._template.layout(turns):
-            fragments = segment.fragments
-            end = self._end_text if segments and segments[-1].is_answer else None
-            if end is not None and isinstance(fragments[0], str) and fragments[0].startswith(end):
-                segments[-1] = replace(segments[-1], ends=True)
-                fragments = tuple(
-                    fragment for fragment in (fragments[0].removeprefix(end), *fragments[1:]) if fragment != ""
-                )
-            segments.append(self._segment(fragments, segment.answer))
-        return segments
+    def _make_layout(self, turns: tuple[Turn, ...]) -> list[Segment]:
+        return [self._segment(segment) for segment in self._template.layout(turns, self._end_text)]
 
-    def _segment(self, fragments: tuple[str | int, ...], answer: int | None = None) -> _Segment:
-        own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
-        return _Segment(fragments, answer, control=tuple(self._controls(self._encode([own])[0])))
+    def _segment(self, segment: Segment) -> Segment:
+        """Return a segment with the control ids of its text."""
+        own = "".join(fragment for fragment in segment.fragments if isinstance(fragment, str))
+        return replace(segment, control=tuple(self._controls(self._encode([own])[0])))
 
     def _encode_rendered(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the last message, an answer with calls or reasoning, with its end token."""
         messages = self._prepared(messages)
-        ids = self._encode_segment(self._segment(self._template.answer(_turns(messages))), messages)
+        segment = self._segment(Segment(self._template.answer(_turns(messages))))
+        ids = self._encode_segments([(segment, messages)])[0]
         return ids if ids and ids[-1] in self._control else [*ids, self.end_id]
 
-    def _encode_segments(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
+    def _encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
         """Return (ids, counts) of each prompt. `counts` is True for earlier answers and their end tokens."""
         prompts = [self._prepared(messages) for messages in prompts]
         layouts = [self._layout(_turns(messages)) for messages in prompts]
-        encoded = iter(
-            self._encode([s.text(messages) for messages, layout in zip(prompts, layouts, strict=True) for s in layout])
-        )
+        pairs = [(segment, messages) for messages, layout in zip(prompts, layouts, strict=True) for segment in layout]
+        encoded = iter(self._encode_segments(pairs))
         rows = []
-        for messages, layout in zip(prompts, layouts, strict=True):
+        for layout in layouts:
             row: list[int] = []
             counts: list[bool] = []
             for segment in layout:
-                ids = next(encoded)
-                if tuple(self._controls(ids)) != segment.control:
-                    ids = self._encode_separately(segment, messages)
-                row += [*ids, self.end_id] if segment.ends else ids
+                row += next(encoded)
                 counts += [segment.is_answer] * (len(row) - len(counts))
             rows.append((row, counts))
         return rows
 
-    def _encode_segment(self, segment: _Segment, messages: Sequence[Message]) -> list[int]:
-        ids = self._encode([segment.text(messages)])[0]
-        return ids if tuple(self._controls(ids)) == segment.control else self._encode_separately(segment, messages)
+    def _encode_segments(self, pairs: Sequence[tuple[Segment, Sequence[Message]]]) -> list[list[int]]:
+        """Return the ids of segments, each with the messages of its conversation."""
+        encoded = self._encode([segment.text(messages) for segment, messages in pairs])
+        return [
+            ids if tuple(self._controls(ids)) == segment.control else self._encode_separately(segment, messages)
+            for ids, (segment, messages) in zip(encoded, pairs, strict=True)
+        ]
 
-    def _encode_separately(self, segment: _Segment, messages: Sequence[Message]) -> list[int]:
+    def _encode_separately(self, segment: Segment, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a segment whose contents include names of control tokens, encoded as plain text."""
         parts = [
             self._encode([fragment])[0] if isinstance(fragment, str) else self._plain(content_of(fragment, messages))
