@@ -18,9 +18,8 @@ from step3_ppo import guard, guard_rules
 from step3_ppo.guard_rules import Finding, Row
 from tests.ranks import Worker
 from tests.test_resume import assert_equal_runs, wait_for_lines
-from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
+from tests.tiny import copy_stages, finish, metrics, start_worker, tiny_config, write_stage_configs
 
-INPUTS = ("tokenizer", "sft", "reward")
 RISING = """
 from pathlib import Path
 
@@ -72,8 +71,7 @@ def guarded_run(folder: Path, trained: Path, action: str) -> Path:
     ppo = {"guard": action, "eval_every": 2, "lr": 1e-4, "schedule": "constant", "warmup": 0.0, "ema": None}
     judged = {"prompts": 4, "best_of": 1, "temperatures": [1.0], "judge": f"{folder}/judge.py:grade"}
     write_stage_configs(folder, tiny_config(ppo={**ppo, "save_every": 1}, evaluation=judged))
-    for name in INPUTS:
-        shutil.copytree(trained / name, folder / name, dirs_exist_ok=True)
+    copy_stages(trained, folder, "sft", "reward")
     return folder
 
 

@@ -4,7 +4,6 @@ The memory that the stages measure is also compared with the predicted bytes.
 """
 
 import json
-import shutil
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,7 @@ from engine.parallel import dist
 from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from tests.ranks import run_ranks
-from tests.tiny import metrics, tiny_config, write_stage_configs
+from tests.tiny import copy_stages, metrics, tiny_config, write_stage_configs
 
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
@@ -67,16 +66,10 @@ def run_stages(parent: str, layouts: list[tuple[dict[str, Any], tuple[str, ...]]
         if dist.is_rank_zero():
             write_stage_configs(run_dir, config)
             if dist.world().size > 1:
-                copy_models(Path(parent) / "ranks-1-layout-0", run_dir, {"sft", "reward"} - {*stages})
+                copy_stages(Path(parent) / "ranks-1-layout-0", run_dir, *({"sft", "reward"} - {*stages}))
         dist.barrier()
         for name in stages:
             import_module(f"{STAGES[name].package}.train").run(read_config(run_dir / name), run_dir / name)
-
-
-def copy_models(source: Path, target: Path, stages: Iterable[str] = ("sft", "reward")) -> None:
-    """Copy the tokenizer and finished stages, from which later stages start, into another run."""
-    for name in ("tokenizer", *stages):
-        shutil.copytree(source / name, target / name, dirs_exist_ok=True)
 
 
 def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
@@ -94,7 +87,7 @@ def run_ppo(parent: str, layout: int, names: dict[str, bool]) -> None:
         made = made.model_copy(update={"ppo": ppo, "evaluation": evaluation})
         if dist.is_rank_zero():
             write_stage_configs(run_dir, made)
-            copy_models(trained, run_dir)
+            copy_stages(trained, run_dir, "sft", "reward")
         dist.barrier()
         import_module("step3_ppo.train").run(read_config(run_dir / "ppo"), run_dir / "ppo")
 

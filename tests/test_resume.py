@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from pipeline.config.stages import STAGES
 from tests.ranks import Worker
-from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
+from tests.tiny import copy_stages, finish, metrics, start_worker, tiny_config, write_stage_configs
 
-SFT_INPUTS = ["tokenizer", "sft"]
 STEPS = {"sft": 6, "reward": 5, "dpo": 6, "ppo": 4}
-INPUTS = {"sft": ["tokenizer"], "reward": SFT_INPUTS, "dpo": SFT_INPUTS, "ppo": [*SFT_INPUTS, "reward"]}
+INPUTS = {"sft": [], "reward": ["sft"], "dpo": ["sft"], "ppo": ["sft", "reward"]}
 
 
 def kill_at_random(run_dir: Path, stage: str, steps: int, rng: random.Random) -> str:
@@ -72,8 +71,7 @@ def test_resumed_run_equals_undisturbed_run(tmp_path: Path) -> None:
     for stage in STAGES:
         finish(start_worker(undisturbed, stage))
         write_stage_configs(killed, config)
-        for name in INPUTS[stage]:
-            shutil.copytree(undisturbed / name, killed / name, dirs_exist_ok=True)
+        copy_stages(undisturbed, killed, *INPUTS[stage])
         if stage == "sft":  # as after a kill before the first checkpoint: the machine is not measured again
             shutil.copy(undisturbed / stage / "plan.json", killed / stage)
         if stage == "dpo":  # it must resume with the reference of its start, not with the trained policy
@@ -151,8 +149,7 @@ def test_a_reward_function_that_raises_loses_no_finished_step(tmp_path: Path) ->
     finish(start_worker(undisturbed, "sft"))
     finish(start_worker(undisturbed, "ppo"))
     write_stage_configs(stopped, with_reference)
-    for name in ("tokenizer", "sft"):
-        shutil.copytree(undisturbed / name, stopped / name, dirs_exist_ok=True)
+    copy_stages(undisturbed, stopped, "sft")
     (tmp_path / "broken").touch()
     worker = start_worker(stopped, "ppo")
     output, _ = worker.communicate(timeout=240)

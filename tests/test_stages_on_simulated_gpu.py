@@ -1,7 +1,6 @@
 """Run all stages on simulated GPUs (tests/simulated_gpu) and compare their metrics with a run on the CPU in fp32."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,7 +13,7 @@ from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from tests.ranks import run_ranks
 from tests.simulated_gpu import building
-from tests.tiny import ARCHITECTURE, metrics, tiny_config, write_stage_configs
+from tests.tiny import ARCHITECTURE, copy_stages, metrics, tiny_config, write_stage_configs
 
 REASON = building.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -49,7 +48,7 @@ CURVES = {
 def run_on_cpu(folder: str, in_bf16: str) -> None:
     for name in STAGES:
         import_module(f"{STAGES[name].package}.train").run(read_config(Path(folder) / name), Path(folder) / name)
-    copy_inputs(Path(folder), Path(in_bf16), "sft")
+    copy_stages(Path(folder), Path(in_bf16), "sft")
     import_module("step2_reward.train").run(read_config(Path(in_bf16) / "reward"), Path(in_bf16) / "reward")
 
 
@@ -98,7 +97,7 @@ def test_one_device_in_bf16_follows_the_cpu(cpu_runs: tuple[Path, Path], tmp_pat
     first, later = tmp_path / "first", tmp_path / "later"
     offloaded = tiny_config(**CHECKED, engine={"offload_optimizer": "cpu"})
     write_stage_configs(first, offloaded)
-    copy_inputs(on_cpu, later, "sft")
+    copy_stages(on_cpu, later, "sft")
     more = {**SMALL["ppo"], "steps": 3, "eval_every": 0, "save_every": 9, "update_epochs": 1}
     ppo, auto = tiny_config(**{**UNCHECKED, "ppo": more}), tiny_config(**SMALL, engine={"auto": True})
     write_stage_configs(later, tiny_config(**UNCHECKED_SHORT), reward=auto, ppo=ppo)
@@ -125,12 +124,6 @@ def test_one_device_in_bf16_follows_the_cpu(cpu_runs: tuple[Path, Path], tmp_pat
     }
 
 
-def copy_inputs(source: Path, target: Path, *stages: str) -> None:
-    """Copy the tokenizer and finished stages, from which later stages start, into another run."""
-    for name in ("tokenizer", *stages):
-        shutil.copytree(source / name, target / name, dirs_exist_ok=True)
-
-
 def waits(run_dir: Path, stage: str, step: int) -> Counter[str]:
     """Return how often the host waited for the device in a step, by `file:function`."""
     lines = [json.loads(line) for line in (run_dir / stage / "waits.jsonl").read_text().splitlines()]
@@ -145,7 +138,7 @@ def test_two_devices_follow_one_cpu(cpu_runs: tuple[Path, Path], tmp_path: Path)
     on_cpu, _ = cpu_runs
     sharded, staged = tmp_path / "sharded", tmp_path / "staged"
     engine = {"dtype": "fp32", "zero_stage": 3}
-    copy_inputs(on_cpu, sharded, "reward")
+    copy_stages(on_cpu, sharded, "reward")
     offloaded = tiny_config(**UNCHECKED_SHORT, engine={**engine, "offload_optimizer": "cpu"})
     write_stage_configs(sharded, tiny_config(**UNCHECKED_SHORT, engine=engine), ppo=offloaded)
     write_stage_configs(staged, tiny_config(**UNCHECKED_SHORT, engine={"dtype": "fp32", "pipeline_parallel": 2}))

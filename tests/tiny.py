@@ -1,6 +1,7 @@
 """The smallest run with all stages: a two-layer Llama, the built-in arithmetic data, a few steps for each stage."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def write_stage_configs(run_dir: Path, config: RunConfig, **stage_configs: RunCo
         stage_config = stage_config.model_copy(update={"reward": reward})
         (run_dir / stage).mkdir(parents=True, exist_ok=True)
         (run_dir / stage / "config.yaml").write_text(yaml.safe_dump(stage_config.model_dump(mode="json")))
+
+
+def copy_stages(source: Path, target: Path, *stages: str) -> None:
+    """Copy the tokenizer and finished stages, from which later stages start, into another run."""
+    for name in ("tokenizer", *stages):
+        shutil.copytree(source / name, target / name, dirs_exist_ok=True)
 
 
 def start_worker(run_dir: Path, stage: str) -> Worker:
