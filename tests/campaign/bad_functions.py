@@ -1,15 +1,13 @@
 """Reward functions, judges and scoring services that fail or answer garbage."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from tests.campaign.bad_configs import writes
 from tests.campaign.bad_data import chats, lines
 from tests.campaign.cases import PPO, SFT, SHORT, Case
+from tests.campaign.service_faults import ServiceHandler, serving
 from tests.tiny import ROOT
 
 WITHOUT_REWARD_MODEL = ("ppo=rloo", "ppo.samples=2", "ppo.reward_model=false")
@@ -111,29 +109,15 @@ def _files(code: str) -> Callable[[], None]:
     return prepare
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Replies to /N with REPLIES[N]; any other path, to which a redirect leads, gives a score."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        number = self.path.strip("/")
-        status, headers, body = REPLIES[int(number)][1] if number.isdigit() else (200, {}, b'{"score": 1.0}')
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
+def _reply(handler: ServiceHandler) -> None:
+    """Give REPLIES[N] to a request of /N; any other path, to which a redirect leads, gives a score."""
+    number = handler.path.rpartition("/")[2]
+    status, headers, body = REPLIES[int(number)][1] if number.isdigit() else (200, {}, b'{"score": 1.0}')
+    handler.reply(status, body, **headers)
 
 
 @contextmanager
 def service() -> Iterator[str]:
     """Run a service on this machine that gives the replies, and return its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(_reply, good=0) as address:
+        yield address

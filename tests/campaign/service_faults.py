@@ -29,10 +29,10 @@ if os.environ.get("ZEROCHAT_SERVICE"):
 """Scores that are the same with a service and without."""
 JUDGE = ("evaluation.judge=f.py:f",)
 WANDB = ("tracking=wandb",)
-Answer = Callable[["_Handler"], None]
+Answer = Callable[["ServiceHandler"], None]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class ServiceHandler(BaseHTTPRequestHandler):
     """Gives scores, and after `good` requests the fault of the case."""
 
     fault: Answer | None = None
@@ -64,16 +64,16 @@ def replies(status: int, body: bytes, **headers: str) -> Answer:
     return lambda handler: handler.reply(status, body, **headers)
 
 
-def never(handler: _Handler) -> None:
+def never(handler: ServiceHandler) -> None:
     time.sleep(8)
     handler.close_connection = True
 
 
-def drops(handler: _Handler) -> None:
+def drops(handler: ServiceHandler) -> None:
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-def disconnect(handler: _Handler) -> None:
+def disconnect(handler: ServiceHandler) -> None:
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
@@ -81,7 +81,7 @@ def disconnect(handler: _Handler) -> None:
     handler.close_connection = True
 
 
-def drips(handler: _Handler) -> None:
+def drips(handler: ServiceHandler) -> None:
     """Send a byte a second, so that no single wait is long."""
     handler.send_response(200)
     handler.end_headers()
@@ -92,7 +92,7 @@ def drips(handler: _Handler) -> None:
     handler.close_connection = True
 
 
-def endless(handler: _Handler) -> None:
+def endless(handler: ServiceHandler) -> None:
     handler.send_response(200)
     handler.end_headers()
     while True:
@@ -109,7 +109,7 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def serving(fault: Answer | None, good: int = GOOD) -> Iterator[str]:
     """Run a service that fails after `good` requests, and yield its address."""
-    handler = type("Handler", (_Handler,), {"fault": fault and (lambda self: fault(self)), "good": good})
+    handler = type("Handler", (ServiceHandler,), {"fault": fault and (lambda self: fault(self)), "good": good})
     with _Server(("127.0.0.1", 0), handler) as server:
         server.block_on_close = False
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
