@@ -133,18 +133,6 @@ def test_stages_do_not_see_ranks():
                 assert node.attr in allowed, f"{file}:{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("wings", [["generation"], ["kernels", "kernels_cpu", "kernels_triton"]], ids=" ".join)
-def test_files_of_a_wing_import_each_other_in_one_direction(wings):
-    """Imports inside functions and for type checking count."""
-    files = [file for wing in wings for file in sources(f"engine/{wing}") if file.name != "__init__.py"]
-    names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
-    graph = {
-        name: {other for module, _ in imports(file) for other in names if f"{module}.".startswith(f"{other}.")}
-        for name, file in names.items()
-    }
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
-
-
 def test_the_engine_imports_no_configuration_and_no_tracking():
     for file in sources("engine"):
         for module, line in imports(file):
