@@ -187,7 +187,7 @@ warm_up = partial(schedule, "WarmupLR")
         ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction=false .* write true"),
         ({"scheduler": {"type": "WarmupLR"}}, "no optimizer to schedule"),
         (schedule("WarmupRL"), "type=WarmupRL is .*; write one of WarmupLR, "),
-        (schedule("WarmupDecayLR"), "total_num_steps is missing"),
+        (schedule("WarmupDecayLR"), "total_num_steps is missing .*write a number"),
         (warm_up(warmup_steps=1), "did you mean scheduler.params.warmup_num_steps"),
         (warm_up(warmup_type="sine"), "warmup_type=sine is not supported; write one of log, linear"),
         (warm_up(warmup_num_steps="few"), r'warmup_num_steps="few": write a whole number, at least 0'),

@@ -7,13 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, initialize
+from engine.config import Precision
 from engine.memory import ModelShape, Workload, trained_states
-from engine.parallel import dist
-from tests.ranks import run_ranks
 
 WIDTH, ROWS, BLOCKS = 32, 16, 3
-CASES = [(0, "fp32"), (2, "bf16"), (3, "fp32")]
-TOTAL = (BLOCKS + 1) * (WIDTH * WIDTH + WIDTH)
 
 
 class Net(nn.Module):
@@ -33,40 +30,22 @@ def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float | Tensor
     return module(x).float().sum(), {}
 
 
-def measure_peaks(stage: int, dtype: str) -> dict[str, int]:
-    engine = initialize(Net(), EngineConfig(zero_stage=stage, dtype=dtype), optimizer=OptimizerConfig(lr=1e-3))  # type: ignore[arg-type]
-    x = torch.randn(ROWS, WIDTH)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bytes_by_owner(dtype: Precision) -> None:
+    """tests/test_parity.py compares the states on two ranks."""
+    config = EngineConfig(dtype=dtype)
+    engine, x = initialize(Net(), config, optimizer=OptimizerConfig(lr=1e-3)), torch.randn(ROWS, WIDTH)
     for _ in range(2):
-        engine.update([x, x], loss, 2.0 * ROWS * dist.world().size)
-    return engine.memory_tracker.peaks["train"]
-
-
-def on_two_ranks() -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    return [measure_peaks(*case) for case in CASES]
-
-
-def check(actual: dict[str, int], stage: int, dtype: str, ranks: int) -> None:
+        engine.update([x, x], loss, 2.0 * ROWS)
+    actual = engine.memory_tracker.peaks["train"]
     block = WIDTH * WIDTH + WIDTH
-    config = EngineConfig(zero_stage=stage, dtype=dtype)  # type: ignore[arg-type]
-    states = trained_states(ModelShape(TOTAL, root=block, block=block), Workload(config, ranks))
+    states = trained_states(ModelShape((BLOCKS + 1) * block, root=block, block=block), Workload(config))
     assert actual["parameters"] == pytest.approx(states.parameters, rel=0.05)
     assert actual["optimizer"] == pytest.approx(states.optimizer, rel=0.05)
     size = 4 if dtype == "fp32" else 2
     # Each linear layer saves its input, and each tanh saves its output, which is the next linear layer's input.
     expected = ROWS * WIDTH * (2 + 2 * BLOCKS - BLOCKS) * size
-    assert actual["activations"] == pytest.approx(expected, rel=0.3), (stage, dtype, ranks)
-
-
-def test_one_rank() -> None:
-    for dtype in ("fp32", "bf16"):
-        check(measure_peaks(0, dtype), 0, dtype, 1)
-
-
-def test_two_ranks() -> None:
-    for rank in run_ranks(on_two_ranks, 2):
-        for (stage, dtype), actual in zip(CASES, rank, strict=True):
-            check(actual, stage, dtype, 2)
+    assert actual["activations"] == pytest.approx(expected, rel=0.3)
 
 
 PLACES: list[dict[str, Any]] = [
