@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.parallel import dist, dtensors
+from engine.parallel import dist
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 STEPS, ROWS = 2, 4
@@ -127,7 +128,7 @@ def train_with_engine(kind: str, zero_stage: int) -> Results:
         engine.backward(loss)
         engine.step()
         losses.append(dist.sum_over_ranks(loss.item()) / world.size)
-    return losses, {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return losses, full_weights(engine)
 
 
 def train_all() -> dict[tuple[str, int], Results]:

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
-from engine.parallel import dist, dtensors
+from engine.parallel import dist
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 STEPS, ROWS = 3, 8
@@ -99,11 +100,7 @@ def train_engine(kind: str, accumulation: int, **layout: Any) -> dict[str, Tenso
             steps.append(engine.step())
         assert [done is None for done in steps] == [True] * (accumulation - 1) + [False]
         assert steps[-1].lr == 0.02 and not steps[-1].skipped
-    return weights(engine)
-
-
-def weights(engine: Engine) -> dict[str, Tensor]:
-    return {name: dtensors.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
+    return full_weights(engine)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -132,7 +129,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     }
     engine = engine_of("bert", zero_stage=3)
     assert engine.load(folder) == {"epoch": 1}
-    results |= {"loaded": weights(engine), "step": engine.step_count}
+    results |= {"loaded": full_weights(engine), "step": engine.step_count}
     try:
         engine_of("linear", zero_stage=3, shard_ranks=4)
     except ValueError as error:
@@ -160,7 +157,7 @@ def test_two_ranks_equal_plain_pytorch_and_load_one_ranks_checkpoint(tmp_path: P
         for kind in MAKE:
             assert_close(actual[kind], plain(kind))
         assert_close(actual["groups"], plain("bert"))
-        assert_close(actual["loaded"], weights(engine), 0.0)
+        assert_close(actual["loaded"], full_weights(engine), 0.0)
         assert actual["step"] == 1 and "shard_ranks=4 does not divide the 2 ranks" in actual["error"]
 
 
@@ -202,9 +199,9 @@ def test_any_optimizer_resumes_from_its_checkpoint(
         if step == 1:
             first.save(tmp_path / "at-2")
             second.load(tmp_path / "at-2")
-    assert_close(weights(second), weights(first), 0.0)
+    assert_close(full_weights(second), full_weights(first), 0.0)
     if other is not None:
-        assert_close(weights(first), dict(reference.named_parameters()))
+        assert_close(full_weights(first), dict(reference.named_parameters()))
 
 
 def test_lion_by_hand() -> None:
@@ -219,7 +216,7 @@ def test_lion_by_hand() -> None:
         mixed = 0.5 * momentum + 0.5 * gradient
         weight = weight * (1 - 0.1 * 0.2) - 0.1 * (1 if mixed > 0 else -1 if mixed < 0 else 0)
         momentum = 0.75 * momentum + 0.25 * gradient
-        assert weights(engine)["weight"].item() == pytest.approx(weight, abs=1e-6)
+        assert full_weights(engine)["weight"].item() == pytest.approx(weight, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +262,7 @@ def test_running_statistics_and_unused_parameters_are_restored(layout: dict[str,
     engine.step()
     engine.save(tmp_path / "saved")
     other.load(tmp_path / "saved")
-    assert_close(weights(other), weights(engine), 0.0)
+    assert_close(full_weights(other), full_weights(engine), 0.0)
     for (name, ours), (_, theirs) in zip(other.module.named_buffers(), engine.module.named_buffers(), strict=True):
         assert torch.equal(ours, theirs), name
     assert float(dict(other.module.named_buffers())["norm.running_mean"].sum()) > 1.0
@@ -285,7 +282,7 @@ def test_a_load_drops_the_gradients_of_an_incomplete_step(tmp_path: Path) -> Non
     for each in (expected, engine):
         each.backward(regression_loss(each, rows_of("linear", 0), 0))
         each.step()
-    assert_close(weights(engine), weights(expected), 0.0)
+    assert_close(full_weights(engine), full_weights(expected), 0.0)
 
 
 def test_the_caller_decides_which_micro_batch_is_the_last() -> None:

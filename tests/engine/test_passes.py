@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig, initialize
 from engine.engine import Engine
 from engine.oom import PassOutOfMemory
-from engine.parallel import dist, dtensors
+from engine.parallel import dist
 from engine.parallel.pipeline_parallel import PipelinePasses
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 WIDTH, STEPS = 8, 3
@@ -136,10 +137,9 @@ def trained(stage: int, sizes: list[int], *, shares: bool, **others: Any) -> dic
         scores += [score.item() for rows in actual for score in rows]
         assert not any(score.requires_grad for rows in actual for score in rows)
         updates.append(engine.update(share, loss, 16.0))
-    weights = {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
     left = [p.grad for p in engine.module.parameters() if p.grad is not None]
     return {
-        "weights": weights, "losses": [u.loss for u in updates], "norms": [u.grad_norm for u in updates],
+        "weights": full_weights(engine), "losses": [u.loss for u in updates], "norms": [u.grad_norm for u in updates],
         "rows": [u.sums["rows"] for u in updates], "left": len(left), "scores": scores,
         "seen": engine.module.seen.item(), "random": torch.rand(1).item(), "reduced": updates[-1].sent.reduce,
     }  # fmt: skip

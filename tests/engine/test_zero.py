@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from engine import EngineConfig, OptimizerConfig
 from engine.engine import Engine
 from engine.parallel import dist, dtensors
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 STEPS, ROWS, WIDTH = 4, 8, 12
@@ -64,8 +65,7 @@ def train(
         assert update.sums["rows"] == ROWS
         losses.append(update.loss)
         norms.append(update.grad_norm)
-    full = {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
-    return losses, norms, full
+    return losses, norms, full_weights(engine)
 
 
 def train_all(sizes: list[tuple[int, int]]) -> list[tuple[list[float], list[float], dict[str, Tensor]]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine import Engine, EngineConfig, OptimizerConfig
 from engine.offload import OffloadedOptimizer
 from engine.parallel import dist, dtensors
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 WIDTH, ROWS, STEPS = 37, 4, 3
@@ -69,10 +70,6 @@ def advance(engine: Engine, first: int, last: int, micro: int = 1) -> list[tuple
     return actual
 
 
-def weights(engine: Engine) -> dict[str, Tensor]:
-    return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
-
-
 def plain(config: OptimizerConfig, optimizer: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Run the same steps in one process with plain PyTorch: clipping, and no weight decay on vectors."""
     module, actual = net(), []
@@ -99,7 +96,7 @@ def run_all(micro: int) -> list[tuple[list[tuple[float, float]], dict[str, Tenso
     results = []
     for tier, stage in STAGES:
         engine = engine_of(TIERS[tier], zero_stage=stage)
-        results.append((advance(engine, 1, STEPS, micro), weights(engine)))
+        results.append((advance(engine, 1, STEPS, micro), full_weights(engine)))
     return results
 
 
@@ -134,7 +131,7 @@ OTHERS: list[tuple[str, dict[str, Any], Any]] = [
 def test_other_optimizers(name: str, options: dict[str, Any], optimizer: Any, tier: dict[str, Any]) -> None:
     config = OptimizerConfig(lr=0.01, name=name, options=options, max_grad_norm=0.0)
     engine = engine_of(tier, config)
-    check((advance(engine, 1, STEPS), weights(engine)), plain(config, optimizer))
+    check((advance(engine, 1, STEPS), full_weights(engine)), plain(config, optimizer))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -194,14 +191,14 @@ def resume(checkpoints: list[Path], shift: int) -> list[dict[str, Tensor]]:
         engine.save(folder.with_name(f"again-{number}"))
         advance(engine, 3, STEPS)
         results.append(weights_and_averages(engine))
-        assert all(torch.equal(weights(engine)[name], results[-1][name]) for name in weights(engine))
+        assert all(torch.equal(full_weights(engine)[name], results[-1][name]) for name in full_weights(engine))
     return results
 
 
 def weights_and_averages(engine: Engine) -> dict[str, Tensor]:
-    last = weights(engine)
+    last = full_weights(engine)
     with engine.averaged():
-        return last | {f"average.{name}": mean for name, mean in weights(engine).items()}
+        return last | {f"average.{name}": mean for name, mean in full_weights(engine).items()}
 
 
 def test_checkpoints_resume_in_any_tier_and_number_of_ranks(tmp_path: Path) -> None:
@@ -248,4 +245,4 @@ def test_a_tier_without_states_yet_resumes_in_optimizers_that_begin_with_states(
         for each in (engine, again):
             each.load(tmp_path / str(step))
             advance(each, step + 1, STEPS)
-        assert all(torch.equal(weights(engine)[name], weight) for name, weight in weights(again).items())
+        assert all(torch.equal(full_weights(engine)[name], weight) for name, weight in full_weights(again).items())

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, initialize, token_logprobs
 from engine.parallel import collectives, dtensors
-from tests.engine.parallel.test_tensor import OPT_PLAN, SGD, VOCABULARY, batch, made, same, weights
+from tests.engine.parallel.test_tensor import OPT_PLAN, SGD, VOCABULARY, batch, made, same
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -80,7 +81,7 @@ def train_case(ranks: int, family: str, more: dict[str, Any], layout: dict[str, 
     with engine.scoring() as module:
         logits = module(batch(0), full=True)
     rows = len(dtensors.local(lm.get_output_embeddings().weight.detach()))
-    curves = [update.loss for update in updates], [update.grad_norm for update in updates], weights(engine)
+    curves = [update.loss for update in updates], [update.grad_norm for update in updates], full_weights(engine)
     return Results(curves, rows, max(gathered), logits)
 
 

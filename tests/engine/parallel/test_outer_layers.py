@@ -11,7 +11,8 @@ from engine import EngineConfig, initialize, token_logprobs
 from engine.memory import Workload, frozen_states, measure_shape
 from engine.memory.tracker import storage_bytes
 from engine.parallel import collectives, dist, zero
-from tests.engine.parallel.test_tensor import SGD, VOCABULARY, batch, made, same, weights
+from tests.engine.parallel.test_tensor import SGD, VOCABULARY, batch, made, same
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 WIDE = {"vocab_size": 4 * VOCABULARY, "num_hidden_layers": 3}
@@ -71,7 +72,7 @@ def case(family: str, more: dict[str, Any], layout: dict[str, Any]) -> Found:
         unit.register_forward_pre_hook(lambda *_: in_blocks.append(gathered()))
     with torch.no_grad():
         engine.module(batch(0))
-    curves = [update.loss for update in updates], [update.grad_norm for update in updates], weights(engine)
+    curves = [update.loss for update in updates], [update.grad_norm for update in updates], full_weights(engine)
     return Found(curves, in_blocks, gathered(), reduced)
 
 

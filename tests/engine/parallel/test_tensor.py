@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.loading import copy_local
 from engine.parallel import collectives, dist, dtensors, meshes
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 STEPS, ROWS, VOCABULARY = 2, 4, 96
@@ -86,12 +87,8 @@ def advance(engine: Engine, step: int) -> None:
     engine.norms.append(update.grad_norm)  # type: ignore[attr-defined]
 
 
-def weights(engine: Engine) -> dict[str, Tensor]:
-    return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
-
-
 def curves_and_weights(engine: Engine) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    return engine.losses, engine.norms, weights(engine)  # type: ignore[attr-defined]
+    return engine.losses, engine.norms, full_weights(engine)  # type: ignore[attr-defined]
 
 
 def same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
@@ -173,12 +170,12 @@ def train_on_four_ranks(folder: Path) -> dict[str, Any]:
     advance(engine, 1)
     engine.save(folder / "four")
     held = {name: dtensors.local(p.detach()).numel() for name, p in engine.module.named_parameters()}
-    full = weights(engine)
+    full = full_weights(engine)
     refilled = dict(engine.module.named_parameters())
     for name, parameter in refilled.items():
         dtensors.local(parameter.detach()).fill_(torch.nan)
         copy_local(parameter, full[name])
-    return results | {"loaded": full, "held": held, "refilled": weights(engine)}
+    return results | {"loaded": full, "held": held, "refilled": full_weights(engine)}
 
 
 def test_four_ranks_combine_it_with_zero_and_exchange_checkpoints(tmp_path: Path) -> None:
@@ -189,14 +186,14 @@ def test_four_ranks_combine_it_with_zero_and_exchange_checkpoints(tmp_path: Path
     for actual in run_ranks(train_on_four_ranks, 4, tmp_path):
         for family, expected in one_rank.items():
             same(actual[family], expected)
-        for name, weight in weights(engine).items():
+        for name, weight in full_weights(engine).items():
             torch.testing.assert_close(actual["loaded"][name], weight, atol=2e-4, rtol=1e-3)
             assert torch.equal(actual["refilled"][name], actual["loaded"][name]), name
             split = "proj" in name or "lm_head" in name
             assert actual["held"][name] == weight.numel() // (4 if split else 2), name
     back = trained("mixtral", steps=0)
     back.load(tmp_path / "four")
-    for name, weight in weights(back).items():
+    for name, weight in full_weights(back).items():
         assert torch.equal(weight, actual["loaded"][name]), name
 
 

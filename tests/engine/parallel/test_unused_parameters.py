@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.parallel import dist, dtensors
+from engine.parallel import dist
+from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
 ADAMW = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, decay="all", max_grad_norm=0.5)
@@ -76,7 +77,7 @@ def trained(layout: dict[str, Any], seen: list[Any]) -> dict[str, Tensor]:
         for rows, to in zip(x, routes, strict=True) if step == 0 else ():  # only a skipped step uses expert 4
             engine.backward(engine(torch.full_like(rows, torch.nan), torch.full_like(to, 4)).float().sum())
             engine.step()
-    return {name: dtensors.full_tensor(p.detach()).clone() for name, p in engine.module.named_parameters()}
+    return full_weights(engine)
 
 
 def all_layouts() -> list[dict[str, Tensor]]:
