@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ _HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[
 class Table:
     """Rows with one set of columns. `numbers[i]` is the position of row i in the file, counted from 1.
 
+    columns, new_names: `columns` has the names after the renaming that `new_names` lists: {name in the file: new name}
     broken: (position, reason) of each line that is no row, in the order of the file; these lines count as bad rows
     """
 
@@ -49,6 +50,7 @@ class Table:
     numbers: Sequence[int]
     unit: str = "row"
     broken: tuple[tuple[str, str], ...] = ()
+    new_names: Mapping[str, str] = field(default_factory=dict)
 
     def position(self, index: int) -> str:
         """Return the position of a row in its file, for messages: "line 3"."""

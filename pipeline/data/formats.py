@@ -149,7 +149,8 @@ def to_records(
     skipped: Counter[str] = Counter()
     unused: Counter[str] = Counter()
     first: dict[str, str] = {}
-    for index, row in enumerate(table.rows):
+    for index, read in enumerate(table.rows):
+        row = {**read, **{new: read.get(name) for name, new in table.new_names.items()}}
         named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a renamed column
         try:
             try:

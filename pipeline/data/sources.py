@@ -155,18 +155,4 @@ def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
             f"Columns found: {', '.join(sorted(table.columns))}."
         )
     renamed = frozenset(columns.get(column, column) for column in table.columns)
-    return replace(table, rows=_RenamedRows(table.rows, columns), columns=renamed)
-
-
-class _RenamedRows(Sequence[Mapping[str, Any]]):
-    """Rows with renamed keys, made on access, so that a hub data set stays on disk."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-        self._rows, self._columns = rows, columns
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        row = self._rows[index]
-        return {**row, **{ours: row.get(theirs) for theirs, ours in self._columns.items()}}
+    return replace(table, columns=renamed, new_names=columns)
