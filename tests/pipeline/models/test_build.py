@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,6 @@ from transformers import (
     TrOCRConfig,
 )
 
-from engine import Engine
-from engine.parallel import dtensors
 from pipeline.config.schema import ModelConfig
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
@@ -41,32 +40,22 @@ from tests.pipeline.models.tiny import (
     MULTIMODAL,
     after_first,
     classifier,
+    close,
     config_of,
     frozen,
     ids_of,
     language_model,
+    moved,
     multimodal_model,
+    own_logprobs,
+    parameters_of,
+    policy_logprobs,
     shaken,
     source_drawn,
     source_in,
     trained,
 )
 from tests.ranks import run_ranks
-
-
-def logprobs_of(engine: Engine, ids: Tensor) -> Tensor:
-    with engine.scoring() as module:
-        return module(ids, after_first(ids))[0].cpu()
-
-
-def own_logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
-    return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
-
-
-def whole(engine: Engine) -> dict[str, Tensor]:
-    return {name: dtensors.full_tensor(p.detach()).cpu() for name, p in engine.module.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -78,12 +67,7 @@ def test_a_saved_model_gives_the_same_numbers(family: str, files: str, tmp_path:
     model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if files == "shards" else {}))
     assert (tmp_path / "model.safetensors.index.json").exists() == (files == "shards")
     ids = ids_of(2, 9)
-    torch.testing.assert_close(
-        logprobs_of(build_policy(source_in(tmp_path), trained(zero_stage=3)), ids),
-        own_logprobs(model, ids),
-        atol=3e-5,
-        rtol=1e-5,
-    )
+    close(policy_logprobs(build_policy(source_in(tmp_path), trained(zero_stage=3)), ids), own_logprobs(model, ids))
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "qwen3"])
@@ -95,8 +79,8 @@ def test_a_tied_model_needs_no_head_in_its_files(family: str, tmp_path: Path) ->
     assert not any(name.startswith(("model.", "transformer.")) for name in names)
     ids = ids_of(2, 9)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    actual = logprobs_of(build_policy(source_in(tmp_path), frozen()), ids)
-    torch.testing.assert_close(actual, own_logprobs(model, ids), atol=3e-5, rtol=1e-5)
+    actual = policy_logprobs(build_policy(source_in(tmp_path), frozen()), ids)
+    close(actual, own_logprobs(model, ids))
 
 
 def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Path) -> None:
@@ -104,7 +88,7 @@ def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Pa
     model.save_pretrained(tmp_path)
     heads = []
     for seed in range(1, 60):
-        parameters = whole(build_scorer(source_in(tmp_path, seed), frozen(), pad_id=0))
+        parameters = parameters_of(build_scorer(source_in(tmp_path, seed), frozen(), pad_id=0))
         heads.append(parameters.pop("model.score.weight"))
     own = dict(model.named_parameters())
     assert len(parameters) == len(own) - 1  # all parameters except lm_head
@@ -112,35 +96,19 @@ def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Pa
         assert torch.equal(value, own[name.removeprefix("model.")]), name
     drawn = torch.stack(heads)
     assert drawn.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.05) and abs(drawn.mean().item()) < 0.02
-    again = whole(build_scorer(source_in(tmp_path, 1), frozen(), pad_id=0))["model.score.weight"]
+    again = parameters_of(build_scorer(source_in(tmp_path, 1), frozen(), pad_id=0))["model.score.weight"]
     assert torch.equal(again, heads[0]) and not torch.equal(heads[0], heads[1])
 
 
-@pytest.mark.parametrize("family", ["cohere", "granite", "glm4_moe"])
-def test_families_without_a_classifier_in_transformers_score(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["cohere", "granite", "glm4_moe", "mixtral"])
+def test_mixtures_and_families_without_a_classifier_in_transformers_score(family: str, tmp_path: Path) -> None:
     model = language_model(config_of(family))
     model.save_pretrained(tmp_path)
     engine, ids = build_scorer(source_in(tmp_path), frozen(), pad_id=0), ids_of(2, 9)
     with torch.no_grad():
         hidden = model.model(ids, use_cache=False).last_hidden_state
     values = engine.score([ids], lambda module, batch: module(batch))[0]
-    torch.testing.assert_close(values, hidden @ whole(engine)["model.score.weight"][0], atol=3e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mixtral", "granite"])
-def test_a_saved_reward_model_keeps_its_head(family: str, tmp_path: Path) -> None:
-    model = classifier(config_of(family))
-    model.save_pretrained(tmp_path)
-    actual = whole(build_scorer(source_in(tmp_path), frozen(), pad_id=0))
-    assert torch.equal(actual["model.score.weight"], model.score.weight)
-
-
-def test_a_mixture_of_experts_becomes_a_reward_model(tmp_path: Path) -> None:
-    """Its experts are concatenated, and the head, which the files do not contain, is random."""
-    language_model(config_of("mixtral")).save_pretrained(tmp_path)
-    heads = [whole(build_scorer(source_in(tmp_path, s), frozen(), pad_id=0))["model.score.weight"] for s in (1, 1, 2)]
-    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-    assert heads[0].std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)
+    close(values, hidden @ parameters_of(engine)["model.score.weight"][0])
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -148,7 +116,7 @@ def test_random_weights_have_the_familys_distribution(family: str) -> None:
     config = config_of(family)
     torch.manual_seed(0)
     own = dict(AutoModelForCausalLM.from_config(config).named_parameters())
-    for name, value in whole(build_policy(source_drawn(config), frozen())).items():
+    for name, value in parameters_of(build_policy(source_drawn(config), frozen())).items():
         theirs = own[name[3:]]
         if value.ndim < 2:  # norms and biases are not random
             assert torch.equal(value, theirs), name
@@ -160,7 +128,9 @@ def test_random_weights_have_the_familys_distribution(family: str) -> None:
 
 
 def test_random_weights_depend_on_the_seed() -> None:
-    first, again, other = (whole(build_policy(source_drawn(config_of("llama"), s), frozen())) for s in (1, 1, 2))
+    first, again, other = (
+        parameters_of(build_policy(source_drawn(config_of("llama"), s), frozen())) for s in (1, 1, 2)
+    )
     for name, value in first.items():
         assert torch.equal(value, again[name])
         assert torch.equal(value, other[name]) == (value.ndim == 1), name
@@ -169,39 +139,13 @@ def test_random_weights_depend_on_the_seed() -> None:
 def random_mamba(zero_stage: int) -> dict[str, Tensor]:
     config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, state_size=4, vocab_size=96)
     source = ModelSource("tiny", config, None, 1, "eager", False)
-    return whole(build_policy(source, frozen(zero_stage=zero_stage)))
+    return parameters_of(build_policy(source, frozen(zero_stage=zero_stage)))
 
 
 def test_random_weights_of_a_mixer_that_writes_into_other_layers() -> None:
     expected = random_mamba(0)
     for actual in run_ranks(random_mamba, 2, 3):
         assert all(torch.equal(actual[name], value) for name, value in expected.items())
-
-
-def test_missing_weights(tmp_path: Path) -> None:
-    language_model(config_of("llama")).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"1 parameters are missing from the files, for example model\.layers\.1\.mlp\.up_proj\.weight"
-    ):
-        build_policy(source_in(tmp_path), frozen())
-
-
-def test_an_untied_model_without_its_head(tmp_path: Path) -> None:
-    AutoModel.from_config(config_of("llama")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"lm_head\.weight"):
-        build_policy(source_in(tmp_path), frozen())
-
-
-@pytest.mark.parametrize(("family", "expected"), [("llama", "(40, 32)"), ("mixtral", "(4, 80, 32)")])
-def test_wrong_shapes(family: str, expected: str, tmp_path: Path) -> None:
-    language_model(config_of(family)).save_pretrained(tmp_path)
-    config_of(family, intermediate_size=40).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"config\.json") as error:
-        build_policy(source_in(tmp_path), frozen())
-    assert expected in str(error.value) and len(str(error.value)) < 800
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
@@ -233,12 +177,9 @@ def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> 
 
     names = r"in 2 of \d+ tensors \(model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight\)"
     folder = saved(tmp_path, damage)
-    for build in (
-        lambda: build_policy(source_in(folder), frozen()),
-        lambda: build_policy(source_in(folder), trained()),
-    ):
+    for choice in (frozen(), trained()):
         with pytest.raises(UserError, match=names):
-            build()
+            build_policy(source_in(folder), choice)
 
 
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
@@ -247,14 +188,46 @@ def test_integer_tensors_are_refused(tmp_path: Path) -> None:
         build_policy(source_in(folder), frozen())
 
 
-@pytest.mark.parametrize(("family", "field"), [("llama", "num_hidden_layers"), ("mixtral", "num_local_experts")])
-def test_weights_of_more_layers_or_experts_are_refused(family: str, field: str, tmp_path: Path) -> None:
+MISSING = r"1 parameters are missing from the files, for example "
+
+
+@pytest.mark.parametrize(
+    ("family", "lost", "message"),
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight", rf"{MISSING}model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("llama", "lm_head.weight", rf"{MISSING}lm_head\.weight"),
+        ("classifier", "score.weight", rf"{MISSING}score\.weight"),
+    ],
+)
+def test_missing_weights(family: str, lost: str, message: str, tmp_path: Path) -> None:
+    model = classifier(config_of("llama")) if family == "classifier" else language_model(config_of(family))
+    folder = saved(tmp_path, lambda tensors: tensors.pop(lost), model)
+    with pytest.raises(UserError, match=message):
+        if family == "classifier":
+            build_scorer(source_in(folder), frozen(), pad_id=0)
+        else:
+            build_policy(source_in(folder), frozen())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"intermediate_size": 40}, r"\(40, 32\).*config\.json"),
+        ("mixtral", {"intermediate_size": 40}, r"\(4, 80, 32\).*config\.json"),
+        (
+            "llama",
+            {"num_hidden_layers": 1},
+            r"the files have model\.layers\.1.*, but config\.json defines fewer layers",
+        ),
+        ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, "shape"),
+    ],
+)
+def test_a_configuration_of_other_weights(family: str, changes: dict[str, int], message: str, tmp_path: Path) -> None:
     language_model(config_of(family)).save_pretrained(tmp_path)
-    config_of(family, **{field: 1, **({"num_experts_per_tok": 1} if family == "mixtral" else {})}).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(UserError, match=r"the files have model\.layers\.\d.*, but config\.json defines fewer|shape"):
+    config_of(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
         build_policy(source_in(tmp_path), frozen())
+    assert len(str(error.value)) < 800
 
 
 def test_unused_tensors_are_named_unless_they_are_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,18 +250,6 @@ def test_unused_tensors_are_named_unless_they_are_expected(tmp_path: Path, capsy
     assert (
         "does not use 1 tensors of the files, for example model.nrom.weight; did you mean model.norm.weight?" in output
     )
-
-
-def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
-    folder = saved(tmp_path, lambda t: t.update({"scor.weight": t.pop("score.weight")}), classifier(config_of("llama")))
-    with pytest.raises(UserError, match=r"1 parameters are missing from the files, for example score\.weight"):
-        build_scorer(source_in(folder), frozen(), pad_id=0)
-
-
-def test_a_reward_model_is_refused_as_actor(tmp_path: Path) -> None:
-    classifier(config_of("llama")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="LlamaForSequenceClassification, not a language model"):
-        build_policy(source_in(tmp_path), frozen())
 
 
 class OwnConfig(LlamaConfig):
@@ -327,16 +288,16 @@ def test_a_scorer_has_the_weights_of_a_multimodal_checkpoint(family: str, tmp_pa
         assert torch.equal(value.cpu(), model.state_dict()[name]), name
 
 
-def test_a_family_without_sdpa_names_the_key() -> None:
-    source = source_drawn(config_of("bloom"))
-    with pytest.raises(UserError, match=r"model\.attention=eager"):
-        build_policy(type(source)("b", source.config, None, 1, "sdpa", False), frozen())
-
-
-def test_a_soft_cap_of_scores_is_applied() -> None:
-    source = source_drawn(config_of("gemma2", attn_logit_softcapping=30.0))
-    with pytest.raises(UserError, match=r"caps attention scores.*model\.attention=eager"):
-        build_policy(type(source)("g", source.config, None, 1, "sdpa", False), frozen())
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (config_of("bloom"), "has no sdpa attention in transformers"),
+        (config_of("gemma2", attn_logit_softcapping=30.0), "caps attention scores"),
+    ],
+)
+def test_a_family_that_sdpa_does_not_support_names_the_key(config: PretrainedConfig, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"{reason}.*model\.attention=eager"):
+        build_policy(replace(source_drawn(config), attention="sdpa"), frozen())
 
 
 def test_the_requested_dropout_is_used_and_the_configuration_unchanged() -> None:
@@ -373,17 +334,16 @@ def test_adapters_start_at_zero_and_only_they_are_trained(family: str, tmp_path:
     assert len(learning) == 2 * linear  # every linear layer of the blocks
     ids = ids_of(2, 9)
     base = own_logprobs(model, ids)
-    torch.testing.assert_close(logprobs_of(engine, ids), base, atol=3e-5, rtol=1e-5)
-    engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
-    assert (logprobs_of(engine, ids) - base).abs().max() > 1e-3
+    close(policy_logprobs(engine, ids), base)
+    assert (policy_logprobs(moved(engine), ids) - base).abs().max() > 1e-3
     with adapters_off(engine.module):
-        torch.testing.assert_close(logprobs_of(engine, ids), base, atol=3e-5, rtol=1e-5)
-    assert (logprobs_of(engine, ids) - base).abs().max() > 1e-3
+        close(policy_logprobs(engine, ids), base)
+    assert (policy_logprobs(engine, ids) - base).abs().max() > 1e-3
 
 
 def test_adapters_of_a_scorer_train_its_head_too(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
-    engine = build_scorer(source_in(tmp_path), trained(lora=lora(targets=["q_proj"])), pad_id=0)
+    engine = build_scorer(source_in(tmp_path), trained(lora=lora(targets="q_proj")), pad_id=0)  # one name
     learning = {name for name, p in engine.module.named_parameters() if p.requires_grad}
     assert "model.score.weight" in learning and len(learning) == 1 + 2 * 2
     assert all("q_proj.lora_" in name for name in learning if name != "model.score.weight")
@@ -395,27 +355,20 @@ def test_adapters_of_the_head_are_trained(family: str, tmp_path: Path) -> None:
     engine = build_policy(source_in(tmp_path), trained(lr=0.05, lora=lora(targets=["lm_head"])))
     verify(engine, max_length=16)
     ids = ids_of(2, 9)
-    before = logprobs_of(engine, ids)
-    engine.update([ids], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
-    assert (logprobs_of(engine, ids) - before).abs().max() > 1e-3
+    before = policy_logprobs(engine, ids)
+    assert (policy_logprobs(moved(engine), ids) - before).abs().max() > 1e-3
 
 
-def test_adapters_without_a_target_are_refused(tmp_path: Path) -> None:
-    language_model(config_of("llama")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"lora\.targets=\['no_proj'\] matches no module; .*q_proj"):
-        build_policy(source_in(tmp_path), trained(lora=lora(targets=["no_proj"])))
-
-
-def test_one_target_is_a_name(tmp_path: Path) -> None:
-    language_model(config_of("llama")).save_pretrained(tmp_path)
-    engine = build_policy(source_in(tmp_path), trained(lora=lora(targets="q_proj")))
-    assert all("q_proj.lora_" in name for name, p in engine.module.named_parameters() if p.requires_grad)
-
-
-def test_adapters_of_an_embedding_are_refused(tmp_path: Path) -> None:
-    language_model(config_of("llama")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"matches model\.embed_tokens, which is not a linear layer: .*q_proj"):
-        build_scorer(source_in(tmp_path), trained(lora=lora(targets=["embed_tokens", "q_proj"])), pad_id=0)
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["no_proj"], r"lora\.targets=\['no_proj'\] matches no module; .*q_proj"),
+        (["embed_tokens", "q_proj"], r"matches model\.embed_tokens, which is not a linear layer: .*q_proj"),
+    ],
+)
+def test_adapters_of_other_targets_are_refused(targets: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_scorer(source_drawn(config_of("llama")), trained(lora=lora(targets=targets)), pad_id=0)
 
 
 def test_the_padding_id_reaches_the_scorers_configuration(tmp_path: Path) -> None:
@@ -462,6 +415,6 @@ def test_fused_kernels_replace_norms_and_gates_of_supported_families(check: Call
 
 def test_fused_kernels_that_this_machine_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    source = ModelSource("tiny", config_of("llama"), None, 1, "sdpa", False, fused_kernels="liger")
+    source = replace(source_drawn(config_of("llama")), fused_kernels="liger")
     with pytest.raises(UserError, match=r"needs a GPU, which this machine does not have: set model.fused_kernels=auto"):
         build_policy(source, frozen())

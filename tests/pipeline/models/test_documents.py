@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig
 
 from engine import Engine
 from engine import attention as engine_attention
@@ -17,7 +16,6 @@ from engine.kernels_cpu.attention import ragged_attention
 from engine.kernels_cpu.library import library
 from engine.parallel import dist, dtensors
 from pipeline.data.batch import Documents
-from pipeline.errors import UserError
 from pipeline.models import attention, checks
 from pipeline.models.attention import NAME, document_attention
 from pipeline.models.build import build_policy, build_scorer
@@ -83,14 +81,6 @@ def check_policy(engine: Engine, before: str, temperature: float = 0.8) -> None:
     engine.backward((weights * actual + 0.3 * weights.flip(0) * spread).sum())
     for name, gradient in gradients(engine).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
-
-
-def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    language_model(AutoConfig.for_model("bert", vocab_size=96, **sizes)).save_pretrained(tmp_path)
-    engine = build_policy(source_in(tmp_path), trained())
-    with pytest.raises(UserError, match="attends to later tokens"):
-        verify(engine, max_length=32)
 
 
 def test_experts_changed_by_rounding_are_not_a_causality_violation(
@@ -161,19 +151,6 @@ def test_sliding_windows_hold_in_packed_rows(family: str, tmp_path: Path) -> Non
     before = engine.module.lm.config._attn_implementation
     assert verify(engine, max_length=32).packing
     check_policy(engine, before)
-
-
-def test_a_missing_sliding_window_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AttentionInterface
-
-    def without_window(*inputs: Any, sliding_window: int | None = None, **rest: Any) -> Any:
-        return document_attention(*inputs, **rest)
-
-    engine = policy_in(tmp_path, "mistral", sliding_window=5)
-    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, without_window)
-    before = engine.module.lm.config._attn_implementation
-    assert not verify(engine, max_length=32).packing
-    assert engine.module.lm.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "gemma2"])

@@ -12,7 +12,7 @@ import transformers
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -21,8 +21,6 @@ from transformers import (
     GenerationConfig,
 )
 
-from engine import Engine
-from engine.parallel import dist, dtensors
 from pipeline.config.schema import ModelConfig
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
@@ -33,13 +31,17 @@ from pipeline.models.checks import verify
 from pipeline.models.export import export_policy, export_scorer
 from pipeline.models.source import resolve
 from tests.pipeline.models.tiny import (
-    after_first,
     classifier,
+    close,
     config_of,
     frozen,
     ids_of,
     language_model,
+    moved,
     multimodal_model,
+    own_logprobs,
+    parameters_of,
+    policy_logprobs,
     source_drawn,
     source_in,
     trained,
@@ -54,39 +56,17 @@ def tokenizer() -> ChatTokenizer:
     return train_tokenizer(["a few words to count", "and some more words"], 270)
 
 
-def logprobs_of(module: nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return module(ids, after_first(ids))[0].cpu()
-
-
 def stored_names(folder: Path) -> set[str]:
     return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
-def loaded_logprobs(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    with torch.no_grad():
-        logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
-    return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
+def loaded_logprobs(folder: Path, ids: Tensor) -> Tensor:
+    return own_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ids)
 
 
 def adapted_logprobs(base: Path, adapter: Path, ids: Tensor) -> Tensor:
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
-    with torch.no_grad():
-        logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
-    return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-5)
-
-
-def moved(engine: Engine) -> Engine:
-    """Run one update that changes all trained parameters."""
-    ids = ids_of(2, 9, seed=4)
-    mine = ids[dist.world().rank :: dist.world().size]
-    engine.update([mine], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
-    return engine
+    return own_logprobs(model, ids)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -97,12 +77,11 @@ def test_a_trained_language_model_loads_with_equal_numbers(family: str, tmp_path
     export_policy(engine, source, tokenizer(), tmp_path / "out")
     assert stored_names(tmp_path / "out") == stored_names(tmp_path / "base")
     ids = ids_of(2, 9)
-    with engine.scoring() as module:
-        ours = logprobs_of(module, ids)
+    ours = policy_logprobs(engine, ids)
     close(loaded_logprobs(tmp_path / "out", ids), ours)
     assert (ours - loaded_logprobs(tmp_path / "base", ids)).abs().max() > 0.01
     again = build_policy(source_in(tmp_path / "out"), frozen())  # zerochat loads the export, too
-    close(logprobs_of(again.module, ids), ours)
+    close(policy_logprobs(again, ids), ours)
 
 
 FAULTY_LLAMA4 = pytest.mark.skipif(
@@ -116,12 +95,12 @@ def test_a_multimodal_model_keeps_its_encoders(family: str, tmp_path: Path) -> N
     base.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
     source = resolve(ModelConfig(name="tiny", path=str(tmp_path / "base")), 1)
-    engine = build_policy(source, trained(lr=0.02))
+    engine = build_policy(source, trained(zero_stage=3, lr=0.02), generates=True)
     verify(engine, max_length=16)
     ids = ids_of(2, 9)
-    with torch.no_grad():
-        logs = torch.log_softmax(base(input_ids=ids.cpu()).logits[:, :-1], -1)
-    close(logprobs_of(engine.module, ids), logs.gather(-1, ids.cpu()[:, 1:, None]).flatten())
+    close(policy_logprobs(engine, ids), own_logprobs(base, ids))
+    with engine.generating():  # the flip includes the parity check
+        pass
     export_policy(moved(engine), source, tokenizer(), tmp_path / "out")
     out, report = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -159,8 +138,7 @@ def test_adapters_are_merged_and_peft_is_not_needed(
     export_policy(engine, source, tokenizer(), tmp_path / "out", lora=LORA)
     assert set(load_file(tmp_path / "out" / "model.safetensors")) <= set(load_file(tmp_path / "base/model.safetensors"))
     ids = ids_of(2, 9)
-    with engine.scoring() as module:
-        ours = logprobs_of(module, ids)
+    ours = policy_logprobs(engine, ids)
     with monkeypatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
             patch.delitem(sys.modules, name)
@@ -201,9 +179,9 @@ def test_sixteen_bit_engines_export_sixteen_bits(dtype: str, stored: torch.dtype
     export_policy(engine, source, tokenizer(), tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {stored}
-    masters = dict(engine.module.named_parameters())
+    masters = parameters_of(engine)
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, dtensors.full_tensor(masters[f"lm.{name}"].detach()).cpu().to(stored))
+        assert torch.equal(tensor, masters[f"lm.{name}"].to(stored))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == stored
 
@@ -269,21 +247,19 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     for family in MODELS:
         source = source_in(folder / family)
         engine = build_policy(source, trained(zero_stage=3, lr=0.02))
-        with engine.scoring() as module:
-            actual[family] = logprobs_of(module, ids)
+        actual[family] = policy_logprobs(engine, ids)
         export_policy(moved(engine), source, made, folder / f"{family}-out")
     actual["on the host"] = [name for name, _ in export._full_tensors(engine, "lm.", engine.module.lm)]
     source = source_in(folder / "llama")
     engine = moved(build_policy(source, trained(zero_stage=3, lr=0.1, lora=LORA)))
-    with engine.scoring() as module:
-        actual["lora"] = logprobs_of(module, ids)
+    actual["lora"] = policy_logprobs(engine, ids)
     export_policy(engine, source, made, folder / "lora-out", lora=LORA)
     scorer = build_scorer(source, frozen(zero_stage=3), pad_id=0)
     actual["values"] = scorer(ids)
     export_scorer(scorer, source, made, folder / "scorer-out", extra={})
     for seed in (1, 2):
         drawn = build_policy(source_drawn(config_of("opt"), seed), trained(zero_stage=3))
-        actual[f"drawn-{seed}"] = {n: dtensors.full_tensor(p.detach()) for n, p in drawn.module.named_parameters()}
+        actual[f"drawn-{seed}"] = parameters_of(drawn)
     return actual
 
 
@@ -297,17 +273,15 @@ def test_two_ranks_load_train_and_export_like_one_rank(tmp_path: Path) -> None:
         assert torch.equal(first[family], second[family])
         close(first[family], loaded_logprobs(tmp_path / family, ids))
         engine = moved(build_policy(source_in(tmp_path / family), trained(lr=0.02)))
-        with engine.scoring() as module:
-            close(loaded_logprobs(tmp_path / f"{family}-out", ids), logprobs_of(module, ids))
+        close(loaded_logprobs(tmp_path / f"{family}-out", ids), policy_logprobs(engine, ids))
     close(first["lora"], loaded_logprobs(tmp_path / "lora-out", ids))
     close(first["lora"], adapted_logprobs(tmp_path / "llama", tmp_path / "adapter", ids))
     close(first["values"], build_scorer(source_in(tmp_path / "llama"), frozen(), pad_id=0)(ids).cpu())
     close(first["values"], build_scorer(source_in(tmp_path / "scorer-out"), frozen(), pad_id=0)(ids).cpu())
     for seed in (1, 2):
-        single = build_policy(source_drawn(config_of("opt"), seed), frozen())
-        for name, parameter in single.module.named_parameters():
+        for name, parameter in parameters_of(build_policy(source_drawn(config_of("opt"), seed), frozen())).items():
             for result in (first, second):
-                assert torch.equal(result[f"drawn-{seed}"][name], dtensors.full_tensor(parameter.detach()).cpu()), name
+                assert torch.equal(result[f"drawn-{seed}"][name], parameter), name
     embedding = "lm.model.decoder.embed_tokens.weight"
     assert not torch.equal(first["drawn-1"][embedding], first["drawn-2"][embedding])
 
@@ -332,4 +306,4 @@ def test_a_model_with_code_of_its_own_is_exported_with_the_code(tmp_path: Path) 
     engine = build_policy(source, frozen())
     export_policy(engine, source, tokenizer(), tmp_path / "out")
     again = build_policy(resolve(model, 1, folder=tmp_path / "out"), frozen())
-    torch.testing.assert_close(logprobs_of(again, ids), logprobs_of(engine, ids))
+    close(policy_logprobs(again, ids), policy_logprobs(engine, ids))

@@ -11,20 +11,21 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers.pytorch_utils import Conv1D
 
 from engine import Engine, Sampling
-from engine.parallel import dist
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.models.build import build_policy, build_scorer
 from pipeline.models.export import export_policy
 from pipeline.models.quantized import BYTES_PER_WEIGHT, quantized_layers
 from pipeline.models.source import ModelSource
-from tests.pipeline.models.test_export import adapted_logprobs, close, loaded_logprobs, logprobs_of, tokenizer
+from tests.pipeline.models.test_export import adapted_logprobs, loaded_logprobs, tokenizer
 from tests.pipeline.models.tiny import (
-    after_first,
     classifier,
+    close,
     config_of,
     frozen,
     ids_of,
     language_model,
+    moved,
+    policy_logprobs,
     source_drawn,
     source_in,
     trained,
@@ -59,15 +60,6 @@ def saved(folder: Path, model: Any) -> tuple[ModelSource, ModelSource]:
     return replace(source_in(folder / "base"), quantize="nf4"), source_in(folder / "rounded")
 
 
-def moved(engine: Engine) -> Engine:
-    """After two updates of everything that learns."""
-    ids = ids_of(2, 9, seed=4)
-    mine = ids[dist.world().rank :: dist.world().size]
-    for _ in range(2):
-        engine.update([mine], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
-    return engine
-
-
 def factors(engine: Engine) -> dict[str, Tensor]:
     return {name: factor.clone() for name, factor in engine.adapter_parameters()}
 
@@ -78,8 +70,8 @@ def test_adapters_learn_what_they_learn_on_rounded_weights(family: str, tmp_path
     ids = ids_of(2, 9)
     engines = [build_policy(source, trained(lr=0.02, lora=LORA), generates=True) for source in (quantized, by_hand)]
     for engine in engines:
-        moved(engine)
-    close(logprobs_of(engines[0].module, ids), logprobs_of(engines[1].module, ids))
+        moved(engine, updates=2)
+    close(policy_logprobs(engines[0], ids), policy_logprobs(engines[1], ids))
     learned = [factors(engine) for engine in engines]
     torch.testing.assert_close(learned[0], learned[1], atol=1e-4, rtol=1e-4)
     assert all(factor.abs().max() > 0 for factor in learned[0].values())
@@ -108,7 +100,7 @@ def test_a_frozen_scorer_and_random_weights(tmp_path: Path) -> None:
 
 def test_bf16_needs_half_a_byte_for_a_weight_and_two_for_what_remains(tmp_path: Path) -> None:
     quantized, _ = saved(tmp_path, language_model(config_of("llama")))
-    engine = moved(build_policy(quantized, trained("bf16", lr=0.02, lora=LORA), generates=True))
+    engine = moved(build_policy(quantized, trained("bf16", lr=0.02, lora=LORA), generates=True), updates=2)
     with engine.generating():  # the parity check passes
         pass
     assert engine.flip.bytes == 2 * sum(factor.numel() for factor in factors(engine).values())
@@ -122,7 +114,7 @@ def test_bf16_needs_half_a_byte_for_a_weight_and_two_for_what_remains(tmp_path: 
 def test_both_exports_add_the_adapters_to_the_weights_before_rounding(tmp_path: Path) -> None:
     """A 4-bit weight plus a small update rounds to the same 4 bits, which would undo the training of a stage."""
     quantized, _ = saved(tmp_path, language_model(config_of("gpt2")))
-    engine = moved(build_policy(quantized, trained(lr=0.02, lora=LORA)))
+    engine = moved(build_policy(quantized, trained(lr=0.02, lora=LORA)), updates=2)
     export_policy(engine, quantized, tokenizer(), tmp_path / "out", lora=LORA)
     ids = ids_of(2, 9)
     found = loaded_logprobs(tmp_path / "out", ids)
@@ -134,25 +126,29 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     """ZeRO-2 in bf16 trains and generates; ZeRO-1 in fp32 trains, saves, and continues in another engine."""
     torch.set_num_threads(1)
     source = replace(source_in(folder / "base"), quantize="nf4")
-    half = moved(build_policy(source, trained("bf16", zero_stage=2, lr=0.02, lora=LORA), generates=True))
+    half = moved(build_policy(source, trained("bf16", zero_stage=2, lr=0.02, lora=LORA), generates=True), updates=2)
     with half.generating():
         pass
-    engine = moved(build_policy(source, trained(zero_stage=1, lr=0.02, lora=LORA)))
+    engine = moved(build_policy(source, trained(zero_stage=1, lr=0.02, lora=LORA)), updates=2)
     engine.save(folder / "checkpoint")
     again = build_policy(source, trained(zero_stage=1, lr=0.02, lora=LORA))
     again.load(folder / "checkpoint")
-    found = {"factors": factors(engine), "again": factors(moved(again)), "on": factors(moved(engine))}
-    return found | {"half": logprobs_of(half.module, ids_of(2, 9))}
+    found = {
+        "factors": factors(engine),
+        "again": factors(moved(again, updates=2)),
+        "on": factors(moved(engine, updates=2)),
+    }
+    return found | {"half": policy_logprobs(half, ids_of(2, 9))}
 
 
 def test_two_ranks_learn_what_one_does_and_checkpoints_hold_adapters_only(tmp_path: Path) -> None:
     quantized, _ = saved(tmp_path, language_model(config_of("llama")))
     first, second = run_ranks(on_two_ranks, 2, tmp_path)
     assert all(torch.equal(first["again"][name], first["on"][name]) for name in first["on"])
-    alone = moved(build_policy(quantized, trained(lr=0.02, lora=LORA)))
+    alone = moved(build_policy(quantized, trained(lr=0.02, lora=LORA)), updates=2)
     torch.testing.assert_close(first["factors"], factors(alone), atol=1e-4, rtol=1e-4)
-    half = moved(build_policy(quantized, trained("bf16", lr=0.02, lora=LORA)))
-    torch.testing.assert_close(first["half"], logprobs_of(half.module, ids_of(2, 9)), atol=0.2, rtol=0.05)
+    half = moved(build_policy(quantized, trained("bf16", lr=0.02, lora=LORA)), updates=2)
+    torch.testing.assert_close(first["half"], policy_logprobs(half, ids_of(2, 9)), atol=0.2, rtol=0.05)
     assert torch.equal(first["half"], second["half"])
     stored = HuggingFaceStorageReader(str(tmp_path / "checkpoint")).read_metadata().state_dict_metadata
     assert len(stored) == 4 * len(first["factors"])  # the adapters, their two moments and their step counts

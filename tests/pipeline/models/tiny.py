@@ -13,9 +13,9 @@ from transformers import (
     PretrainedConfig,
 )
 
-from engine import OptimizerConfig
+from engine import Engine, OptimizerConfig
 from engine.loading import persistent_buffers
-from engine.parallel import dist
+from engine.parallel import dist, dtensors
 from pipeline.config.schema import EngineSettings
 from pipeline.models.build import EngineChoice
 from pipeline.models.internals import add_classifier
@@ -183,3 +183,35 @@ def after_first(ids: Tensor) -> Tensor:
     """Return the flat indices of all tokens except the first of each row."""
     indices = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
     return indices[:, 1:].flatten()
+
+
+def policy_logprobs(engine: Engine, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of all tokens except the first of each row, as an engine scores them."""
+    with engine.scoring() as module:
+        logprobs: Tensor = module(ids, after_first(ids))[0]
+    return logprobs.cpu()
+
+
+def own_logprobs(model: Any, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of all tokens except the first of each row, from the logits of a model."""
+    with torch.no_grad():
+        logs = torch.log_softmax(model(input_ids=ids.cpu()).logits.float()[:, :-1], -1)
+    return logs.gather(-1, ids.cpu()[:, 1:, None]).flatten()
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Assert that two computations of the same numbers in fp32 differ by rounding only."""
+    torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-5)
+
+
+def parameters_of(engine: Engine) -> dict[str, Tensor]:
+    """Return the full parameters of an engine by name."""
+    return {name: dtensors.full_tensor(p.detach()).cpu() for name, p in engine.module.named_parameters()}
+
+
+def moved(engine: Engine, updates: int = 1) -> Engine:
+    """Change all trained parameters of a policy. Each rank has its own rows."""
+    mine = ids_of(2, 9, seed=4)[dist.world().rank :: dist.world().size]
+    for _ in range(updates):
+        engine.update([mine], lambda module, batch: (-module(batch, after_first(batch))[0].sum(), {}), 16)
+    return engine
