@@ -21,10 +21,9 @@ from engine import Sampling
 from pipeline.chat.answer_text import AnswerText
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
-from pipeline.errors import UserError
 from pipeline.serve.app import create_app
 from pipeline.serve.batcher import WAITING_PER_SLOT
-from pipeline.serve.command import Listener, main
+from pipeline.serve.command import main
 from pipeline.serve.errors import ServeError
 from pipeline.serve.models import ServedModel
 from pipeline.serve.requests import read_json
@@ -210,13 +209,6 @@ def test_a_stop_string_may_end_with_the_white_space_that_is_stripped() -> None:
 
 
 # The command
-
-
-def test_another_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZEROCHAT_KEY", raising=False)
-    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 lets other machines connect, so a key is needed"):
-        Listener("0.0.0.0", 0, None)
-    Listener("127.0.0.1", 0, None).socket.close()
 
 
 def test_a_port_that_cannot_be_used_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
