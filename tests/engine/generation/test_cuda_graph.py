@@ -70,6 +70,16 @@ def test_graphs_equal_steps_without_graphs(family: str, monkeypatch: pytest.Monk
     assert_equal(actual[0], by_steps.generate(PROMPTS, SAMPLED, STREAMS, 2))
 
 
+def test_steps_of_experts_in_bf16_are_captured() -> None:
+    """transformers multiplies the experts of all tokens in one call, which reads no number on the host in bf16."""
+    if not ON_GPU:
+        pytest.skip("the products of a GPU")
+    captured = Generator(on_device("mixtral", torch.bfloat16), DEVICE)
+    loop_of(captured)
+    assert check_generator(captured)
+    assert all(step.captures and step._graphs for step in graphed_steps(captured)), "decodes without graphs"
+
+
 def test_samples_read_their_prompt_once() -> None:
     """Five samples of one prompt in four slots: the fifth starts when another sample has ended."""
     model = on_device("llama", max_position_embeddings=160)
