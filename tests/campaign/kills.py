@@ -1,6 +1,6 @@
 """Kill or stop processes of a run at random moments. The run must end bit for bit like an undisturbed one.
 
-    python -m tests.campaign kills --count 30 --seed 1
+    python -m tests.campaign kills --count 30 --seed 1 [--ranks 8]
 
 A case is a function of the seed and its number: stage, number of ranks, victim, restarts and moment. Victims are one
 rank (SIGKILL, or SIGSTOP, which the watchdog must find), the launcher, or all processes. Outcomes: bit-equal, lost
@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ COMMAND = [
     "model=tiny", "data.demo_examples=400", "tracking=none", "seed=1", "model.architecture.hidden_size=96",
     "model.architecture.intermediate_size=128", "evaluation.prompts=4", "evaluation.best_of=1",
     "evaluation.temperatures=[1.0]", "rollout.max_new_tokens=12", f"engine.hang_seconds={HANG_SECONDS}",
-    *(f"{stage}.steps={STEPS}" for stage in STAGES), *(f"{stage}.batch_size=8" for stage in STAGES),
+    *(f"{stage}.steps={STEPS}" for stage in STAGES),
     *(f"{stage}.save_every=2" for stage in STAGES), "sft.max_length=160", "reward.max_length=160",
     "rollout.max_prompt_tokens=128", "ppo.update_epochs=2", "ppo.guard=off",
 ]  # fmt: skip
@@ -54,16 +55,18 @@ class Case:
         return f"rank {self.rank} " in line
 
 
-def draw(seed: int, number: int) -> Case:
+def draw(seed: int, number: int, numbers_of_ranks: Sequence[int]) -> Case:
     """Return the case with a number."""
     rng = random.Random(f"{seed} {number}")
-    ranks, victim = rng.choice((1, 2, 2)), rng.choice(("kill", "kill", "stop", "launcher", "all"))
+    ranks, victim = rng.choice(numbers_of_ranks), rng.choice(("kill", "kill", "stop", "launcher", "all"))
     line, delay = rng.randint(0, STEPS - 2), rng.random() * 0.5
     return Case(rng.choice(STAGES), ranks, victim, rng.randrange(ranks), rng.choice((0, 2)), line, delay)
 
 
-def start(run_dir: Path, *more: str) -> Worker:
-    arguments = [*COMMAND, f"run_dir={run_dir}", *more]
+def start(run_dir: Path, ranks: int, *more: str) -> Worker:
+    """Start a run whose batches the ranks divide."""
+    sizes = [f"{stage}.batch_size={max(8, 2 * ranks)}" for stage in STAGES]
+    arguments = [*COMMAND, f"run_dir={run_dir}", f"ranks={ranks}", *sizes, *more]
     return Worker(launch, run_dir.parent, arguments, {}, environment={"OMP_NUM_THREADS": "1"})
 
 
@@ -71,7 +74,7 @@ def undisturbed(folder: Path, ranks: int, *more: str) -> Path:
     """Return a finished run on so many ranks. `more` are further arguments of its command."""
     run_dir = folder / f"undisturbed-{ranks}"
     if not run_dir.exists():
-        worker = start(run_dir, f"ranks={ranks}", "stage=all", *more)
+        worker = start(run_dir, ranks, "stage=all", *more)
         output, _ = worker.communicate(timeout=900)
         assert worker.returncode == 0, output
     return run_dir
@@ -119,15 +122,15 @@ def run(case: Case, folder: Path) -> str:
     """Run a case and return its outcome."""
     whole = undisturbed(folder, case.ranks)
     run_dir = before(whole, case.stage, folder / "disturbed")
-    keys = f"ranks={case.ranks}", f"stage={case.stage}", f"restarts={case.restarts}"
-    worker = start(run_dir, *keys)
+    keys = f"stage={case.stage}", f"restarts={case.restarts}"
+    worker = start(run_dir, case.ranks, *keys)
     hit = disturb(worker, case, run_dir)
     output, _ = worker.communicate()
     errors = [line for line in output.splitlines() if line.startswith("error:")]
     if "Traceback" in output or (worker.returncode > 0 and [case.named_in(line) for line in errors] != [True]):
         return f"silent: {output[-1000:]}"
     if worker.returncode != 0:
-        worker = start(run_dir, *keys)
+        worker = start(run_dir, case.ranks, *keys)
         output, _ = worker.communicate()
         if worker.returncode != 0:
             return f"lost: {output[-1000:]}"
@@ -144,6 +147,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 2], help="numbers of ranks to draw from")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case later than this")
     options = parser.parse_args(arguments)
     outcomes, began = Counter[str](), time.monotonic()
@@ -151,7 +155,7 @@ def main(arguments: list[str]) -> int:
         for number in range(options.first, options.first + options.count):
             if time.monotonic() - began > 60 * options.minutes:
                 break
-            case = draw(options.seed, number)
+            case = draw(options.seed, number, options.ranks)
             outcome = run(case, Path(folder))
             outcomes[outcome.partition(":")[0]] += 1
             print(f"{number}: {case}: {outcome}", flush=True)
