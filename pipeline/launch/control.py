@@ -21,7 +21,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from pipeline.launch.failure import END_ORDER, ENDED_EARLY, HUNG, LOG_LEVEL, RESTART, StageEnd, merge_ends
+from pipeline.launch.failure import END_ORDER, ENDED_EARLY, HUNG, LOG_LEVEL, RESTART, STOPPED, StageEnd, merge_ends
 from pipeline.launch.ranks import Ranks
 from pipeline.launch.watchdog import RankState, is_hung, report, stacks, stopped_limit
 
@@ -141,7 +141,7 @@ class Control:
 
     def finish(self, status: int) -> None:
         """Send the end of the job to all launchers, and wait until they have received it."""
-        self.begin({"end": status})
+        self.begin({"end": status, "hang_seconds": self._hang_seconds})
         deadline = time.monotonic() + LAST_MESSAGE_TIMEOUT
         while time.monotonic() < deadline and not self._lost():
             states = self._states().values()
@@ -226,7 +226,13 @@ class Control:
             return "failed"
         current = self._current()
         if not self._ranks.leads:
+            if self._exchange.values.get(0, {}).get("launch", 0) > self._launch:
+                return "failed"  # the first launcher did not wait for this one
             return str(current[0]["verdict"]) if 0 in current else ""
+        for first, state in self._states().items():
+            if state["stopped"] and first not in current:
+                reason = f"the launcher of rank {first} (host {state['host']}) was stopped before the start"
+                self._cause = self._cause or StageEnd(STOPPED, reason, order=END_ORDER["stopped"])
         ends = [state["end"]["status"] for state in current.values() if state["end"]]
         states = [*own, *(RankState(**rank) for state in current.values() for rank in state["ranks"])]
         if self._cause is None and is_hung(states, self._hang_seconds):

@@ -22,7 +22,7 @@ from pipeline.config.compose import compose
 from pipeline.errors import UserError
 from pipeline.launch import command, control, processes, ranks, worker
 from pipeline.launch.control import Control, LeaderLost
-from pipeline.launch.failure import FAILURE_PIPE, PIPE_BYTES, StageEnd, save_traceback
+from pipeline.launch.failure import CRASHED, END_ORDER, FAILURE_PIPE, PIPE_BYTES, STOPPED, StageEnd, save_traceback
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import (
     Ranks,
@@ -312,25 +312,71 @@ class MemoryStore(dict[str, str]):
         return all(key in self for key in keys)
 
 
-def test_a_launcher_that_missed_a_start_takes_the_newest_message(monkeypatch):
-    """It was stopped for longer than the first launcher waits for the ends of a failed start."""
+@pytest.fixture
+def launchers(monkeypatch):
+    """The first and the second launcher of a job, and a function that lets both exchange their states."""
     store = MemoryStore()
     monkeypatch.setattr(Control, "_connect", lambda _: store)
     monkeypatch.setattr(control._Exchange, "start", lambda _: None)
+    monkeypatch.setattr(control, "REPORT_TIMEOUT", 0.0)
     first, second = (Control(Ranks(2, rank, 1, 0, 1, "h", 7, "torchrun")) for rank in (0, 1))
+
+    def exchange():
+        for launcher in (first, second, first):
+            launcher._exchange._exchange()
+
+    return first, second, exchange
+
+
+def test_a_launcher_that_missed_a_start_takes_the_newest_message(launchers):
+    """It was stopped for longer than the first launcher waits for the ends of a failed start."""
+    first, second, exchange = launchers
     for number in (0, 1):
         first.begin({"stage": "sft", "number": number, "hang_seconds": None})
-    first._exchange._exchange()
-    second._exchange._exchange()
+    exchange()
     assert second.receive()["number"] == 1
     second._is_stopped = True
     assert second.others([]) == ""
-    second._exchange._exchange()
-    first._exchange._exchange()
+    exchange()
     assert first.others([]) == "stopped" and not first.is_complete
-    first._exchange._exchange()
-    second._exchange._exchange()
+    exchange()
+    exchange()
     assert second.others([]) == "stopped"
+
+
+def test_a_launcher_ends_a_start_that_the_first_launcher_has_left(launchers):
+    first, second, exchange = launchers
+    first.begin({"stage": "sft", "number": 0, "hang_seconds": None})
+    exchange()
+    second.receive()
+    exchange()
+    assert second.others([]) == ""
+    first.begin({"stage": "sft", "number": 1, "hang_seconds": None})
+    exchange()
+    assert second.others([]) == "failed" and second.receive()["number"] == 1
+
+
+def test_a_launcher_that_is_stopped_before_the_start_stops_the_stage(launchers):
+    first, second, exchange = launchers
+    second.report_stop()
+    first.begin({"stage": "sft", "number": 0, "hang_seconds": None})
+    exchange()
+    assert first.others([]) == "failed"  # ends the ranks, which would wait for those of the second launcher
+    end = first.settle(StageEnd(CRASHED, order=END_ORDER["consequence"]))
+    assert end.status == STOPPED and "rank 1" in end.message
+
+
+def test_the_end_of_a_job_waits_for_a_lost_launcher_as_long_as_its_stage(launchers, monkeypatch):
+    first, _, exchange = launchers
+    first.begin({"stage": "sft", "number": 0, "hang_seconds": 5.0})
+    exchange()
+    first._exchange.changed[1] -= 10.0  # longer than hang_seconds, shorter than the default
+
+    def sleep(seconds):
+        raise AssertionError("waits for a lost launcher")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    first.finish(1)
 
 
 @pytest.mark.parametrize("is_external", [False, True])
