@@ -210,6 +210,19 @@ def test_the_oldest_turns_leave_and_the_system_message_stays() -> None:
     assert fit("", turns[:1], count_words, None)[0] == turns[:1]
 
 
+def test_a_long_conversation_is_not_encoded_for_each_dropped_turn() -> None:
+    calls = []
+
+    def encode(messages: Sequence[Message]) -> list[int]:
+        calls.append(len(messages))
+        return [0] * len(messages)
+
+    turns = [Message("user" if n % 2 == 0 else "assistant", str(n)) for n in range(1001)]
+    messages, prompt = fit("system", turns, encode, 100)
+    assert [m.content for m in messages] == ["system", *map(str, range(902, 1001))] and len(prompt) == 100
+    assert len(calls) < 15
+
+
 def test_a_conversation_longer_than_the_context_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A conversation longer than the model's positions drops its first turns with a note and without an error."""
     save_model(tmp_path / "m", 0, positions=64)
