@@ -226,7 +226,10 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
         raise UserError(f"{key}={where}: there is no function {name} in {file}; {available}")
     answers, signature = ("an answer", SIGNATURE) if key not in SIGNATURES else ("two answers", SIGNATURES[key])
     signature = signature.replace("NAME", name)
-    arguments = inspect.signature(call)
+    try:
+        arguments = inspect.signature(call)
+    except ValueError:  # a C function without a signature
+        return UserFunction(where, file, call, threads, key)
     if "completions" in arguments.parameters:
         raise UserError(
             f"{key}={where}: {name} scores a batch of answers (argument completions), like functions for TRL. zerochat "

@@ -55,6 +55,11 @@ def test_unusable_functions_are_refused(text: str, message: str, tmp_path: Path)
         load_function(write_function(tmp_path, text))
 
 
+def test_a_function_in_c_may_have_no_signature(tmp_path: Path) -> None:
+    (tmp_path / "c.py").write_text("largest = max")
+    assert load_function(f"{tmp_path / 'c.py'}:largest").call is max
+
+
 @pytest.fixture
 def default_torch() -> Iterator[Callable[[], None]]:
     def restore() -> None:
