@@ -164,6 +164,7 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> "Future[list[WriteResult]]":
         """Write this rank's files. Returns their checksums. Raises OSError."""
+        self._staging.mkdir(parents=True, exist_ok=True)  # another host's file system may not see rank 0's folder yet
         checksums: dict[str, Checksum] = {}
         for number, items in enumerate(_items_by_file(plan.items)):
             name = f"tensors-{dist.world().rank}{f'-{number}' if number else ''}.safetensors"
