@@ -116,7 +116,8 @@ def _plan_mistakes(config: RunConfig) -> Iterable[str]:
 def _start_mistakes(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:
     """Yield messages about start models (`actor`, `reward`) that no stage of the run uses."""
     for key, shown, users in (("actor", "actor", POLICIES[::-1]), ("reward_path", "reward", ("ppo",))):
-        if getattr(config, key) is None or set(users) & set(stages):
+        plans_sft = config.stage == "plan" and config.engine.pipeline_parallel > 1
+        if getattr(config, key) is None or set(users) & set(stages) or plans_sft:
             continue
         selected = f"stage={config.stage}" if config.stage in STAGES else f"method={config.method}"
         names = " or ".join(stage.upper() for stage in users)
@@ -167,7 +168,8 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
 
 
-# A key, another key with a value that gives the first one an effect, and whether the first one has an effect.
+# A key, another key with a value that gives the first one an effect (or without: any other value does), and whether
+# the first one has an effect.
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("ppo.reward_ensemble", "ppo.reward_model=true", lambda config: config.ppo.reward_model),
     ("ppo.ensemble_score", "ppo.reward_ensemble=[FOLDER]", lambda config: config.ppo.reward_ensemble),
@@ -176,14 +178,9 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("ppo.pair_beta", "ppo.advantage=online_dpo", lambda config: config.ppo.advantage == "online_dpo"),
     ("ppo.divide_by_std", "ppo.advantage=grpo", lambda config: config.ppo.advantage == "grpo"),
     ("ppo.resample", "ppo.advantage=grpo", lambda config: config.ppo.compares_answers),
-    (
-        "ppo.kl_in",
-        "ppo.advantage=gae",
-        lambda config: config.ppo.advantage != "online_dpo" or config.ppo.kl_in == "loss",
-    ),
     ("ppo.kl_target", "ppo.kl_coef=0.05", lambda config: config.ppo.kl_coef),
-    ("ppo.score_clip", "ppo.advantage=gae", lambda config: config.ppo.advantage != "distill"),
-    ("ppo.length_penalty", "ppo.advantage=gae", lambda config: config.ppo.advantage != "distill"),
+    ("ppo.score_clip", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
+    ("ppo.length_penalty", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
     (
         "ppo.shared_forward",
         "ppo.minibatches=1",
@@ -220,7 +217,8 @@ def _keys_without_effect(config: RunConfig, stages: Sequence[str]) -> Iterable[s
         if is_set and (name in stages or name not in STAGES) and not has_effect(config):
             other = needed.partition("=")[0]
             actual = as_written(attrgetter(other)(config))
-            yield f"{key}={as_written(value)} has no effect with {other}={actual}: set {needed}, or remove {key}"
+            remedy = needed if "=" in needed else f"another {needed}"
+            yield f"{key}={as_written(value)} has no effect with {other}={actual}: set {remedy}, or remove {key}"
 
 
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}

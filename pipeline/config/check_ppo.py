@@ -91,6 +91,11 @@ def _advantage_mistakes(ppo: PpoSection) -> Iterable[str]:
             "ppo.advantage=online_dpo compares the policy with the reference, but ppo.reference=false: remove "
             "ppo.reference"
         )
+    if ppo.advantage == "online_dpo" and ppo.kl_in == "reward":
+        yield (
+            "ppo.kl_in=reward has no effect, because ppo.advantage=online_dpo ranks answers by their scores: set "
+            "ppo.kl_in=loss, or ppo.kl_coef=0"
+        )
 
 
 def _kl_mistakes(ppo: PpoSection) -> Iterable[str]:

@@ -263,6 +263,7 @@ def test_the_gpu_of_a_plan_may_be_written_in_capitals():
 def test_only_sft_of_a_pipeline_is_planned():
     planned = config_of("stage=plan", "engine.pipeline_parallel=2", "sft.batch_size=64", "ppo.batch_size=36")
     check_ranks(planned, 32)  # PPO is not planned
+    assert config_of("stage=plan", "engine.pipeline_parallel=2", "actor=runs/x").actor == "runs/x"
 
 
 def test_ranks_must_divide_batches():
