@@ -43,9 +43,8 @@ def ppo_evaluator(
     token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
 
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
-        longest = (
-            config.rollout.max_new_tokens
-        )  # as in a rollout, the end token replaces the last token of a cut answer
+        longest = config.rollout.max_new_tokens
+        # As in a rollout, the end token replaces the last token of a cut answer.
         encoded = [tokenizer.encode_answer(answer)[:longest] for answer in answers]
         responses = [[*ids[:-1], tokenizer.end_id] for ids in encoded]
         pairs = zip(prompts, answers, strict=True)

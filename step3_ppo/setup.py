@@ -264,9 +264,9 @@ class Ppo:
         """Return the KL weight, the steps skipped for a non-finite gradient, the bytes of the flip, replacements."""
         skipped = sum(engine.scaler.skipped for engine in self.models.engines.values())
         metrics = {"kl_coef": self.kl.coef, "skipped_steps": skipped, "flip_bytes": self.models.actor.flip.bytes}
-        return metrics | (
-            {"replaced_prompts": self.replaced / self.section.batch_size} if self.section.resample else {}
-        )
+        if self.section.resample:
+            metrics["replaced_prompts"] = self.replaced / self.section.batch_size
+        return metrics
 
     def _shared_forwards(self, step: int) -> list[str]:
         """Return the roles whose scoring forward is also the forward of the first update."""

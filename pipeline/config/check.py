@@ -168,8 +168,8 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
 
 
-# A key, another key with a value that gives the first one an effect (or without: any other value does), and whether
-# the first one has an effect.
+# A key; the setting that gives it an effect, or only the key of this setting if any other value does; and whether the
+# first key has an effect.
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("ppo.reward_ensemble", "ppo.reward_model=true", lambda config: config.ppo.reward_model),
     ("ppo.ensemble_score", "ppo.reward_ensemble=[FOLDER]", lambda config: config.ppo.reward_ensemble),
