@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.generation.weight_sync import LiveParameter, aligned_bytes, copy_weight, divide_memory
+from engine.host_memory import allocate
 from engine.parallel import dist, dtensors, zero
 
 
@@ -56,7 +57,7 @@ class BlockStream:
         largest = max((aligned_bytes(of_block, self._dtype) for of_block in shapes), default=0)
         if not self.memory or len(self.memory[0]) < largest:
             self.memory = []  # free the old memory before the new is allocated
-            self.memory = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            self.memory = [allocate(largest, self._device) for _ in range(2)]
         for index, block in enumerate(names):
             self._parameters[index] = []
             targets = divide_memory(self.memory[index % 2], shapes[index], self._dtype)

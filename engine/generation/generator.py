@@ -18,6 +18,7 @@ from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_session import DecodeSession
 from engine.generation.kv_cache import CacheDemand
 from engine.generation.model_support import UnsupportedModel, frequency_change, max_positions
+from engine.generation.prepacked_linears import move_to_huge_pages
 from engine.generation.sampling import Ending, SampledToken, Sampling, check_logprobs
 from engine.parallel import dist
 
@@ -70,6 +71,7 @@ class Generator:
         if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
             # Kernels and graphs run on the current GPU, wherever the tensors are.
             raise ValueError(f"{device} is not the current GPU: call torch.cuda.set_device({self.device.index}) first")
+        move_to_huge_pages(module)
         self._positions = max_positions(module)
         self._use_graphs, self._uses_vllm = use_graphs, uses_vllm
         # Why the decode loop does not generate.

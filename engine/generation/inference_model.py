@@ -24,6 +24,7 @@ from engine.generation.weight_sync import (
     live_parameters,
     split_regions,
 )
+from engine.host_memory import allocate
 from engine.parallel import dist, dtensors, zero
 from engine.parallel.dtensors import Region
 
@@ -140,7 +141,7 @@ class InferenceModel:
         shapes = {name: self.module.get_parameter(name).shape for name in names}
         if self._buffers.keys() != shapes.keys():
             self._buffers = {}  # free the old memory before the new is allocated
-            memory = torch.empty(aligned_bytes(shapes.values(), self.dtype), dtype=torch.uint8, device=self.device)
+            memory = allocate(aligned_bytes(shapes.values(), self.dtype), self.device)
             self._buffers = dict(zip(shapes, divide_memory(memory, shapes.values(), self.dtype), strict=True))
         return self._buffers
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.generation.weight_sync import aligned_bytes, divide_memory
+from engine.host_memory import HUGE_PAGE, allocate, host_memory
 from engine.internals import has_onednn, pack_linear
 from engine.kernels_cpu.library import library
 
@@ -127,6 +129,20 @@ class PrepackedLinears:
 def copies_weights(dtype: torch.dtype) -> bool:
     """Return whether preparing weights of `dtype` copies them; otherwise they are read in place."""
     return dtype != torch.bfloat16 or not has_in_place_kernel()
+
+
+def move_to_huge_pages(module: nn.Module) -> None:
+    """Move the parameters that a step reads in place to huge pages, one after the other.
+
+    transformers maps files of weights into memory: in small pages, at any address. Does nothing if memory is short.
+    """
+    parameters = [p for p in module.parameters() if p.device.type == "cpu" and not copies_weights(p.dtype)]
+    shapes = [p.shape for p in parameters]
+    size = aligned_bytes(shapes, torch.bfloat16)
+    if HUGE_PAGE <= size <= host_memory().available // 2:
+        memory = divide_memory(allocate(size, torch.device("cpu")), shapes, torch.bfloat16)
+        for parameter, target in zip(parameters, memory, strict=True):
+            parameter.data = target.copy_(parameter.data)
 
 
 def _prepare(layer: nn.Module) -> Product:

@@ -82,3 +82,21 @@ def test_many_fp32_rows_use_pytorch() -> None:
         module[0].weight.zero_()
         assert module[0](x[:7]).abs().max() > 1, "prepacked weights must be a copy"
         assert torch.equal(module[0](x), module[0].bias.expand(len(x), -1)), "PyTorch must read the weight itself"
+
+
+@torch.no_grad()
+def test_parameters_on_huge_pages_have_their_values_and_stay_tied(in_place: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleList([nn.Embedding(2**14, 96), nn.Linear(96, 2**14, bias=False), nn.LayerNorm(7)]).to(BF16)
+    module[2].float()
+    module[1].weight = module[0].weight
+    module[2].bias = None
+    before = {
+        name: (parameter, parameter.data_ptr(), parameter.clone()) for name, parameter in module.named_parameters()
+    }
+    linear.move_to_huge_pages(module)
+    assert module[1].weight is module[0].weight
+    for name, parameter in module.named_parameters():
+        same, address, values = before[name]
+        assert parameter is same and torch.equal(parameter, values) and parameter.data_ptr() % 64 == 0
+        assert (parameter.data_ptr() != address) is (in_place and parameter.dtype == BF16)
