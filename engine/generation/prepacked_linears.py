@@ -27,6 +27,7 @@ from engine.generation.weight_sync import aligned_bytes, divide_memory
 from engine.host_memory import HUGE_PAGE, allocate, host_memory
 from engine.internals import has_onednn, pack_linear
 from engine.kernels_cpu.library import library
+from engine.kernels_cpu.norm import NormRows, rms_norm_of
 
 # The number of rows for which oneDNN chooses its layout. With bf16 the layout for one row is also faster with more
 # rows: a step of OPT-125M with 16 rows took 27.1 ms, and 34.5 ms in the layout for 16.
@@ -87,11 +88,15 @@ class LinearRows:
 
 
 class PrepackedLinears:
-    """The linear layers of a module on the CPU; inside `applied` they compute with prepared weights."""
+    """The linear layers of a module on the CPU; inside `applied` they compute with prepared weights.
+
+    RMS norms compute in C there (`engine/kernels_cpu/norm.py`).
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._products: dict[nn.Module, Product] | None = None
+        self._norms: dict[nn.Module, NormRows] = {}
 
     def refresh(self) -> None:
         """Prepare the weights of all layers, one at a time, so that a new copy can reuse the memory of the old one."""
@@ -100,17 +105,18 @@ class PrepackedLinears:
             products.pop(layer, None)  # free first: new memory costs more than packing
             products[layer] = _prepare(layer)
         self._products = products
+        self._norms = {layer: norm for layer in self.module.modules() if (norm := rms_norm_of(layer)) is not None}
 
     def release(self) -> None:
         """Free the copies. The next use creates them again."""
-        self._products = None
+        self._products, self._norms = None, {}
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Make the module's linear layers compute with prepared weights inside the context."""
+        """Make the module's linear layers compute with prepared weights inside the context, and its norms in C."""
         if self._products is None:
             self.refresh()
-        replaced = self._products or {}
+        replaced = (self._products or {}) | self._norms
         for layer, forward in replaced.items():
             layer.__dict__["forward"] = forward
         try:

@@ -92,7 +92,8 @@ class Sampling:
 
 def combine_seeds(seed: int, sample_seed: int) -> int:
     """Return the int64 that selects the random numbers of an answer, from the settings' seed and its sample seed."""
-    return _as_int64(sample_seed + int(_mix(torch.tensor(_as_int64(seed)))))
+    of_settings = int(_mix(torch.tensor(_as_int64(seed))))
+    return int(_mix(torch.tensor(_as_int64(sample_seed + of_settings))))
 
 
 def uniforms(seeds: Tensor, position: int | Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def uniforms(seeds: Tensor, position: int | Tensor) -> Tensor:
     seeds: results of `combine_seeds`, int64 of any shape. position: a number, or an int64 tensor that broadcasts
     against seeds, as the result does: seeds (B, 1) and positions (1, T) give (B, T).
     """
-    bits = _mix(_mix(seeds) + position)
+    bits = _mix(seeds + position)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24  # the top 24 bits: exact in fp32
 
 
