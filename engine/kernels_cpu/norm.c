@@ -1,5 +1,5 @@
-/* RMS norm of rows in bf16 (Zhang and Sennrich, 2019): y = x / sqrt(mean(x^2) + eps) * w. x / sqrt(...) is rounded to bf16
-   before the product, as in transformers. norm.py uses it. */
+/* RMS norm of rows in bf16 (Zhang and Sennrich, 2019): y = x / sqrt(mean(x^2) + eps) * w. As in transformers, the first
+   factor is rounded to bf16 before the product. engine/generation/prepacked_linears.py uses it. */
 
 #include "numbers.h"
 

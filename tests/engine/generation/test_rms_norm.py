@@ -7,8 +7,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from engine.generation.prepacked_linears import rms_norm_of
 from engine.kernels_cpu.library import library
-from engine.kernels_cpu.norm import rms_norm_of
 
 pytestmark = pytest.mark.skipif(library("norm") is None, reason="no C compiler")
 BF16 = torch.bfloat16
