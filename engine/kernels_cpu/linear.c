@@ -1,8 +1,7 @@
 /* Products of a few rows in bf16 with a large matrix, y = x W^T + b. engine/generation/prepacked_linears.py uses them.
 
-   Reading W takes most of the time of one row, so each row of W is read from memory once, in order, and prefetched. A
-   tile of 16 outputs shares loaded numbers: 8 rows of x by 2 of W, and 4 by 4, 2 by 8 and 1 by 16 for the remaining
-   rows. An output has LANES partial sums over BLOCK inputs. Their total is added to the output block after block. This
+   Reading W takes most of the time of few rows, so each row of W is read from memory once, in order, and prefetched. A
+   tile has 16 outputs: 8 rows of x by 2 of W, and 4 by 4, 2 by 8 and 1 by 16 for the remaining rows. An output has LANES partial sums over BLOCK inputs. Their total is added to the output block after block. This
    order is always the same, so no number of y depends on the number of rows or of threads.
 
    With more rows, arithmetic takes most of the time. Intel's processors multiply pairs of bf16 numbers at half the rate
@@ -188,7 +187,7 @@ static void split_rows(const bf16 *x, long x_stride, long R, long count, numbers
 }
 
 /* Add x[r] . w[c] over `count` inputs to sums[r][c], for up to ROWS rows of x and `columns` rows of W, a multiple of
-   TILE. `first` is set if these rows of W were not read before. In this case the passes over 8 rows share the prefetch of
+   TILE. `first` is set if these rows of W were not read before. In this case, passes over 8 rows share the prefetch of
    `following`, the next columns of W, so that their computation overlaps with the read from memory. */
 static void block(
     const bf16 *x, long x_stride, long rows, const bf16 *w, long ins, long columns, long count, int first,
