@@ -1,9 +1,9 @@
 /* Products of a few rows in bf16 with a large matrix, y = x W^T + b. engine/generation/prepacked_linears.py uses them.
 
    Reading W takes most of the time of few rows, so each row of W is read from memory once, in order, and prefetched. A
-   tile has 16 outputs: 8 rows of x by 2 of W, and 4 by 4, 2 by 8 and 1 by 16 for the remaining rows. An output has LANES
-   partial sums over BLOCK inputs. Their total is added to the output block after block. This order is always the same,
-   so no number of y depends on the number of rows or of threads.
+   tile has 16 outputs: 8 rows of x by 2 of W, and 4 by 4, 2 by 8 and 1 by 16 for the remaining rows. An output has
+   LANES partial sums over BLOCK inputs. Their total is added to the output block after block. This order is always the
+   same, so no number of y depends on the number of rows or of threads.
 
    With more rows, arithmetic takes most of the time. Intel's processors multiply pairs of bf16 numbers at half the rate
    of fp32 numbers (measured: 81 and 157 GFLOP/s). Without PAIRS a word of two bf16 numbers is split into two fp32
