@@ -18,7 +18,7 @@
 #define TILE 16    /* outputs of a tile, and the fewest outputs of a matrix */
 #define SPAN 64    /* rows of W, at most, that are multiplied with ROWS rows of x while they are in the L2 cache */
 #define ROWS 16
-#define AHEAD 3    /* rows of W between a prefetch and the use, with fewer than 8 rows of x */
+#define AHEAD 3
 #define BLOCK 1024 /* inputs at a time: 8 rows of x of this length stay in the L1 cache */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -109,8 +109,31 @@ INLINE void add_lanes(const lanes *from, float *to) {
 #endif
 }
 
-/* Add the totals of R * C = TILE vectors of partial sums to sums[r][c]. */
-INLINE void add_tile(const int R, const int C, const lanes *sum, float (*sums)[SPAN]) {
+/* Add x[r] . w[c] over `count` inputs to sums[r][c], for R rows of x and TILE / R rows of W. x has R `numbers` per
+   step. The rows of W come one after the other (in pairs, for 8 rows of x), because the processor prefetches memory that
+   is read in order. What it misses is prefetched AHEAD rows or pairs before its use. */
+INLINE void tile(const int R, const numbers *x, const bf16 *w, long ins, long count, float (*sums)[SPAN]) {
+    const int C = TILE / R, P = R == 8 ? 2 : 1; /* P rows of W at a time */
+    lanes sum[TILE];
+    for (int c = 0; c < C; c += P, w += P * ins) {
+        lanes part[8 * 2] = {{0}};
+        for (long at = 0; at < count; at += STEP) {
+            numbers column[2];
+#pragma GCC unroll 2
+            for (int p = 0; p < P; p++) {
+                const bf16 *from = w + p * ins + at;
+                column[p] = count - at < STEP ? load_some(from, count - at) : load(from);
+                __builtin_prefetch(from + AHEAD * P * ins, 0, 2);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++)
+                    part[r * P + p] = multiply_add(x[at / STEP * R + r], column[p], part[r * P + p]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < P; p++) sum[r * C + c + p] = part[r * P + p];
+    }
     float whole[TILE];
     add_lanes(sum, whole);
 #pragma GCC unroll 16
@@ -119,64 +142,17 @@ INLINE void add_tile(const int R, const int C, const lanes *sum, float (*sums)[S
         for (int c = 0; c < C; c++) sums[r][c] += whole[r * C + c];
 }
 
-/* Add x[r] . w[c] over `count` inputs to sums[r][c], for 8 rows of x and 2 rows of W. x has 8 `numbers` per step.
-   Prefetch the first `fetch` rows at `next`. */
-INLINE void eight(
-    const numbers *x, const bf16 *w, long ins, long count, const int fetch, const bf16 *next, float (*sums)[SPAN]
-) {
-    lanes sum[TILE] = {{0}};
-    for (long at = 0; at < count; at += STEP, x += 8) {
-        numbers column[2];
-#pragma GCC unroll 16
-        for (int c = 0; c < 2; c++) {
-            const bf16 *from = w + c * ins + at;
-            column[c] = count - at < STEP ? load_some(from, count - at) : load(from);
-            if (c < fetch) __builtin_prefetch(next + c * ins + at, 0, 2); /* far ahead: to the L2 cache */
-#pragma GCC unroll 16
-            for (int r = 0; r < 8; r++) sum[r * 2 + c] = multiply_add(x[r], column[c], sum[r * 2 + c]);
-        }
-    }
-    add_tile(8, 2, sum, sums);
-}
-
-/* The same for R < 8 rows of x and TILE / R rows of W, one row of W after the other: the processor prefetches memory
-   that is read in order. What it misses is prefetched AHEAD rows of W before its use. */
-INLINE void few(const int R, const numbers *x, const bf16 *w, long ins, long count, float (*sums)[SPAN]) {
-    const int C = TILE / R;
-    lanes sum[TILE];
-    for (int c = 0; c < C; c++, w += ins) {
-        lanes of_row[8] = {{0}};
-        for (long at = 0; at < count; at += STEP) {
-            numbers column = count - at < STEP ? load_some(w + at, count - at) : load(w + at);
-            __builtin_prefetch(w + AHEAD * ins + at, 0, 2);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) of_row[r] = multiply_add(x[at / STEP * R + r], column, of_row[r]);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) sum[r * C + c] = of_row[r];
-    }
-    add_tile(R, C, sum, sums);
-}
-
-/* Define `eight` or `few` for one case as a function, which the compiler generates once. */
-#define EIGHT(name, fetch)                                                                                            \
-    static __attribute__((noinline)) void name(                                                                       \
-        const numbers *x, const bf16 *w, long ins, long count, const bf16 *next, float (*sums)[SPAN]                  \
-    ) {                                                                                                               \
-        eight(x, w, ins, count, fetch, next, sums);                                                                   \
-    }
-#define FEW(name, R)                                                                                                  \
+/* Define `tile` for R rows as a function, which the compiler generates once. */
+#define SIZE(name, R)                                                                                                 \
     static __attribute__((noinline)) void name(                                                                       \
         const numbers *x, const bf16 *w, long ins, long count, float (*sums)[SPAN]                                    \
     ) {                                                                                                               \
-        few(R, x, w, ins, count, sums);                                                                               \
+        tile(R, x, w, ins, count, sums);                                                                              \
     }
-EIGHT(eight_rows, 0)
-EIGHT(eight_rows_fetch_1, 1)
-EIGHT(eight_rows_fetch_2, 2)
-FEW(four_rows, 4)
-FEW(two_rows, 2)
-FEW(one_row, 1)
+SIZE(eight_rows, 8)
+SIZE(four_rows, 4)
+SIZE(two_rows, 2)
+SIZE(one_row, 1)
 
 /* Convert `count` inputs of R rows of x, followed by zeros, to R `numbers` per step. */
 static void split_rows(const bf16 *x, long x_stride, long R, long count, numbers *to) {
@@ -188,11 +164,9 @@ static void split_rows(const bf16 *x, long x_stride, long R, long count, numbers
 }
 
 /* Add x[r] . w[c] over `count` inputs to sums[r][c], for up to ROWS rows of x and `columns` rows of W, a multiple of
-   TILE. `first` is set if these rows of W were not read before. In this case, passes over 8 rows share the prefetch of
-   `following`, the next columns of W, so that their computation overlaps with the read from memory. */
+   TILE. */
 static void block(
-    const bf16 *x, long x_stride, long rows, const bf16 *w, long ins, long columns, long count, int first,
-    const bf16 *following, float (*sums)[SPAN]
+    const bf16 *x, long x_stride, long rows, const bf16 *w, long ins, long columns, long count, float (*sums)[SPAN]
 ) {
     numbers inputs[8 * BLOCK / STEP];
     for (long r = 0, R; r < rows; r += R) {
@@ -202,13 +176,7 @@ static void block(
         for (long c = 0; c < columns; c += C) {
             const bf16 *here = w + c * ins;
             float(*to)[SPAN] = (float(*)[SPAN])&sums[r][c];
-            if (R == 8 && first && rows >= 16)
-                eight_rows_fetch_1(inputs, here, ins, count, following + (r / 8 * columns + c) / 2 * ins, to);
-            else if (R == 8)
-                (first && r == 0 ? eight_rows_fetch_2 : eight_rows)(inputs, here, ins, count, following + c * ins, to);
-            else if (R == 4) four_rows(inputs, here, ins, count, to);
-            else if (R == 2) two_rows(inputs, here, ins, count, to);
-            else one_row(inputs, here, ins, count, to);
+            (R == 8 ? eight_rows : R == 4 ? four_rows : R == 2 ? two_rows : one_row)(inputs, here, ins, count, to);
         }
     }
 }
@@ -233,8 +201,7 @@ static void share(
             for (long k = 0; k < ins; k += BLOCK) {
                 long count = ins - k < BLOCK ? ins - k : BLOCK;
                 const bf16 *here = w + at * ins + k;
-                const bf16 *following = k + BLOCK < ins ? here + BLOCK : here - k + columns * ins;
-                block(x + r * ins + k, ins, some, here, ins, columns, count, r == 0, following, sums);
+                block(x + r * ins + k, ins, some, here, ins, columns, count, sums);
             }
             write(sums, some, skip, columns, bias ? bias + at : 0, y + r * outs + at, outs);
         }
