@@ -110,8 +110,8 @@ INLINE void add_lanes(const lanes *from, float *to) {
 }
 
 /* Add x[r] . w[c] over `count` inputs to sums[r][c], for R rows of x and TILE / R rows of W. x has R `numbers` per
-   step. The rows of W come one after the other (in pairs, for 8 rows of x), because the processor prefetches memory that
-   is read in order. What it misses is prefetched AHEAD rows or pairs before its use. */
+   step. The rows of W come one after the other (in pairs, for 8 rows of x), because the processor prefetches memory
+   that is read in order. What it misses is prefetched AHEAD rows or pairs before its use. */
 INLINE void tile(const int R, const numbers *x, const bf16 *w, long ins, long count, float (*sums)[SPAN]) {
     const int C = TILE / R, P = R == 8 ? 2 : 1; /* P rows of W at a time */
     lanes sum[TILE];
