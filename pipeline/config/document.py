@@ -3,6 +3,7 @@
 `python -m pipeline.config.document` writes the page. A test checks that the page is current.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -12,6 +13,8 @@ from pydantic.fields import FieldInfo
 from pipeline.config.messages import as_written, inner_section
 from pipeline.config.overrides import default_options, groups
 from pipeline.config.schema import RunConfig
+from pipeline.config.stage_sections import StageSection
+from pipeline.config.stages import STAGES
 from pipeline.installation import CHAT, TRAIN
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "configuration.md"
@@ -93,6 +96,13 @@ Short forms:
   removes the recipe.
 """
 
+SHARED = """\
+## Keys of all training stages
+
+Each row lists a key of SFT, reward model, DPO and PPO. A default in parentheses belongs to that stage only.
+"""
+HEAD = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
+
 
 def help_text() -> str:
     """Return the text of `--help`: commands, groups with their options, the main keys."""
@@ -130,13 +140,31 @@ def page() -> str:
         default = f" (default `{chosen[group]}`)" if chosen.get(group) else ""
         parts.append(f"- `{group}`{default}: {', '.join(f'`{option}`' for option in options)}")
     parts.append("")
-    parts += _table("Run", RunConfig, "")
+    tables = _table("Run", RunConfig, "")
+    first = tables.index(f"## `{next(iter(STAGES))}`")
+    parts += [*tables[:first], SHARED, HEAD, *_shared_rows(StageSection, ""), "", *tables[first:]]
     return "\n".join(parts) + "\n"
+
+
+def _shared_rows(section: type[BaseModel], parent: str) -> Iterator[str]:
+    """Yield a row for each key that all training stages have, with each default that differs from the usual one."""
+    for name, field in section.model_fields.items():
+        inner = inner_section(field.annotation)
+        if inner is not None:
+            yield from _shared_rows(inner, f"{parent}{name}.")
+            continue
+        usual = _default(field)
+        defaults = {stage: _default(_field(f"{stage}.{parent}{name}")) for stage in STAGES}
+        others = "".join(f" ({stage}: {default})" for stage, default in defaults.items() if default != usual)
+        yield _row(", ".join(f"`{stage}.{parent}{name}`" for stage in STAGES), field, usual + others)
 
 
 def _table(title: str, section: type[BaseModel], prefix: str) -> list[str]:
     rows, deeper = [], []
+    is_stage = issubclass(section, StageSection)
     for name, field in section.model_fields.items():
+        if is_stage and name in StageSection.model_fields:
+            continue
         key = f"{prefix}{name}"
         inner = inner_section(field.annotation)
         if inner is not None and key != "reward_model":
@@ -144,12 +172,16 @@ def _table(title: str, section: type[BaseModel], prefix: str) -> list[str]:
             deeper.append((key, inner, f"{key}.{number}"))
             if not number:
                 continue
-        bounds = _bounds(field)
-        rows.append(f"| `{key}` | {_kind(field)}{bounds} | {_default(field)} | {field.description} |")
-    lines = [f"## {title}", "", "| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+        rows.append(_row(f"`{key}`", field, _default(field)))
+    more = ["Further keys: [keys of all training stages](#keys-of-all-training-stages).", ""] if is_stage else []
+    lines = [f"## {title}", "", *more, HEAD, *rows, ""]
     for key, inner, below in deeper:
         lines += _table(f"`{key}`", inner, below)
     return lines
+
+
+def _row(key: str, field: FieldInfo, default: str) -> str:
+    return f"| {key} | {_kind(field)}{_bounds(field)} | {default} | {field.description} |"
 
 
 def _kind(field: FieldInfo) -> str:

@@ -1,5 +1,6 @@
 """Command lines become configurations, and each mistake becomes one line with the correction."""
 
+import re
 import resource
 import shutil
 import subprocess
@@ -13,10 +14,11 @@ from pipeline.config.check import validate, warnings
 from pipeline.config.check_machine import check_paths, check_ranks
 from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import PAGE, page
-from pipeline.config.messages import in_keys
+from pipeline.config.messages import describe, in_keys, inner_section
 from pipeline.config.overrides import groups
 from pipeline.config.schema import EngineSettings, RunConfig
-from pipeline.config.stages import stages_to_run
+from pipeline.config.stage_sections import StageSection
+from pipeline.config.stages import STAGES, stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
 from tests import composed
@@ -403,6 +405,25 @@ def test_every_option_of_every_group_composes():
 
 def test_the_page_of_keys_is_current():
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m pipeline.config.document"
+
+
+def test_the_page_lists_each_key_once():
+    rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `")]
+    listed = [key for names, *_ in rows for key in re.findall(r"`([^`]+)`", names)]
+    keys = {key for key, text in describe(RunConfig).items() if text and not key.startswith("reward_model.")}
+    assert sorted(listed) == sorted(keys - {"data.sources.N.size"})  # it has a table of its own
+    defaults = {names: default for names, _, default, *_ in rows}
+    assert defaults["| `sft.lr`, `reward.lr`, `dpo.lr`, `ppo.lr`"] == "1e-05 (dpo: 1e-06)"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_keys_of_all_stages_have_one_meaning(stage):
+    fields = inner_section(RunConfig.model_fields[stage].annotation).model_fields
+    for name, shared in StageSection.model_fields.items():
+        own = fields[name]
+        assert (own.annotation, own.metadata, own.description) == (
+            shared.annotation, shared.metadata, shared.description,
+        ), name  # fmt: skip
 
 
 def test_help_does_not_import_torch():
