@@ -200,7 +200,7 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("dpo.sft_coef", "dpo.loss=sigmoid", lambda config: config.dpo.reads_pairs),
     (
         "evaluation.judge_threads",
-        "evaluation.judge=FILE.py:NAME",
+        "evaluation.judge=FILE.py:NAME or evaluation.pair_judge=FILE.py:NAME",
         lambda config: config.evaluation.judge or config.evaluation.pair_judge,
     ),
     ("rollout.batch_size", "rollout.generator=engine", lambda config: config.rollout.generator == "engine"),

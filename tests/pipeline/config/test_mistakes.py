@@ -178,7 +178,11 @@ def test_a_word_that_hydra_cannot_read_is_refused(word: str, expected: str) -> N
         ("dpo.margin=1.0", "dpo.loss=sigmoid", "dpo.loss=simpo"),
         ("dpo.undesirable_weight=2.0", "dpo.loss=sigmoid", "dpo.loss=kto"),
         ("dpo.sft_coef=1.0", "dpo.loss=kto", "dpo.loss=sigmoid"),
-        ("evaluation.judge_threads=8", "evaluation.judge=null", "evaluation.judge=FILE.py:NAME"),
+        (
+            "evaluation.judge_threads=8",
+            "evaluation.judge=null",
+            "evaluation.judge=FILE.py:NAME or evaluation.pair_judge=FILE.py:NAME",
+        ),
         ("rollout.batch_size=8", "rollout.generator=vllm", "rollout.generator=engine"),
     ],
 )
