@@ -181,16 +181,6 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("ppo.kl_target", "ppo.kl_coef=0.05", lambda config: config.ppo.kl_coef),
     ("ppo.score_clip", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
     ("ppo.length_penalty", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
-    (
-        "ppo.shared_forward",
-        "ppo.minibatches=1",
-        lambda config: config.ppo.minibatches == 1 or not config.ppo.shared_forward,
-    ),
-    (
-        "ppo.shared_forward",
-        "ppo.unfinished=penalize",
-        lambda config: config.ppo.unfinished == "penalize" or not config.ppo.shared_forward,
-    ),
     ("ppo.dual_clip", "ppo.loss=clip", lambda config: config.ppo.loss == "clip"),
     ("ppo.importance_weights", "ppo.importance_cap=2", lambda config: config.ppo.importance_cap),
     ("ppo.length_free", "ppo.length_penalty=0.01", lambda config: config.ppo.length_penalty),

@@ -130,6 +130,17 @@ def _ratio_mistakes(ppo: PpoSection) -> Iterable[str]:
             f"ppo.ratio=sequence needs one advantage for each answer, but ppo.advantage={ppo.advantage} has one for "
             "each token: set ppo.advantage=grpo and ppo.samples=4 (or ppo=gspo), or ppo.ratio=token"
         )
+    if ppo.shared_forward and ppo.minibatches > 1:
+        yield (
+            "ppo.shared_forward=true reuses forward passes over all answers of a rollout, but with "
+            f"ppo.minibatches={ppo.minibatches} an update trains on a part of the answers: set ppo.minibatches=1, or "
+            "remove ppo.shared_forward"
+        )
+    if ppo.shared_forward and ppo.unfinished == "mask":
+        yield (
+            "ppo.shared_forward=true reuses forward passes over all answers of a rollout, but ppo.unfinished=mask "
+            "leaves out some of these answers: set ppo.unfinished=penalize, or remove ppo.shared_forward"
+        )
 
 
 def _size_mistakes(config: RunConfig) -> Iterable[str]:
