@@ -7,7 +7,7 @@ from pipeline.config.stages import STAGES
 from pipeline.report.curves import line_chart
 from pipeline.report.data import StageReading
 from pipeline.report.html import Markup, grid, section
-from pipeline.report.reward_card import accuracy_chart, reward_card
+from pipeline.report.reward_card import accuracy_and_card
 from pipeline.report.svg import Point, Series
 
 Bounds = tuple[float | None, float | None]
@@ -264,5 +264,6 @@ def stage_section(stage: StageReading, title: str, lead: str, wanted: Sequence[P
         if exported:
             notes.append("Its held-out figures look better than they are, because they selected the model.")
     text = " ".join([lead, *notes])
-    figures = grid([*(_plot(stage, plot) for plot in wanted), accuracy_chart(stage)])
-    return section(stage.name, title, text, figures, reward_card(stage.card))
+    accuracies, card = accuracy_and_card(stage)
+    figures = grid([*(_plot(stage, plot) for plot in wanted), accuracies])
+    return section(stage.name, title, text, figures, card)
