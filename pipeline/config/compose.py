@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.config.messages import OTHER_NAMES
+from pipeline.config.messages import OTHER_NAMES, as_written
 from pipeline.config.overrides import PLAIN_VALUE, default_options, groups, quoted, rewrite, split
 from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
 from pipeline.config.schema import RunConfig
@@ -93,7 +93,7 @@ def _sweep_values(token: str) -> list[str]:
         if not override.is_sweep_override():
             return [token]
         values = list(zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True))
-    except HydraException:  # of a sweep, too: glob() needs Hydra's own launcher
+    except (HydraException, ValueError):  # of a sweep, too: glob() needs Hydra's own launcher
         return [token]
     prefix, key, _ = split(token)
     return [f"{prefix}{key}={_typed(value) if isinstance(value, str) else text}" for value, text in values]
@@ -135,14 +135,17 @@ def _compose_job(overrides: Sequence[str], label: str = "") -> Job:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             raw = OmegaConf.to_container(hydra_compose("config", overrides=rewritten), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as problem:
-        raise UserError(_explain(problem)) from problem
+        raise UserError(_explain(problem, rewritten)) from problem
     assert isinstance(raw, dict)
     if not any(key.partition(".")[0] == LORA_RATES for key in keys):
         raw.pop(LORA_RATES, None)  # read by the options lora.yaml; otherwise no key, which the validation reports
     return Job({str(key): value for key, value in raw.items()}, label, line, recipe)
 
 
-def _explain(problem: Exception) -> str:
+def _explain(problem: Exception, overrides: Sequence[str]) -> str:
+    if "set_int_max_str_digits" in str(problem):  # Python's advice, which addresses programmers
+        _, key, value = split(max(overrides, key=lambda override: sum(map(str.isdigit, override))))
+        return f"{key}={as_written(value)}: the number is too large: write a smaller number"
     lines = [line for line in str(problem).splitlines() if line.strip() and not line.startswith("See http")]
     text = " ".join(line.strip() for line in lines[:4])
     if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config import check_engine
-from pipeline.config.compose import compose
+from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError
 from tests.composed import config_of, refusal
@@ -148,7 +148,6 @@ def test_each_mistake_is_refused_with_a_correction(words: str | list[str], expec
     [
         ("seed=1,2", "add -m to run every value"),
         ("sft.lr='", "cannot read the command line: sft.lr=': the value has an open quote or bracket"),
-        (f"seed={'1' * 5000}", "cannot read the command line: Exceeds the limit (4300 digits)"),
         ("größe=1", "cannot read größe=1: a key has the letters a to z"),
     ],
 )
@@ -156,6 +155,14 @@ def test_a_word_that_hydra_cannot_read_is_refused(word: str, expected: str) -> N
     with pytest.raises(UserError) as caught:
         compose([word])
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [[], ["-m"]])
+@pytest.mark.parametrize("value", ["1" * 5000, f"[1,{'1' * 5000}]"])
+def test_a_number_of_thousands_of_digits_is_too_large(flags: list[str], value: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_jobs(parse_command([*flags, "name=x2", f"ppo.steps={value}", "seed=3"]))
+    assert str(caught.value) == f"ppo.steps={value[:57]}...: the number is too large: write a smaller number"
 
 
 @pytest.mark.parametrize(
