@@ -1,5 +1,6 @@
 """The launcher starts, watches and ends its ranks, for every end of a rank or of a launcher."""
 
+import errno
 import json
 import os
 import re
@@ -535,6 +536,30 @@ def test_only_rank_zero_prints_a_mistake_before_any_work(tmp_path):
     assert [process.returncode for process in started] == [2, 2]
     assert output[1] == ""
     assert output[0].startswith("error: data.path=none.jsonl: there is no such file")
+
+
+@pytest.mark.parametrize(
+    ("problem", "status"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2),
+        (OSError(errno.EINVAL, "Invalid argument"), 1),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
+        (UserError("a mistake"), 2),
+    ],
+)
+def test_all_launchers_end_with_the_same_status(problem, status, monkeypatch):
+    def fail(*_):
+        raise problem
+
+    sent = []
+    monkeypatch.setattr(command, "Control", lambda ranks: SimpleNamespace(finish=sent.append))
+    monkeypatch.setattr(command, "check_paths", fail)
+    monkeypatch.setattr(command, "discard_output", lambda: None)
+    try:
+        ended = command.main(["model=gpt2", "tracking=none"])
+    except OSError:
+        ended = 1  # Python's status after a traceback
+    assert (ended, sent) == (status, [status])
 
 
 def test_a_long_error_in_another_alphabet_fits_into_the_pipe(monkeypatch):
