@@ -18,7 +18,7 @@
 #define TILE 16    /* outputs of a tile, and the fewest outputs of a matrix */
 #define SPAN 64    /* rows of W, at most, that are multiplied with ROWS rows of x while they are in the L2 cache */
 #define ROWS 16
-#define AHEAD 3
+#define AHEAD 3    /* rows of W (pairs, for 8 rows of x) between a prefetch and its use */
 #define BLOCK 1024 /* inputs at a time: 8 rows of x of this length stay in the L1 cache */
 #define INLINE static inline __attribute__((always_inline))
 

@@ -7,7 +7,6 @@ A part without data is left out.
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +38,15 @@ def accuracy_and_card(stage: StageReading) -> tuple[Markup | None, Markup | None
     """Return the chart of accuracies and the report card. Print a warning if card.json is damaged, and ignore it."""
     if stage.card_file is None:
         return accuracy_chart(stage), None
-    with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # values of another form
-        if stage.card:
+    reason = "it contains no JSON object"
+    if stage.card:
+        try:
             return accuracy_chart(stage), reward_card(stage.card)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # values of another form
+            reason = f"{type(error).__name__}: {error}"
     print(
-        f"warning: {stage.card_file} is truncated or was edited, so the report leaves out the report card: restore the "
-        "file from a copy, or delete the file to omit this warning",
+        f"warning: {stage.card_file} is truncated or was edited ({reason}), so the report leaves out the report card: "
+        "restore the file from a copy, or delete the file to omit this warning",
         file=sys.stderr,
     )
     return accuracy_chart(replace(stage, card={})), None

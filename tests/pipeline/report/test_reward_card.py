@@ -61,16 +61,16 @@ def test_without_a_card_there_is_no_part_and_without_pairs_no_chart() -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "reason"),
     [
-        json.dumps(CARD)[:100],
-        json.dumps({**CARD, "accuracy": {"all": 0.75}}),
-        json.dumps({**CARD, "temperatures": "high"}),
-        json.dumps({key: value for key, value in CARD.items() if key != "scores"}),
+        (json.dumps(CARD)[:100], "it contains no JSON object"),
+        (json.dumps({**CARD, "accuracy": {"all": 0.75}}), "Error: "),
+        (json.dumps({**CARD, "temperatures": "high"}), "Error: "),
+        (json.dumps({key: value for key, value in CARD.items() if key != "scores"}), "KeyError: 'scores'"),
     ],
 )
 def test_a_damaged_card_is_left_out_with_a_warning(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo_run(tmp_path)
     file = tmp_path / "reward" / "card.json"
@@ -78,5 +78,6 @@ def test_a_damaged_card_is_left_out_with_a_warning(
     assert main([str(tmp_path)]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {file} ") and line.endswith("delete the file to omit this warning")
+    assert reason in line
     text = check((tmp_path / "report.html").read_text()).text
     assert "Report card" not in text and "Held-out accuracy" in text
