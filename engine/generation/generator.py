@@ -53,8 +53,8 @@ class Generator:
     decode at a time. `use_graphs` False runs every step through the modules, whose hooks a CUDA graph would miss. Call
     `refresh` after a change of the weights. Raises ValueError if the GPU is not the current one.
 
-    On a CPU, the parameters in bf16 move to huge pages, which a step reads faster. They remain the same objects with the
-    same values.
+    On a CPU, the parameters in bf16 move to huge pages, which a step reads faster. They remain the same objects with
+    the same values.
 
     With `uses_vllm` vLLM generates, and the first use is a collective. `cache_bytes` is the size of its paged cache. By
     default vLLM takes half of the free memory of a GPU for weights and cache. On a CPU, the cache takes half of the
