@@ -2,8 +2,8 @@
 
    The blocking follows Goto & van de Geijn, 2008 (Anatomy of high-performance matrix multiplication). The inner
    dimension is processed in blocks of DEPTH words. In each block all threads copy b into panels of PANEL columns. Then
-   each thread multiplies up to BLOCK rows of a by all panels, in tiles of ROWS x PANEL sums that stay in registers. a
-   is read in place, unless it is column-major; in this case its rows are copied into tiles. A word is 32 bits: one fp32
+   each thread copies up to BLOCK rows of a into tiles and multiplies them by all panels. ROWS x PANEL sums stay in
+   registers. The copies have constant strides: with others, GCC stores the sums after each term. A word is 32 bits: one fp32
    number, or two neighbouring bf16 numbers, which one instruction multiplies and adds to an fp32 sum. A sum adds its
    terms in their order, whatever the number of threads and the number of rows. */
 
@@ -34,11 +34,12 @@ struct call {
     int32_t pairs, threads;
 };
 
-/* Compute c (rows, PANEL) = a panel + bias; with `add`, add a panel to c. */
-static void full_tile(int rows, int pairs, long depth, struct matrix m, const float *b, const float *bias, int add,
+/* Compute c (rows, PANEL) = a panel + bias; with `add`, add a panel to c. a: as `lay_out_rows` writes it. */
+static void full_tile(int rows, int pairs, long depth, const float *a, const float *b, const float *bias, int add,
                       float *c, long c_row) {
-    const float *a = m.data, *start = add ? c : bias;
-    long a_row = m.row, a_column = m.column, b_row = PANEL, start_row = add ? c_row : 0;
+    const float *start = add ? c : bias;
+    const long a_row = 1, a_column = ROWS, b_row = PANEL;
+    long start_row = add ? c_row : 0;
     if (pairs) {
         TILE_OF(rows, VECTORS, 1)
     } else {
@@ -47,7 +48,7 @@ static void full_tile(int rows, int pairs, long depth, struct matrix m, const fl
 }
 
 /* Compute a tile of `width` <= PANEL columns. A narrower tile is computed as a full tile in local memory. */
-static void tile_of(int rows, long width, int pairs, long depth, struct matrix a, const float *panel,
+static void tile_of(int rows, long width, int pairs, long depth, const float *a, const float *panel,
                     const float *bias, int add, float *c, long c_row) {
     if (width == PANEL) {
         full_tile(rows, pairs, depth, a, panel, bias, add, c, c_row);
@@ -74,31 +75,25 @@ static void pack_panel(struct matrix b, long depth, long width, float *panel) {
         for (long k = 0; k < depth; k++) panel[k * PANEL + c] = c < width ? b.data[c * b.column + k] : 0;
 }
 
-/* Copy a column-major a (rows, depth) into tiles of (depth, ROWS). */
+/* Copy a (rows, depth) into tiles of (depth, ROWS). */
 static void lay_out_rows(struct matrix a, long rows, long depth, float *tiles) {
-    for (long i = 0; i < rows; i += ROWS) {
+    for (long i = 0; i < rows; i += ROWS, tiles += ROWS * depth) {
         long some = rows - i < ROWS ? rows - i : ROWS;
         for (long k = 0; k < depth; k++)
-            memcpy(tiles + i * depth + k * ROWS, a.data + i + k * a.column, some * sizeof(float));
+            for (long r = 0; r < some; r++) tiles[k * ROWS + r] = a.data[(i + r) * a.row + k * a.column];
     }
 }
 
 static long at_most(long left, long most) { return left < most ? left : most; }
 
-/* Multiply rows [i, i + rows) of a by all panels, over `depth` terms from `k` on. lay_out_rows writes to `tiles`. */
+/* Multiply rows [i, i + rows) of a by all panels, over `depth` terms from `k` on. The rows are copied to `tiles`. */
 static void block(const struct call *w, long i, long rows, long k, long depth, const float *panels, float *tiles) {
     struct matrix a = {w->a.data + i * w->a.row + k * w->a.column, w->a.row, w->a.column};
-    long next = ROWS * a.row;
-    if (a.column != 1) {
-        lay_out_rows(a, rows, depth, tiles);
-        a = (struct matrix){tiles, 1, ROWS}, next = ROWS * depth;
-    }
-    for (long j = 0; j < w->n; j += PANEL) {
-        struct matrix from = a;
-        for (long r = 0; r < rows; r += ROWS, from.data += next)
-            tile_of(at_most(rows - r, ROWS), at_most(w->n - j, PANEL), w->pairs, depth, from, panels + j * depth,
-                    w->bias ? w->bias + j : 0, k > 0, w->c + (i + r) * w->c_row + j, w->c_row);
-    }
+    lay_out_rows(a, rows, depth, tiles);
+    for (long j = 0; j < w->n; j += PANEL)
+        for (long r = 0; r < rows; r += ROWS)
+            tile_of(at_most(rows - r, ROWS), at_most(w->n - j, PANEL), w->pairs, depth, tiles + r * depth,
+                    panels + j * depth, w->bias ? w->bias + j : 0, k > 0, w->c + (i + r) * w->c_row + j, w->c_row);
 }
 
 /* Compute the product of a call. Return 0, or 1 if memory cannot be allocated. */
