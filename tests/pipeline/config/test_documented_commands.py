@@ -151,4 +151,4 @@ def test_python_and_yaml_are_valid() -> None:
         for block in re.findall(r"^    # conf/data/\w+\.yaml\n(?:    .*\n)+", text, re.MULTILINE):
             DataConfig.model_validate(yaml.safe_load(block))
             sources += 1
-    assert sources >= 2
+    assert sources
