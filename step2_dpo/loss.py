@@ -1,4 +1,4 @@
-"""The losses of preference optimisation. Each loss returns a sum: over B pairs, or over B labelled answers (KTO).
+"""The losses of preference optimization. Each loss returns a sum: over B pairs, or over B labelled answers (KTO).
 
 An answer y to a prompt x has a score (M,) fp32, from its log-probability summed over its tokens, the same under the
 reference, and its length. `chosen` and `rejected` are the scores of both answers of each pair, (B,) fp32. The margin of

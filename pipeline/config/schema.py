@@ -362,7 +362,7 @@ class RunConfig(Section):
     )
     method: Literal["ppo", "dpo", "distill"] = Field(
         "ppo",
-        description="stages of stage=all: ppo runs SFT, a reward model and PPO; dpo runs SFT and direct preference optimisation; distill runs SFT and on-policy distillation from `teacher` (short form of ppo=distill)",
+        description="stages of stage=all: ppo runs SFT, a reward model and PPO; dpo runs SFT and direct preference optimization; distill runs SFT and on-policy distillation from `teacher` (short form of ppo=distill)",
     )
     seed: int = Field(1, ge=0, lt=2**32, description="seed of all random numbers")
     ranks: int | None = Field(

@@ -53,7 +53,7 @@ def render_report(run: RunReading) -> Markup:
     )
     dpo_section = stage_section(
         run.stage("dpo"),
-        "Stage 2: direct preference optimisation",
+        "Stage 2: direct preference optimization",
         "Trained to prefer the chosen answer of a pair to the rejected one, more than the start model does.",
         DPO_PLOTS,
     )
