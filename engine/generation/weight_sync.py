@@ -40,7 +40,8 @@ class LiveParameter:
 def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
     """Return the live parameters of a training module under their names, and under their names without adapters.
 
-    Raises ValueError for an adapter that is not W + scaling * B @ A: an incomplete update would be wrong.
+    Raises ValueError for an adapter that is not W + scaling * B @ A: an incomplete update would be wrong. If peft has
+    merged an adapter, its weight contains the update.
     """
     lora = {path: layer for path, layer in source.named_modules(remove_duplicate=False) if hasattr(layer, "lora_A")}
     for path, layer in lora.items():
@@ -108,22 +109,21 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Gathering a sharded parameter is a collective, in the same order on all ranks. A tensor may share memory with the
     live parameter if that one is not sharded and has no adapter. A packed layer yields the result of `full_weight`.
+    Raises ValueError like `live_parameters`.
     """
-    lora_layers = {name: child for name, child in module.named_modules() if hasattr(child, "lora_A")}
+    live = live_parameters(module)
     for name, parameter in module.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
             continue
         full = dtensors.full_tensor(parameter.detach())
-        owner, _, leaf = name.rpartition(".")
-        layer = lora_layers.get(owner.removesuffix(".base_layer"))
-        if layer is not None and leaf == "weight":
+        if (layer := live[name].lora) is not None:
             full = (full.float() + lora_update(layer, full.device)).to(full.dtype)
         yield name.replace(".base_layer.", "."), full
     for path, layer in module.named_modules():
         if zero.is_packed(layer):
-            full, lora = layer.full_weight(), lora_layers.get(path.removesuffix(".base_layer"))  # type: ignore[operator]
-            if lora is not None:
-                full = full.float() + lora_update(lora, full.device)
+            full = layer.full_weight()  # type: ignore[operator]
+            if path.endswith(".base_layer"):
+                full = full.float() + lora_update(module.get_submodule(path.removesuffix(".base_layer")), full.device)
             yield base_name(f"{path}.weight"), full
 
 
@@ -154,8 +154,9 @@ def lora_update(layer: nn.Module, device: torch.device) -> Tensor:
 
 def _check_lora(path: str, layer: nn.Module) -> None:
     variant = bool(getattr(layer, "lora_variant", None)) or any(getattr(layer, "lora_bias", {}).values())
+    variant = variant or getattr(layer, "parameter_name", "weight") != "weight"  # of experts, for example
     if variant or not all(name in layer.lora_A for name in layer.active_adapters):  # type: ignore[operator, union-attr]
         raise ValueError(
-            f"the adapter of {path} cannot be merged for generation: only plain LoRA on linear layers can, not DoRA, "
-            "not LoRA with a bias; use plain LoRA"
+            f"the adapter of {path} cannot be merged: only plain LoRA on linear layers can, not DoRA, not LoRA with a "
+            "bias, not adapters of experts; use plain LoRA"
         )

@@ -78,3 +78,11 @@ def test_precision_is_kept() -> None:
     assert {t.dtype for t in results.values()} == {torch.bfloat16}
     expected = by_hand(module.linear, 1.5, transposed=False)
     assert torch.equal(results["linear.weight"], expected.to(torch.bfloat16))  # rounded once, at the end
+
+
+def test_merged_adapters_are_added_once() -> None:
+    module = adapted()
+    layer: Any = module.linear
+    expected = by_hand(layer, 1.5, transposed=False)
+    layer.merge()
+    torch.testing.assert_close(dict(full_parameters(module))["linear.weight"].double(), expected)

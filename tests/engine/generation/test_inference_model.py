@@ -12,6 +12,7 @@ from engine import EngineConfig
 from engine.generation.generator import Generator
 from engine.generation.inference_model import InferenceModel
 from engine.generation.sampling import Sampling
+from engine.generation.weight_sync import full_parameters
 from engine.parallel import dtensors, zero
 from engine.sharding import precision_policy
 from tests.engine.generation.families import build, ragged_prompts
@@ -168,11 +169,18 @@ def test_the_inference_model_is_in_eval_mode_while_the_live_module_trains() -> N
 
 
 def test_adapters_that_cannot_be_merged_are_refused() -> None:
-    for unsupported in ({"use_dora": True}, {"lora_bias": True, "target_modules": ["fc1"]}):
-        live = build("opt")
-        inject_adapter_in_model(LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | unsupported)), live)
-        with pytest.raises(ValueError, match="cannot be merged for generation: only plain LoRA"):
-            InferenceModel(build("opt"), live, torch.float32)
+    cases = (
+        ("opt", {"target_modules": ["q_proj"], "use_dora": True}),
+        ("opt", {"target_modules": ["fc1"], "lora_bias": True}),
+        ("mixtral", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+    )
+    for family, unsupported in cases:
+        live = build(family)
+        inject_adapter_in_model(LoraConfig(r=2, **unsupported), live)
+        with pytest.raises(ValueError, match="cannot be merged: only plain LoRA"):
+            InferenceModel(build(family), live, torch.float32)
+        with pytest.raises(ValueError, match="cannot be merged: only plain LoRA"):
+            dict(full_parameters(live))
 
 
 def test_another_architecture_is_refused() -> None:
