@@ -35,6 +35,7 @@ NUMBER_WORDS = (
     "nineteen",
     "twenty",
 )
+LONGEST_NUMBER = 100  # digits
 SINGULARS = tuple(group[:-1] for group in GROUPS)
 REPLIES = {
     "wellbeing": r"\b(i'm|i am|i feel)( very| doing| quite)? (fine|well|good|great|okay)\b",
@@ -223,9 +224,13 @@ def greets(found: re.Match[str]) -> Check:
 
 
 def numbers_in(claim: str) -> list[int]:
-    """Return the numbers that a claim names, as digits or words. "the larger one" names none."""
+    """Return the numbers that a claim names, as digits or words. "the larger one" names none.
+
+    Python refuses to convert thousands of digits, which a degenerate model may write. The first ones already make the
+    number wrong.
+    """
     words = re.findall(rf"\b(?:\d+|(?<!er )(?:{any_of(NUMBER_WORDS)}))\b", claim)
-    return [int(word) if word.isdigit() else NUMBER_WORDS.index(word) for word in words]
+    return [int(word[:LONGEST_NUMBER]) if word.isdigit() else NUMBER_WORDS.index(word) for word in words]
 
 
 def named(claim: str, words: Collection[str]) -> list[str]:

@@ -83,6 +83,11 @@ def test_a_false_claim_scores_less_than_half(question, answer):
     assert score(question, answer) < 0.5
 
 
+def test_a_number_of_thousands_of_digits_is_wrong():
+    """Python refuses to convert them. A degenerate model repeats one digit up to the longest answer."""
+    assert right("What is 7 plus 5?", "1" * 5000) == right("Which is larger, 12 or 21?", "1" * 5000) == 0.0
+
+
 @pytest.mark.parametrize("answer", ["", "   ", ".", "...", "!?"])
 def test_answers_without_a_claim_score_zero(answer):
     assert set(gold_parts([Message("user", "What is 2 plus 2?")], answer).values()) == {0.0}
