@@ -85,6 +85,7 @@ def agreement(judged: Sequence[Judged]) -> Card | None:
     pairs = [
         pair for answers in by_prompt.values() for pair in combinations(answers, 2) if pair[0].gold != pair[1].gold
     ]
+    agrees = [(a.score - b.score) * (a.gold - b.gold) > 0 for a, b in pairs]
     first = [answers[0] for answers in by_prompt.values()]
     correlation = rank_correlation([each.score for each in first], [each.gold for each in first])
     low, high = (None, None) if correlation is None else correlation_interval(correlation, len(first))
@@ -93,7 +94,7 @@ def agreement(judged: Sequence[Judged]) -> Card | None:
         "rank_correlation": correlation,
         "rank_correlation_low": low,
         "rank_correlation_high": high,
-        "same_prompt": share([(a.score - b.score) * (a.gold - b.gold) > 0 for a, b in pairs]),
+        "same_prompt": share(agrees, [a.prompt for a, _ in pairs]),  # three answers to a prompt make three pairs
     }
 
 

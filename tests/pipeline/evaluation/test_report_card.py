@@ -80,6 +80,18 @@ def test_agreement_with_the_judge_by_hand() -> None:
     assert agreement([]) is None
 
 
+def test_pairs_of_one_prompt_are_not_independent() -> None:
+    """Three answers to each of four prompts make twelve pairs. The scores rank all pairs of two prompts rightly."""
+    ranked = [Judged(prompt, score, gold) for prompt, scores in (("w", (1, 2, 3)), ("x", (4, 5, 6)), ("y", (3, 2, 1)),
+              ("z", (6, 5, 4))) for score, gold in zip(scores, (0.1, 0.2, 0.3), strict=True)]  # fmt: skip
+    actual = agreement(ranked)
+    assert actual is not None
+    pairs = actual["same_prompt"]
+    assert (pairs["share"], pairs["count"]) == (0.5, 12)
+    # The variance of the share is 4/3 * 4 * (3 - 1.5)^2 / 12^2 = 1/12, that of three independent outcomes.
+    assert (pairs["low"], pairs["high"]) == pytest.approx(wilson_interval(1.5, 3))
+
+
 def test_changed_answers_are_compared_with_the_complete_ones() -> None:
     actual = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0], penalty=1.0)
     assert actual == {"mean": 2.0, "std": pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 1 + 9) / 4)), "count": 4,
