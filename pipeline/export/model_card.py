@@ -18,8 +18,8 @@ UNKNOWN = "unknown"
 RESULTS = {
     "eval_loss": "loss on held-out data (SFT: nats per token)",
     "eval_accuracy": "accuracy on held-out pairs",
-    "eval_score": "reward model's score of answers to held-out prompts at temperature {:g}",
-    "eval_score_at_0": "reward model's score of greedy answers (temperature 0)",
+    "eval_score": "score that PPO was trained on, of answers to held-out prompts at temperature {:g}",
+    "eval_score_at_0": "score that PPO was trained on, of greedy answers (temperature 0)",
     "gold_score": "judge's score of answers to held-out prompts at temperature {:g}",
     "gold_score_at_0": "judge's score of greedy answers (temperature 0)",
 }
@@ -65,6 +65,8 @@ def _header(stage: TrainedStage, licence: str, adapter_base: str | None) -> dict
 def _introduction(stage: TrainedStage, adapter_base: str | None) -> str:
     stages = ", ".join(STAGES[each.name].title for each in stage.history)
     base = stage.base or f"{stage.history[0].config.model.name} with random weights"
+    if stage.base is not None and not _is_on_hub(stage.base):
+        base = Path(stage.base).name  # a published card must not name the folders of this machine
     subject = "The model with these adapters was" if adapter_base else "This model was"
     text = f"{subject} trained with zerochat. Base model: {base}. Stages: {stages}.\n"
     if adapter_base:

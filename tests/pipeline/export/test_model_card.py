@@ -69,3 +69,11 @@ def test_the_base_model_is_not_that_of_the_reward_model(tmp_path: Path) -> None:
 def test_a_base_folder_that_is_gone_is_no_name_on_the_hub(tmp_path: Path) -> None:
     card = model_card(find_stage(finished(tmp_path / "x" / "sft")), title="t")
     assert "- Base model: unknown" in card and "base_model:" not in card
+    assert "Base model: base. Stages: SFT." in card and "/models" not in card
+
+
+def test_the_score_of_a_reward_function_is_not_called_that_of_a_model(tmp_path: Path) -> None:
+    ppo = finished(tmp_path / "x" / "ppo", ppo={"reward_model": False, "reward_function": "f.py:f"})
+    (ppo / "summary.json").write_text('{"final": {"eval_score": 0.5}}')
+    card = model_card(find_stage(ppo), title="t")
+    assert "| score that PPO was trained on, of answers to held-out prompts at temperature 1 | 0.5 |" in card
