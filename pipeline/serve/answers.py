@@ -111,7 +111,9 @@ def _completion_delta(index: int, choice: Choice, text: str) -> dict[str, Any]:
         logprobs = {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{each["token"]: each["logprob"] for each in entry["top_logprobs"]} for entry in entries],
+            "top_logprobs": [
+                {each["token"]: each["logprob"] for each in (*entry["top_logprobs"], entry)} for entry in entries
+            ],  # the sampled token is always among them
             "text_offset": [],
         }
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}

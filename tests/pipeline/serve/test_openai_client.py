@@ -212,6 +212,18 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: Cha
     assert "".join(chunk.choices[0].text for chunk in streamed) == by_text.choices[0].text
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_log_probabilities_of_a_completion_have_the_sampled_token(client: openai.OpenAI, count: int) -> None:
+    """OpenAI's reference of the field: the API always returns the log-probability of the sampled token."""
+    options: Options = {"max_tokens": 40, "temperature": 2, "seed": 1, "logprobs": count}
+    answer = client.completions.create(model="sft", prompt="hello", **options)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.tokens and found.token_logprobs and found.top_logprobs
+    for token, logprob, likeliest in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert likeliest[token] == logprob and len(likeliest) <= count + 1
+    assert any(len(likeliest) == count + 1 for likeliest in found.top_logprobs)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
