@@ -19,6 +19,7 @@ from pipeline.serve.errors import ServeError
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 LARGEST_BODY = 8 * 2**20  # bytes
 MAX_CHOICES = 128
+MOST_ANSWERS = 1024  # of a request with several prompts
 # Fields that are accepted only with these values, which have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -180,6 +181,14 @@ class CompletionRequest(SharedFields):
         prompts = [prompt] if is_single else list(prompt)
         if not prompts or not all(prompts):
             raise ServeError(400, "prompt is empty; send at least one token", param="prompt")
+        answers = len(prompts) * self.n
+        if answers > MOST_ANSWERS:
+            raise ServeError(
+                400,
+                f"prompt: {len(prompts)} prompts with n={self.n} are {answers} answers, and a request may have at most "
+                f"{MOST_ANSWERS}; send several requests",
+                param="prompt",
+            )
         return [replace_surrogates(each) if isinstance(each, str) else each for each in prompts]
 
 
@@ -228,9 +237,11 @@ def _first_error(errors: Sequence[Any]) -> ServeError:
     error = errors[0]
     if not error["loc"]:  # the name of the field is not a text
         return ServeError(400, "the name of a field has an incomplete character; send complete characters")
+    if error["type"] == "extra_forbidden":
+        name = ".".join(map(str, error["loc"]))  # such as stream_options.x
+        return ServeError(400, f"{name}: there is no such field", param=name)
     name = str(error["loc"][0])
-    reason = "there is no such field" if error["type"] == "extra_forbidden" else error["msg"]
-    return ServeError(400, f"{name}: {reason}", param=name)
+    return ServeError(400, f"{name}: {error['msg']}", param=name)
 
 
 def _is_empty(message: Mapping[str, Any], role: str) -> bool:

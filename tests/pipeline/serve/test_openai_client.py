@@ -224,6 +224,13 @@ def test_the_log_probabilities_of_a_completion_have_the_sampled_token(client: op
     assert any(len(likeliest) == count + 1 for likeliest in found.top_logprobs)
 
 
+def test_a_completion_of_very_many_prompts_is_refused(client: openai.OpenAI) -> None:
+    """The body may have 8 MiB, which are millions of prompts with 128 answers each."""
+    with pytest.raises(openai.BadRequestError, match="100 prompts with n=128 are 12800 answers") as caught:
+        client.completions.create(model="sft", prompt=[[1]] * 100, n=128, max_tokens=1)
+    assert caught.value.param == "prompt"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -239,6 +246,7 @@ def test_the_log_probabilities_of_a_completion_have_the_sampled_token(client: op
         ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls", "is not supported with tools"),
         ({"functions": [ADD["function"]]}, "functions", "is not supported"),
         ({"temprature": 1}, "temprature", "there is no such field"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "stream_options.x: there is no such field"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "messages", "assistant"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages", "of the role 'robot'"),
