@@ -167,7 +167,7 @@ class Arena:
         left, right = (side.choice.content for side in played.sides)
         casts = [self._contestants[side.index].cast(side.choice.content) for side in played.sides]
         return {
-            "prompt": [vars(message) for message in played.messages],
+            "prompt": [message.to_row() for message in played.messages],
             **preference(body.vote, left, right),
             "vote": body.vote,
             "comment": body.comment,

@@ -93,6 +93,7 @@ def test_a_round_hides_the_names_until_the_vote(url: str, votes: VoteFile) -> No
         left, right = answers(events)
         assert (row["left"]["answer"], row["right"]["answer"]) == (left, right) == (row["rejected"], row["chosen"])
         assert actual["names"] == [row["left"]["model"], row["right"]["model"]]
+        assert row["prompt"] == [{"role": "user", "content": "hello"}]
         assert row["comment"] == f"no. {number} 🙂" and row["sampling"] == {"temperature": 0, "max_tokens": 8}
         assert actual["tally"]["votes"] == number + 1
         seen.add((tuple(actual["names"]), left))
