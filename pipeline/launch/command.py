@@ -113,7 +113,11 @@ def _run(arguments: list[str], stage: str | None) -> int:
         print(yaml.safe_dump(configs[0].model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
         return 0
     ranks = _ranks(configs)
-    control = Control(ranks)
+    try:
+        control = Control(ranks)
+    except LeaderLost as problem:
+        print(f"error: rank {ranks.first}: {problem}", file=sys.stderr)
+        return USER_ERROR
     if not ranks.leads:
         return _follow(ranks, control)
     try:

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from pipeline.errors import first_line
 from pipeline.launch.failure import END_ORDER, ENDED_EARLY, HUNG, LOG_LEVEL, RESTART, STOPPED, StageEnd, merge_ends
 from pipeline.launch.ranks import Ranks
 from pipeline.launch.watchdog import RankState, is_hung, report, stacks, stopped_limit
@@ -28,12 +29,14 @@ from pipeline.launch.watchdog import RankState, is_hung, report, stacks, stopped
 PERIOD = 0.2  # seconds between two exchanges with the store
 REPORT_TIMEOUT = 8.0
 """Seconds in which all launchers report how their ranks ended, after the first one has failed."""
+CONNECT_TIMEOUT = 600.0
+"""Seconds until all launchers have connected. The machines of a job may need minutes to start their containers."""
 LAST_MESSAGE_TIMEOUT = 30.0
 """Seconds to wait until the other launchers have received the last message."""
 
 
 class LeaderLost(RuntimeError):
-    """The first launcher has ended, or it does not answer."""
+    """The first launcher has ended, it does not answer, or this launcher cannot connect."""
 
 
 class _Exchange(threading.Thread):
@@ -108,6 +111,7 @@ class Control:
         others = [first for first in range(0, ranks.world, ranks.local) if first != ranks.first]
         store = self._connect() if self.keeps_store else None
         self._exchange = _Exchange(store, ranks.first, others if ranks.leads else [0])
+        self._began = time.monotonic()
         if self.keeps_store:
             self._publish([], None)
             self._exchange.start()
@@ -117,13 +121,20 @@ class Control:
         from torch.distributed import PrefixStore, TCPStore
 
         is_server = self._ranks.leads and not self._ranks.agent_store
-        store = TCPStore(
-            self._ranks.address,
-            self._ranks.port,
-            is_master=is_server,
-            timeout=timedelta(minutes=15),
-            wait_for_workers=False,
-        )
+        address, port = self._ranks.address, self._ranks.port
+        try:
+            store = TCPStore(
+                address,
+                port,
+                is_master=is_server,
+                timeout=timedelta(minutes=15),
+                wait_for_workers=False,
+            )
+        except RuntimeError as problem:  # PyTorch's errors of networks
+            raise LeaderLost(
+                f"the launchers cannot connect at {address}:{port} ({first_line(problem)}): set MASTER_ADDR to an "
+                "address of the first machine that all machines reach, and MASTER_PORT to a free port"
+            ) from problem
         return PrefixStore(f"zerochat/launchers/{self._ranks.attempt}", store)
 
     @property
@@ -269,7 +280,13 @@ class Control:
         if now - self._exchange.answered > silence:
             quiet = now - self._exchange.answered
             return f"the store at {ranks.address} has not answered for {quiet:.0f} s: its host or network is down"
-        for first, state in self._states().items():
+        states = self._states()
+        missing = [first for first in self._exchange.watched if first not in states]
+        if missing and now - self._began > CONNECT_TIMEOUT:
+            reason = "it ended before, or its host cannot reach this address"
+            where = f"{ranks.address} for {CONNECT_TIMEOUT:.0f} s"
+            return f"the launcher of rank {missing[0]} has not connected to {where}: {reason}"
+        for first, state in states.items():
             quiet, may_have_ended = now - self._exchange.changed[first], ranks.leads and state["stopped"]
             if quiet > silence and not may_have_ended:
                 place = f"rank {first} (host {state['host']})"

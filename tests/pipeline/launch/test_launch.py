@@ -23,7 +23,16 @@ from pipeline.config.compose import compose
 from pipeline.errors import UserError
 from pipeline.launch import command, control, processes, ranks, worker
 from pipeline.launch.control import Control, LeaderLost
-from pipeline.launch.failure import CRASHED, END_ORDER, FAILURE_PIPE, PIPE_BYTES, STOPPED, StageEnd, save_traceback
+from pipeline.launch.failure import (
+    CRASHED,
+    END_ORDER,
+    FAILURE_PIPE,
+    HUNG,
+    PIPE_BYTES,
+    STOPPED,
+    StageEnd,
+    save_traceback,
+)
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import (
     Ranks,
@@ -367,6 +376,21 @@ def test_a_launcher_that_is_stopped_before_the_start_stops_the_stage(launchers):
     assert end.status == STOPPED and "rank 1" in end.message
 
 
+def test_a_launcher_that_never_connects_ends_the_stage(launchers, monkeypatch):
+    """Its process ended before, for example because a package is missing on its machine."""
+    first, second, _ = launchers
+    first.begin({"stage": "sft", "number": 0, "hang_seconds": None})
+    first._exchange._exchange()
+    assert first.others([]) == ""
+    for launcher in (first, second):
+        launcher._began -= control.CONNECT_TIMEOUT + 1
+    assert first.others([]) == "failed" and not first.is_complete
+    end = first.settle(StageEnd(CRASHED, order=END_ORDER["consequence"]))
+    assert end.status == HUNG and "the launcher of rank 1 has not connected to h for 600 s" in end.message
+    with pytest.raises(LeaderLost, match="the launcher of rank 0 has not connected"):
+        second.receive()
+
+
 def test_the_end_of_a_job_waits_for_a_lost_launcher_as_long_as_its_stage(launchers, monkeypatch):
     first, _, exchange = launchers
     first.begin({"stage": "sft", "number": 0, "hang_seconds": 5.0})
@@ -536,6 +560,19 @@ def test_only_rank_zero_prints_a_mistake_before_any_work(tmp_path):
     assert [process.returncode for process in started] == [2, 2]
     assert output[1] == ""
     assert output[0].startswith("error: data.path=none.jsonl: there is no such file")
+
+
+def test_a_port_in_use_is_one_message(tmp_path, monkeypatch, capsys):
+    """For example by processes of an earlier job."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
+        for name, value in {**given, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        assert command.main(["model=gpt2", "tracking=none"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: rank 0: the launchers cannot connect at 127.0.0.1:{port} (")
+    assert line.endswith("and MASTER_PORT to a free port")
 
 
 @pytest.mark.parametrize(
