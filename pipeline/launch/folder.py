@@ -109,13 +109,13 @@ def _recorded_shares(stage_dir: Path, config: RunConfig) -> Mapping[Any, float]:
 
 def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolder | None:
     """Return the newest unfinished run of the configuration, else the newest finished run of the same multirun."""
-    unfinished, finished = list[Path](), list[Path]()
+    unfinished, finished, request = list[Path](), list[Path](), hash_request(config, stages)
     for file in sorted(RUNS.glob("*/manifest.json"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             manifest = Manifest.read(file.parent)
         except UserError:
             continue
-        if manifest.request != hash_request(config, stages):
+        if manifest.request != request:
             continue
         has_label = bool(suffix) and f"-{suffix}-" in file.parent.name
         if suffix and not has_label and "=" in file.parent.name:
