@@ -11,7 +11,7 @@ PY := .venv/bin/python
 .PHONY: demo test lint docs site setup
 
 demo: setup
-	@$(PY) train.py name=demo $(ARGS)
+	@$(PY) train.py name=demo ranks=1 $(ARGS)
 
 test: setup
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

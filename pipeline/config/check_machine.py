@@ -36,15 +36,19 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
         if shares * sequence % size:
             over = f"{shares} {group}" if sequence == 1 else f"{ranks} ranks"
             raise UserError(no_divisor(f"{key}.shard_ranks", size, shares * sequence, over))
+    fitting = set(range(1, shares))
     for stage in stages_to_run(config):
         size = getattr(config, stage).batch_size
-        parts = shares * (config.ppo.minibatches if stage == "ppo" else 1)
-        if size * (config.ppo.samples if stage == "ppo" else 1) % parts:
+        minibatches = config.ppo.minibatches if stage == "ppo" else 1
+        rows, parts = size * (config.ppo.samples if stage == "ppo" else 1), shares * minibatches
+        fitting = {fewer for fewer in fitting if rows % (fewer * minibatches) == 0}
+        if rows % parts:
             over = f"{shares} {group}"
-            over += f" x ppo.minibatches={config.ppo.minibatches}" if parts != shares else ""
+            over += f" x ppo.minibatches={minibatches}" if parts != shares else ""
             mistakes.append(indivisible(f"{stage}.batch_size", size, parts, over))
     if mistakes:
-        raise UserError("\n".join(mistakes))
+        key, fewer = "ranks" if config.plan.device is None else "plan.ranks", max(fitting, default=0) * ranks // shares
+        raise UserError("\n".join(mistakes) + (f"; or use {fewer} ranks ({key}={fewer})" if fewer else ""))
 
 
 def check_paths(config: RunConfig) -> None:

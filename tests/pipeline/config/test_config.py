@@ -290,8 +290,11 @@ def test_ranks_must_divide_batches():
         check_ranks(config_of("engine.deepspeed={zero_optimization: {stage: 3, mics_shard_size: 3}}"), 8)
     with pytest.raises(UserError, match=r"engine.shard_ranks=3 does not divide the 8 ranks"):
         check_ranks(config_of("engine=zero3", "engine.shard_ranks=3"), 8)
-    with pytest.raises(UserError, match=r"sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66"):
+    mistake = r"sft.batch_size=64 does not divide over 3 ranks: sft.batch_size=63 or 66; or use 2 ranks \(ranks=2\)$"
+    with pytest.raises(UserError, match=mistake):
         check_ranks(config_of("stage=sft"), 3)
+    with pytest.raises(UserError, match=r"over 5 tensor groups: .*; or use 12 ranks \(ranks=12\)$"):
+        check_ranks(config_of("stage=sft", "engine.tensor_parallel=3", "sft.batch_size=4"), 15)
     with pytest.raises(UserError, match=r"2 ranks x ppo.minibatches=64: ppo.batch_size=128"):
         check_ranks(config_of("stage=ppo", "ppo.minibatches=64"), 2)
 
