@@ -80,6 +80,11 @@ def advise(problem: BaseException) -> str | None:
     if isinstance(problem, BrokenPipeError):
         return "the program that reads the output has ended; run the same command again to resume"
     text = str(problem)
+    if "/dev/shm/nccl" in text:
+        return (
+            f"NCCL has too little shared memory ({text.splitlines()[-1]}): start the container with --ipc=host or "
+            "--shm-size=8g, or enlarge /dev/shm; then run the same command again to resume"
+        )
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
     if isinstance(problem, OSError) and problem.errno in (errno.EIO, errno.EROFS):

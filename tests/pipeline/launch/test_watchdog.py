@@ -157,6 +157,13 @@ def test_the_lost_rank_is_the_cause_of_several_ends():
             'no thread can be started (IOError(Os { message: "Resource temporarily unavailable" }))',
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (
+            RuntimeError(
+                "NCCL error: unhandled system error\nLast error:\nError while creating shared memory segment "
+                "/dev/shm/nccl-WU88OE (size 9637888), error: No space left on device (28)"
+            ),
+            "NCCL has too little shared memory (Error while creating shared memory segment /dev/shm/nccl-WU88OE (size",
+        ),
     ],
 )
 def test_limits_of_the_machine_have_advice(problem, advice):
