@@ -184,6 +184,8 @@ def report(states: Sequence[RankState]) -> str:
     # NCCL's collectives run after the host has called them. The host waits in the first one whose result it reads.
     others = "On GPUs, an earlier collective may be the cause: NCCL's records in nccl-rank-N show it"
     cut = "all ranks wait in the same collective, so a connection between hosts is cut"
+    if len({state.host for state in states}) == 1:
+        cut = "all ranks wait in the same collective: if they run on GPUs, set NCCL_P2P_DISABLE=1"
     return f"{idle}: {cut}: {_list(states)}. {others}"
 
 

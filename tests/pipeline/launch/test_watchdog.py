@@ -115,8 +115,9 @@ def test_ranks_in_different_collectives_are_all_named():
 
 
 def test_if_all_ranks_wait_in_one_collective_the_connection_is_named():
-    line = report([state(0), state(1)])
+    line = report([state(0), state(1, host="two")])
     assert "a connection between hosts is cut: rank 0" in line and "NCCL's records in nccl-rank-N" in line
+    assert "on GPUs, set NCCL_P2P_DISABLE=1: rank 0" in report([state(0), state(1)])
 
 
 def test_the_frames_of_a_dump_are_shown():
