@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from engine import distributed
 from pipeline.config.check import validate, warnings
 from pipeline.config.check_machine import check_paths, check_ranks, hub_data
 from pipeline.config.compose import Job, compose_jobs, parse_command
@@ -50,9 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_screen(words: Sequence[str]) -> int:
-    for job in compose_jobs(parse_command(words)):
-        for line in examine(job, words, sys.stdout):
-            print(line, flush=True)
+    try:
+        for job in compose_jobs(parse_command(words)):
+            for line in examine(job, words, sys.stdout):
+                print(line, flush=True)
+    finally:
+        distributed.stop()  # the measurement started a process group; NCCL warns at exit about one that is left
     return 0
 
 

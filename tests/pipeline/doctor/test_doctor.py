@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.config.recipes import Recipe, compare_rates, rate_warnings
 from pipeline.data.records import Message
@@ -49,6 +50,7 @@ def test_the_screen_shows_the_rows_of_each_stage(pairs: Path, capsys: pytest.Cap
     assert "sft.lr=1: OUTSIDE 0.00033 to 0.003 (recipe=tiny: 0.001)" in screen
     assert screen.count("memory: about") == screen.count("time: about") == 2
     assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder is created
+    assert not torch.distributed.is_initialized()  # NCCL would warn about the group when the command ends
 
 
 @pytest.mark.parametrize(
