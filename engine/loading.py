@@ -65,7 +65,7 @@ class SafetensorsFolder:
                 f"{self.folder}: {name} has values of {values.dtype}, as quantized weights have, which cannot be "
                 "trained: use the original model in 16 or 32 bits"
             )
-        target.copy_(values)
+        target.copy_(values.to(target.device))  # a copy to a GPU would convert the values on the host first
 
 
 def read_region(tensor: Any, region: Region) -> Tensor:
