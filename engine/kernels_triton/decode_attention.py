@@ -134,10 +134,10 @@ def _splits(programs: int, capacity: int, keys_a_step: int, processors: int) -> 
     return max(1, min(triton.cdiv(4 * processors, programs), triton.cdiv(capacity, 2 * keys_a_step), MOST_SPLITS // 2))
 
 
-# Steps differ in these arguments. Triton would compile the kernel again if a number becomes 1 or a multiple of 16, or
-# if the address of a vector becomes a multiple of 16.
+# Steps differ in these arguments, and the trial of a model has a small cache. Triton would compile the kernel again if
+# a number becomes 1 or a multiple of 16, or if the address of a vector becomes a multiple of 16.
 @triton.jit(
-    do_not_specialize=["batch", "splits", "prompt_splits"],
+    do_not_specialize=["batch", "capacity", "prompt_capacity", "splits", "prompt_splits"],
     do_not_specialize_on_alignment=["slots", "lengths", "prompt_slots", "prompt_lengths", "firsts", "totals"],
 )
 def share_kernel(

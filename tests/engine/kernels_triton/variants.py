@@ -131,7 +131,8 @@ def recompilations() -> Iterator[str]:
             logprobs.block_gradient(head, products, bias, rows.long(), *of_rows, torch.bfloat16)
     attention.shared_memory_and_multiprocessors = lambda device: (H200.shared, 4)
     for batch in (1, 2, 3, 4, 7, 16, 64, 130):
-        prompt, cache = torch.zeros(8, 2, 64, 64), torch.zeros(8, 2, 192, 64)
+        room, own = (5, 1) if batch == 3 else (64, 192)  # the trial of a model has a small cache
+        prompt, cache = torch.zeros(8, 2, room, 64), torch.zeros(8, 2, own, 64)
         of_rows = torch.zeros(6, batch, dtype=torch.int64)
         prompts = Prompts(prompt, prompt, *of_rows[:3])
         # Two heads with an odd number of splits: the totals of one sequence begin at no multiple of 16.
