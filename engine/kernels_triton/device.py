@@ -25,8 +25,8 @@ def shared_memory_and_multiprocessors(device: torch.device) -> tuple[int, int]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return the input precision of tl.dot, which follows torch.set_float32_matmul_precision."""
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+    """Return the input precision of tl.dot, which follows PyTorch's setting for products of fp32 on a GPU."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @cache

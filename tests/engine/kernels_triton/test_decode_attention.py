@@ -1,10 +1,13 @@
 """The Triton source of decode_attention against a loop in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from engine.kernels.decode_attention import reference as plain
 from engine.kernels_triton import decode_attention as kernel
+from engine.kernels_triton.device import dot_precision
 from tests.engine.kernels.oracle import DEVICE, attention_in_float64, ragged_cache, with_prompts
 
 # For values of about 1. bf16 rounds weights and results. A GPU's exponential has errors of 2^-22.
@@ -78,6 +81,20 @@ def test_caches_may_be_views() -> None:
     for name in ("keys", "values"):  # stored as (S, T, Hkv, D)
         case[name] = case[name].transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(kernel.decode_attention(**case), plain)
+
+
+def test_products_follow_either_setting_of_pytorch() -> None:
+    """After `fp32_precision` was set, PyTorch refuses to read the older setting."""
+    setting: Any = torch.backends.cuda.matmul
+    try:
+        assert dot_precision(torch.float32) == "ieee"
+        setting.fp32_precision = "tf32"
+        assert [dot_precision(dtype) for dtype in (torch.float32, torch.bfloat16)] == ["tf32", "ieee"]
+        setting.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("high")
+        assert dot_precision(torch.float32) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_only_long_sequences_are_split() -> None:
