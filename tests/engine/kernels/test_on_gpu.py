@@ -114,8 +114,9 @@ def test_sample(settings: dict) -> None:
         assert torch.equal(tokens, logits.argmax(-1))
         torch.testing.assert_close(logprobs.double(), logits.double().log_softmax(-1).amax(-1), atol=1e-4, rtol=0)
         return
-    # There are tens of thousands of borders between tokens; the last bit of a sum may decide on which side u is.
+    # There are tens of thousands of borders between tokens; the last bit of a sum may decide on which side u is. For
+    # about one row in a hundred it decides whether the last token of its top-p remains, whose probability is 1.4e-5.
     probability, below = probability_and_border(tokens, logits, **{**PLAIN, **settings})
     numbers = uniforms.double()
-    assert (probability > 0).all() and ((below - 3e-6 <= numbers) & (numbers <= below + probability + 3e-6)).all()
+    assert (probability > 0).all() and ((below - 2e-5 <= numbers) & (numbers <= below + probability + 2e-5)).all()
     torch.testing.assert_close(logprobs.double(), probability.log(), atol=1e-3, rtol=0)
