@@ -11,12 +11,14 @@ from engine.kernels.token_logprobs import VocabularyShard, token_logprobs
 from engine.kernels.varlen import varlen_fits, within_sequences
 from engine.kernels_cpu.attention import Families, ragged_attention
 from engine.kernels_cpu.library import load_libraries
+from engine.kernels_triton.device import has_triton
 
 __all__ = [
     "Families",
     "Prompts",
     "VocabularyShard",
     "decode_attention",
+    "has_triton",
     "load_libraries",
     "ragged_attention",
     "sample",

@@ -47,7 +47,7 @@ class ModelConfig(Section):
     )
     fused_kernels: Literal["auto", "liger", "none"] = Field(
         "auto",
-        description="norm, rotary embedding and gate, in training and generation. liger: those of Liger Kernel; none: those of transformers; auto: liger on GPUs if liger-kernel is installed (`pip install '.[gpu]'`) and supports the model's family, otherwise none",
+        description="norm, rotary embedding and gate, in training and generation. liger: those of Liger Kernel; none: those of transformers; auto: liger on GPUs if liger-kernel is installed (`pip install '.[gpu]'`), supports the model's family and Triton can compile kernels, otherwise none",
     )
     quantize: Literal["none", "nf4"] = Field(
         "none",

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.utils import is_liger_kernel_available
 
-from engine import Engine, EngineConfig, OptimizerConfig, distributed
+from engine import Engine, EngineConfig, OptimizerConfig, distributed, kernels
 from pipeline.config.schema import EngineSettings
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
@@ -181,7 +181,10 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
 
 
 def _should_fuse(fused_kernels: str) -> bool:
-    """Return whether to use Liger Kernel. Raises UserError if it is required and this machine cannot run it."""
+    """Return whether to use Liger Kernel, by default where Triton can compile kernels.
+
+    Raises UserError if it is required and this machine cannot run it.
+    """
     lacks = [] if torch.cuda.is_available() else ["a GPU"]
     lacks += [] if is_liger_kernel_available() else [f"the package liger-kernel ({pip_install('gpu')})"]
     if fused_kernels == "liger" and lacks:
@@ -189,7 +192,7 @@ def _should_fuse(fused_kernels: str) -> bool:
             f"model.fused_kernels=liger needs {' and '.join(lacks)}, which this machine does not have: "
             "set model.fused_kernels=auto"
         )
-    return fused_kernels != "none" and not lacks
+    return fused_kernels == "liger" or (fused_kernels == "auto" and not lacks and kernels.has_triton())
 
 
 def fuse_kernels(model: PreTrainedModel) -> None:

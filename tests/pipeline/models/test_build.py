@@ -24,6 +24,7 @@ from transformers import (
 from pipeline.config.schema import ModelConfig
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
+from pipeline.models import build
 from pipeline.models.build import (
     build_policy,
     build_scorer,
@@ -411,6 +412,14 @@ def fuse_an_unsupported_family() -> None:
 @pytest.mark.parametrize("check", [fuse_a_model_and_copy_it, fuse_an_unsupported_family])
 def test_fused_kernels_replace_norms_and_gates_of_supported_families(check: Callable[[], None]) -> None:
     run_ranks(check, 1)  # in a new process, because Liger Kernel also replaces functions of transformers
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_fused_kernels_are_the_default_where_triton_compiles(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr(build.kernels, "has_triton", lambda: compiles)
+    assert [build._should_fuse(choice) for choice in ("auto", "liger", "none")] == [compiles, True, False]
 
 
 def test_fused_kernels_that_this_machine_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
