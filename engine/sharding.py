@@ -46,7 +46,9 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
         for block in zero.blocks(module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     if config.compile_blocks:
-        _compile_blocks(module)
+        allow_compilations(MAX_COMPILED_VARIANTS)
+        for block in zero.blocks(module):
+            block.compile()
     offloads_parameters = config.offload_parameters != "none"
     device = torch.device("cpu") if offloads_parameters else dist.world().device
     is_on_meta = any(p.is_meta for p in module.parameters())
@@ -153,12 +155,6 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
         mesh = meshes.zero_mesh(stage=config.zero_stage, shard_ranks=config.shard_ranks)["tensor"]
         tensor.parallelize(module, config.tensor_plan or tensor.plan_of(module), mesh)
         tensor.split_head(module, mesh)
-
-
-def _compile_blocks(module: nn.Module) -> None:
-    allow_compilations(MAX_COMPILED_VARIANTS)
-    for block in zero.blocks(module):
-        block.compile()
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype, *, has_masters: bool) -> None:
