@@ -70,10 +70,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
         stored = [dtensors.local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         gradient = dtensors.local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         size = CHUNK[gradient.device.type]
-        for start in range(0, len(gradient), size):
-            chunks = [tensor[start : start + size] for tensor in stored]
+        for *chunks, gradients in zip(*(tensor.split(size) for tensor in (*stored, gradient)), strict=True):
             weights, mean, square = (chunk.float() for chunk in chunks)
-            fp32_gradient = gradient[start : start + size].float()
+            fp32_gradient = gradients.float()
             mean.lerp_(fp32_gradient, 1.0 - first)
             square.mul_(second).addcmul_(fp32_gradient, fp32_gradient, value=1.0 - second)
             weights.mul_(1.0 - group["lr"] * group["weight_decay"])
