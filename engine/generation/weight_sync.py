@@ -10,6 +10,7 @@ inference model over ranks by the plan of training (`engine/parallel/tensor.py`)
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from engine.parallel import dtensors, meshes, tensor, zero
 from engine.parallel.dtensors import Region
 
 ALIGNMENT = 64  # bytes
+WRAPPER = "base_model.model."  # the beginning of the names of a model in a peft wrapper
 WRAPPED = ".base_layer.weight"  # the end of the name of a weight with an adapter
 
 
@@ -52,13 +54,14 @@ def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
         layer = lora.get(name.removesuffix(WRAPPED)) if name.endswith(WRAPPED) else None
         layer = None if layer is None or layer.merged else layer
         first = tied.setdefault((id(parameter), id(layer)), LiveParameter(parameter, layer))
-        live[base_name(name)] = live[name] = first
+        live |= dict.fromkeys((name, name.removeprefix(WRAPPER), base_name(name)), first)
     return live
 
 
 def base_name(name: str) -> str:
     """Return the name of a parameter or buffer without the wrappers of peft."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    name = name.removeprefix(WRAPPER).replace(".base_layer.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+", "", name)
 
 
 @torch.no_grad()
@@ -111,14 +114,14 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     live parameter if that one is not sharded and has no adapter. A packed layer yields the result of `full_weight`.
     Raises ValueError like `live_parameters`.
     """
-    live = live_parameters(module)
+    live, replaced = live_parameters(module), tuple(_replaced_copies(module))
     for name, parameter in module.named_parameters():
-        if ".lora_" in name or ".modules_to_save." in name:
+        if ".lora_" in name or name.startswith(replaced):
             continue
         full = dtensors.full_tensor(parameter.detach())
         if (layer := live[name].lora) is not None:
             full = (full.float() + lora_update(layer, full.device)).to(full.dtype)
-        yield name.replace(".base_layer.", "."), full
+        yield base_name(name), full
     for path, layer in module.named_modules():
         if zero.is_packed(layer):
             full = layer.full_weight()  # type: ignore[operator]
@@ -150,6 +153,15 @@ def lora_update(layer: nn.Module, device: torch.device) -> Tensor:
         update = (b @ a).T if getattr(layer, "fan_in_fan_out", False) else b @ a
         total = total + scaling[name] * update
     return total  # type: ignore[no-any-return]
+
+
+def _replaced_copies(module: nn.Module) -> Iterator[str]:
+    """Yield the paths of modules that peft's `modules_to_save` has replaced by trained copies."""
+    for path, wrapper in module.named_modules():
+        copies = getattr(wrapper, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict):
+            yield f"{path}.original_module."
+            yield from (f"{path}.modules_to_save.{name}." for name in copies if name not in wrapper.active_adapters)  # type: ignore[operator]
 
 
 def _check_lora(path: str, layer: nn.Module) -> None:

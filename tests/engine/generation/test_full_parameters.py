@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.generation.weight_sync import full_parameters, lora_update
+
+NAMES = [f"{layer}.{leaf}" for layer in ("linear", "conv", "plain") for leaf in ("weight", "bias")]
 
 
 class Net(nn.Module):
@@ -47,7 +49,7 @@ def test_merged_weights(rank: int, alpha: int) -> None:
     module = adapted(rank, alpha)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     results = dict(full_parameters(module))
-    assert list(results) == [f"{m}.{p}" for m in ("linear", "conv", "plain") for p in ("weight", "bias")]
+    assert list(results) == NAMES
     scale = alpha / rank
     expected = {
         "linear.weight": by_hand(module.linear, scale, transposed=False),
@@ -86,3 +88,14 @@ def test_merged_adapters_are_added_once() -> None:
     expected = by_hand(layer, 1.5, transposed=False)
     layer.merge()
     torch.testing.assert_close(dict(full_parameters(module))["linear.weight"].double(), expected)
+
+
+def test_trained_copies_replace_the_layers_of_a_peft_model() -> None:
+    """`modules_to_save` trains a copy of a layer for each adapter. Only the copy of the active adapter counts."""
+    config = LoraConfig(r=2, target_modules=["linear"], modules_to_save=["plain"])
+    module: Any = get_peft_model(Net(), config)
+    module.add_adapter("second", config)
+    for name, copy in module.base_model.model.plain.modules_to_save.items():
+        nn.init.constant_(copy.weight, 1.0 if name == "default" else 2.0)
+    results = dict(full_parameters(module))
+    assert list(results) == NAMES and bool((results["plain.weight"] == 1).all())

@@ -151,8 +151,13 @@ def test_only_adapted_weights_are_copied() -> None:
     assert not any("lora" in name or "base_layer" in name for name, _ in model.module.named_modules())
 
 
-def test_a_model_in_a_peft_wrapper_is_merged() -> None:
-    wrapped = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+@pytest.mark.parametrize("trained", [{}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": PROMPTS[1]}])
+def test_a_model_in_a_peft_wrapper_is_merged(trained: dict[str, Any]) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **trained)
+    wrapped = get_peft_model(build("llama"), config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            parameter.mul_(-1 if "trainable_tokens" in name or "modules_to_save" in name else 1)
     expected = answers(merged_by_peft(wrapped.get_base_model()))
     model = InferenceModel(copy.deepcopy(wrapped), wrapped, torch.float32)
     model.sync()
