@@ -7,7 +7,7 @@ head h // (H / Hkv) (Ainslie et al., 2023, arXiv:2305.13245). The first tokens o
 which several sequences read. Left out: biases by position (ALiBi).
 
 `decode_attention` selects the implementation: Triton on GPUs, otherwise `reference`. On CPUs the generator calls the
-kernel in C (`engine/kernels_cpu/decode_attention.py`), which also writes the new keys and values.
+kernel in C (`engine/kernels_cpu/attention.py`), which also writes the new keys and values.
 
 Shapes: B sequences, H query heads, Hkv key heads, S slots, T capacity, D and Dv head sizes of keys and values.
 """

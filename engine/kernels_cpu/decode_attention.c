@@ -1,4 +1,4 @@
-/* Attention of one query token per sequence over its slots of a cache: decode_attention.py describes the function.
+/* Attention of one query token per sequence over its slots of a cache: attention.py describes the function.
 
 A task covers at most SHARE keys of a sequence under one key head, for all query heads that read this key head. If a
 sequence has several tasks, each writes the weighted sum of its values, the sum of its weights and its largest score.
@@ -18,7 +18,7 @@ enum {
     AHEAD = 4096, /* prefetch distance in bytes: hardware prefetchers stop at the end of a page */
 };
 
-/* The arguments, as declared in decode_attention.py. Strides are in numbers. */
+/* The arguments, as declared in attention.py. Strides are in numbers. */
 struct call {
     const char *query, *new_keys, *new_values; /* one token of each row */
     char *keys, *values, *out;                 /* (slots, key_heads, capacity, *_size), (rows, heads, value_size) */

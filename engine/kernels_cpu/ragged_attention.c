@@ -1,4 +1,4 @@
-/* Causal attention of the sequences of a packed row, forward and backward: ragged_attention.py describes the function.
+/* Causal attention of the sequences of a packed row, forward and backward: attention.py describes the function.
 
    All sums are fp32. A unit of work is one family (a sequence and the sequences that begin with its tokens) at one key
    head. No other unit adds to the gradients of the family's keys and values. A thread copies keys and values into its
