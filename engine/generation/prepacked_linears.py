@@ -37,7 +37,6 @@ from engine.kernels_cpu.library import library
 LAYOUT_ROWS = {torch.bfloat16: 1, torch.float32: 16}
 # PyTorch computes smaller layers, for which the call of another product costs more time than it saves.
 MIN_NUMEL = {torch.bfloat16: 1 << 14, torch.float32: 1 << 16}
-MAX_FP32_ROWS = 256  # with more rows PyTorch's own product is as fast
 MIN_OUTPUTS = 16  # the fewest outputs of a matrix: TILE in linear.c
 _LINEAR_ARGUMENTS: list[Any] = [*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 3, ctypes.c_int]
 _NORM_ARGUMENTS: list[Any] = [*[ctypes.c_void_p] * 3, *[ctypes.c_long] * 2, ctypes.c_float, ctypes.c_int]
@@ -202,14 +201,7 @@ def _prepare(layer: nn.Module) -> Product:
     if in_place_kernel_supports(weight):
         return LinearRows(weight.contiguous(), bias)
     multiply, packed = pack_linear(weight, LAYOUT_ROWS[weight.dtype])
-    plain = type(layer).forward
-    limit = MAX_FP32_ROWS * weight.shape[1] if weight.dtype == torch.float32 else float("inf")
-
-    def product(x: Tensor) -> Tensor:
-        out: Tensor = multiply(x, packed, bias, "none", [], "") if x.numel() <= limit else plain(layer, x)
-        return out
-
-    return product
+    return lambda x: multiply(x, packed, bias, "none", [], "")
 
 
 def _eligible(module: nn.Module) -> Iterator[nn.Module]:

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.generation import prepacked_linears as linear
-from engine.generation.prepacked_linears import MAX_FP32_ROWS, PrepackedLinears, copies_weights
+from engine.generation.prepacked_linears import PrepackedLinears, copies_weights
 from tests.engine.generation.families import can_prepack
 
 BF16 = torch.bfloat16
@@ -70,18 +70,16 @@ def test_weights_are_copied_only_where_necessary(in_place: bool) -> None:
 
 
 @torch.no_grad()
-def test_many_fp32_rows_use_pytorch() -> None:
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_fp32_weights_are_packed(rows: int) -> None:
     if not can_prepack(torch.float32):
         pytest.skip("this PyTorch cannot pack fp32 weights here")
-    module = nn.ModuleList([nn.Linear(1024, 512)])
-    x = torch.randn(MAX_FP32_ROWS + 1, 1024)
+    module, x = nn.ModuleList([nn.Linear(1024, 512)]), torch.randn(rows, 1024)
     plain, prepacked = module[0](x), PrepackedLinears(module)
     prepacked.refresh()
+    module[0].weight.zero_()
     with prepacked.applied():
-        torch.testing.assert_close(module[0](x[:7]), plain[:7])
-        module[0].weight.zero_()
-        assert module[0](x[:7]).abs().max() > 1, "prepacked weights must be a copy"
-        assert torch.equal(module[0](x), module[0].bias.expand(len(x), -1)), "PyTorch must read the weight itself"
+        torch.testing.assert_close(module[0](x), plain)
 
 
 @torch.no_grad()
