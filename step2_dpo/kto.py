@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.batch import lay_out
+from pipeline.data.batch import epoch_order, lay_out
 from pipeline.data.encode import Ids, LabelledItem
 from pipeline.data.microbatches import largest_microbatch, local_microbatches, score_items
 from pipeline.stages.supervised import StepBatch
@@ -50,17 +50,23 @@ class LabelBatch(AnswerBatch):
 
 
 def examples_of(items: Sequence[LabelledItem], *, max_length: int) -> list[Example]:
-    """Return each item with the answer of the next item that has another prompt.
+    """Return each item with an unrelated answer: that of the next item with another prompt, in a random order.
 
-    If no item has another prompt, the answer is that of the next item; a single item has its own answer.
+    The order depends on the number of items only. In the order of the data, both answers of a pair would get the chosen
+    answer of the next pair, and chosen answers alone would estimate the baseline. If no item has another prompt, the
+    answer is that of the next item; a single item has its own answer.
     """
     prompts = [item.ids[: item.prompt] for item in items]
+    order = epoch_order(len(items), seed=0, epoch=0)
+    others: dict[int, int] = {}
+    for place, index in enumerate(order):
+        following = chain(range(place + 1, len(items)), range(place))  # a list for each item would take n^2 time
+        unlike = (order[i] for i in following if not np.array_equal(prompts[order[i]], prompts[index]))
+        others[index] = next(unlike, order[(place + 1) % len(items)])
     examples = []
     for index, item in enumerate(items):
-        following = chain(range(index + 1, len(items)), range(index))  # a list for each item would take n^2 time
-        unlike = (i for i in following if not np.array_equal(prompts[i], prompts[index]))
-        other = next(unlike, (index + 1) % len(items))
-        unrelated = np.concatenate([prompts[index], items[other].ids[items[other].prompt :]])[:max_length]
+        other = items[others[index]]
+        unrelated = np.concatenate([prompts[index], other.ids[other.prompt :]])[:max_length]
         examples.append(Example(item.ids, unrelated, item.prompt, item.label))
     return examples
 

@@ -125,6 +125,17 @@ def test_unrelated_answers_belong_to_another_prompt() -> None:
     assert single.unrelated.tolist() == [1, 2, 11]
 
 
+def test_unrelated_answers_have_the_labels_of_the_data() -> None:
+    """They estimate the KL, which answers of one label would overestimate or underestimate after some steps."""
+    pairs = [
+        LabelledItem(np.array([i, 1000 + 2 * i + k], dtype=np.int32), 1, k == 0) for i in range(200) for k in (0, 1)
+    ]
+    answers = [int(each.unrelated[1]) - 1000 for each in examples_of(pairs, max_length=4)]
+    assert 0.4 < np.mean([answer % 2 for answer in answers]) < 0.6  # rejected answers have odd numbers
+    assert len(set(answers)) > 390  # nearly every answer is the unrelated one of one example
+    assert all(answer // 2 != index // 2 for index, answer in enumerate(answers))
+
+
 def test_a_pair_becomes_two_labelled_answers() -> None:
     prompt = (Message("user", "q"),)
     rated = LabelledAnswer((*prompt, Message("assistant", "x")), False, "s")
