@@ -141,6 +141,11 @@ def _ratio_mistakes(ppo: PpoSection) -> Iterable[str]:
             "ppo.shared_forward=true reuses forward passes over all answers of a rollout, but ppo.unfinished=mask "
             "leaves out some of these answers: set ppo.unfinished=penalize, or remove ppo.shared_forward"
         )
+    if ppo.shared_forward and ppo.ptx_coef and ppo.advantage != "gae":
+        yield (
+            f"ppo.shared_forward=true has no effect with ppo.ptx_coef={ppo.ptx_coef:g}, because the updates of the "
+            "actor also train on SFT data, and there is no critic: remove one of the two"
+        )
 
 
 def _size_mistakes(config: RunConfig) -> Iterable[str]:

@@ -91,6 +91,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ppo.kl_estimator=k3_weighted", "the KL counts in the reward, where the policy ratio is 1"),
         (["ppo.shared_forward=true", "ppo.minibatches=2"], "trains on a part of the answers: set ppo.minibatches=1"),
         (["ppo.shared_forward=true", "ppo.unfinished=mask"], "out some of these answers: set ppo.unfinished=penalize"),
+        (["ppo.shared_forward=true", "ppo.ptx_coef=0.1", "ppo=grpo"], "no effect with ppo.ptx_coef=0.1, because the"),
         (["ppo=online-dpo", "ppo.kl_in=reward"], "ranks answers by their scores: set ppo.kl_in=loss, or ppo.kl_coef=0"),
         (["ppo=online-dpo", "ppo.reference=false"], "compares the policy with the reference, but ppo.reference=false"),
         ("ppo.advantage=online_dpo", "compares the answers to one prompt, but ppo.samples=1"),
