@@ -153,8 +153,8 @@ def _raw(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     text = COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), path.read_text("utf-8"))
     try:
         raw = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # the text after ";" is advice to programmers
+        raise ValueError(f"{config} is not JSON: {str(error).partition(';')[0]}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{config} must contain one JSON object")
     return raw
@@ -164,7 +164,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name} occurs twice in one section; remove one")
+            raise ValueError(f"{name} occurs twice in one section: remove one")
     return dict(pairs)
 
 

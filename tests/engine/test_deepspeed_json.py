@@ -220,9 +220,14 @@ def test_files(tmp_path: Path) -> None:
     file.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
     with pytest.raises(ValueError, match="stage occurs twice"):
         parse(file)
-    file.write_text("{,}")
-    with pytest.raises(ValueError, match="is not JSON"):
-        parse(file)
+    for text, reason in (
+        ("{,}", "Expecting"),
+        (f'{{"a": {"1" * 5000}}}', "value has 5000 digits$"),
+        ("[" * 99999, "recurs"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"is not JSON: .*{reason}"):
+            parse(file)
     file.write_text(json.dumps(CHAT))
     assert parse(file, ranks=4) == parse(CHAT, ranks=4)
     file.write_text('# how\n{"a": "/* # // */ \\" //", // why\n /* two\nlines */ "b": 2}')
