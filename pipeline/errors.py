@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -45,7 +46,7 @@ def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
     """Run a command and return its exit status: 2 after a UserError, which is printed, and 130 after Ctrl-C.
 
     The status is 1 if the program that reads the output has ended (for example `head`). With `debug`, a UserError is
-    raised, so that its traceback appears.
+    printed with its traceback.
     """
     try:
         status = command()
@@ -53,8 +54,9 @@ def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
         return status
     except UserError as mistake:
         if debug:
-            raise
-        print(f"error: {mistake}", file=sys.stderr)
+            traceback.print_exc()
+        else:
+            print(f"error: {mistake}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         discard_output()

@@ -9,6 +9,7 @@ message.
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -76,8 +77,8 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
         return CRASHED
     except UserError as problem:
         if any(argument.lower().endswith("debug=true") for argument in arguments):
-            raise
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            traceback.print_exc()
+        elif os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
     except OSError as problem:
