@@ -175,12 +175,14 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
         try:
             runs[job.label] = last, _run_job(config, job.label, ranks, control)
             statuses.append(0)
-        except (UserError, StageFailed) as problem:
-            if len(jobs) == 1 or _status_of(problem) in ENDED_EARLY or not control.is_complete:
+        except (UserError, OSError, StageFailed) as problem:
+            status = _status_of(problem)
+            is_bug = isinstance(problem, OSError) and status != USER_ERROR
+            if len(jobs) == 1 or is_bug or status in ENDED_EARLY or not control.is_complete:
                 raise
-            if isinstance(problem, UserError):
-                print(f"error: {problem}", file=sys.stderr)
-            statuses.append(_status_of(problem))
+            if not isinstance(problem, StageFailed):
+                print(f"error: {advise(problem)}", file=sys.stderr)
+            statuses.append(status)
             runs[job.label] = last, None
     if len(jobs) > 1 and configs[-1].stage != "plan":
         print(compare_runs(runs), flush=True)

@@ -451,6 +451,18 @@ def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
     )
 
 
+def test_a_disk_error_in_one_run_of_a_multirun_does_not_stop_the_others(train_here, monkeypatch):
+    def refuse_first(config, stages, label):
+        if label == "seed=1":
+            raise PermissionError(13, "Permission denied", "runs")
+        return open_folder(config, stages, label)
+
+    monkeypatch.setattr("pipeline.launch.command.open_folder", refuse_first)
+    status, output = train_here("-m", "seed=1,2", "stage=sft")
+    assert status == 2 and "error: no permission ([Errno 13] Permission denied: 'runs'): change" in output
+    assert "seed=1  failed\nseed=2  eval_loss" in output and "1 of 2 runs failed: seed=1" in output
+
+
 def lock_and_die(folder: Path) -> None:
     _held = _lock(folder)
     os.kill(os.getpid(), signal.SIGKILL)
