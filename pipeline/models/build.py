@@ -242,13 +242,15 @@ def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrain
 def without_dropout(config: PretrainedConfig, rate: float) -> PretrainedConfig:
     """Return a copy of a configuration with every dropout rate set to `rate`, and layer drop set to 0.
 
-    The names of the fields identify dropout and layer drop, because each family names them differently.
+    The names of the fields identify dropout and layer drop, because each family names them differently. The language
+    model of a multimodal configuration has fields of its own.
     """
     clone = type(config).from_dict(config.to_dict())
-    for key, value in config.to_dict().items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if "dropout" in key or key.endswith("pdrop"):
-                setattr(clone, key, rate)
-            elif key.endswith("layerdrop"):
-                setattr(clone, key, 0.0)
+    for part in (clone, clone.get_text_config()):
+        for key, value in part.to_dict().items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if "dropout" in key or key.endswith("pdrop"):
+                    setattr(part, key, rate)
+                elif key.endswith("layerdrop"):
+                    setattr(part, key, 0.0)
     return clone

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     LlamaConfig,
+    LlavaConfig,
     PretrainedConfig,
     TrOCRConfig,
 )
@@ -306,6 +307,9 @@ def test_the_requested_dropout_is_used_and_the_configuration_unchanged() -> None
     clone = without_dropout(config, 0.05)
     assert (clone.dropout, clone.attention_dropout, clone.layerdrop) == (0.05, 0.05, 0.0)
     assert (config.dropout, config.attention_dropout, config.layerdrop) == (0.1, 0.2, 0.3)
+    multimodal = LlavaConfig(text_config=config_of("opt", dropout=0.1, layerdrop=0.3))
+    text = without_dropout(multimodal, 0.05).get_text_config()
+    assert (text.dropout, text.layerdrop, multimodal.text_config.dropout) == (0.05, 0.0, 0.1)
     pre = without_dropout(config_of("gpt2"), 0.0)
     assert (pre.attn_pdrop, pre.embd_pdrop, pre.resid_pdrop) == (0.0, 0.0, 0.0)
     ids = ids_of(2, 9)
