@@ -58,6 +58,9 @@ class Message:
         return "\n".join([self.content, *lines] if self.content else lines)
 
 
+EMPTY_SYSTEM = Message("system", "")  # chat services write it if there is no system message
+
+
 def message_from_row(row: Row) -> Message:
     """Return the message that `Message.to_row` wrote."""
     role, content, reasoning = row["role"], row["content"], row.get(REASONING, "")
@@ -330,8 +333,11 @@ def message_of(item: Any) -> Message:
         content = "".join(texts)
     given = next((item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)), "")
     reasoning = replace_surrogates(given).strip() if role == "assistant" else ""
-    if (fields or role == "tool") and (content is None or (isinstance(content, str) and not content.strip())):
-        return Message(role, "", _json({"content": "", **fields}), reasoning)
+    if content is None or (isinstance(content, str) and not content.strip()):
+        if role == "system":
+            return EMPTY_SYSTEM
+        if fields or role == "tool":
+            return Message(role, "", _json({"content": "", **fields}), reasoning)
     return Message(role, text_of(content, "answer" if role == "assistant" else "message"), _json(fields), reasoning)
 
 
@@ -342,10 +348,12 @@ def _json(fields: Mapping[str, Any]) -> str:
 def in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Join consecutive messages of one role, and check the order: optional system message, then user and assistant.
 
-    Results of tools follow an answer with calls.
+    Results of tools follow an answer with calls. An empty system message is left out.
     """
     joined: list[Message] = []
     for message in messages:
+        if message == EMPTY_SYSTEM:
+            continue
         if joined and joined[-1].role == message.role != "tool":
             joined[-1] = _join(joined[-1], message)
         else:

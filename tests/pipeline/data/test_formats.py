@@ -109,6 +109,9 @@ def test_texts_are_documents_for_sft_only() -> None:
     assert stages_of("text", labels=True) == ("sft",)
 
 
+USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "g"), ("assistant", "b")))
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -134,6 +137,11 @@ def test_texts_are_documents_for_sft_only() -> None:
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, chat("a", "b")),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, chat("a", "b")),
         ({"messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'}, chat("a", "b")),
+        ({"messages": [{"role": "system", "content": " "}, USER, GOOD]}, chat("a", "g")),
+        (
+            {"system": "s", "prompt": [{"role": "system", "content": None}, USER], "answer": "b"},
+            chat("a", "b", system="s"),
+        ),
     ],
 )
 def test_conversations(row: dict[str, Any], expected: tuple[Message, ...]) -> None:
@@ -145,9 +153,6 @@ def test_messages_after_the_last_answer_are_left_out() -> None:
     turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     assert one({"messages": turns}, "sft") == Conversation(chat("user", "assistant"), "s")
     assert one({"messages": turns[2:]}, "ppo") == Prompt(chat("user"), "s")
-
-
-USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "g"), ("assistant", "b")))
 
 
 @pytest.mark.parametrize(
