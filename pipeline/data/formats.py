@@ -39,6 +39,7 @@ from pipeline.data.records import (
     answer_of,
     in_order,
     label_of,
+    list_in,
     messages_of,
     question_of,
     text_of,
@@ -311,6 +312,7 @@ def _sides(row: Row) -> tuple[tuple[Message, ...], Message, Message]:
 
 def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
     """Return a conversation that ends with the answer, from Human:/Assistant: text or a message list."""
+    value = list_in(value)
     messages = turns_of(text_of(value, what)) if value is None or isinstance(value, str) else messages_of(value)
     if messages[-1].role != "assistant":
         raise BadRow("empty answer" if isinstance(value, str) else "answer does not end with the assistant's turn")

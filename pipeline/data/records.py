@@ -160,6 +160,12 @@ ROLES = {
     **dict.fromkeys(CALL_ROLES, "assistant"),
     **dict.fromkeys(RESULT_ROLES, "tool"),
 }
+# A list of messages as text, in JSON or as Python writes it: the cell of a CSV file.
+_MESSAGES = re.compile(
+    r"""\s*\[\s*\{\s*(?=["'](?:role|content|from|value)["'])"""
+    r""".*?["'](?:role|from)["']: ?["'](?:system|user|assistant|human|gpt)["'].*\}\s*\]\s*""",
+    re.DOTALL,
+)
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
@@ -226,7 +232,12 @@ def _list_of(value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:  # ValueError: also an integer with thousands of digits
-        raise BadRow("messages are not a list") from error
+        raise BadRow("a list of messages that is not JSON (pandas: write to_json, not to_csv)") from error
+
+
+def list_in(value: Any) -> Any:
+    """Return the message list that a prompt or an answer contains as text; any other value unchanged."""
+    return _list_of(value) if isinstance(value, str) and _MESSAGES.fullmatch(value) else value
 
 
 def looks_like_turns(text: str) -> bool:
@@ -254,6 +265,7 @@ def question_of(value: Any) -> tuple[Message, ...]:
 
     It ends with the turn of the user, or with the result of a tool.
     """
+    value = list_in(value)
     if isinstance(value, str) and looks_like_turns(value):
         messages = turns_of(value)
     elif value is None or isinstance(value, str):
@@ -271,6 +283,7 @@ def answer_of(value: Any) -> tuple[Message, ...]:
         value = str(value) if math.isfinite(value) else None  # an empty cell of a column of numbers
     elif isinstance(value, Mapping):
         value = [value]
+    value = list_in(value)
     if value is None or isinstance(value, str):
         return (Message("assistant", text_of(value, "answer")),)
     if not isinstance(value, Sequence):

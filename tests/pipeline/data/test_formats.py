@@ -149,6 +149,11 @@ def test_conversations(row: dict[str, Any], expected: tuple[Message, ...]) -> No
     assert one(row, "ppo") == Prompt(expected[:-1], "s")
 
 
+@pytest.mark.parametrize("answer", ['[{"role": "admin"}]', "[1] a role: 'user'", '[{"from": "A", "to": "user"}]'])
+def test_an_answer_in_brackets_stays_text(answer: str) -> None:
+    assert one({"prompt": "q", "completion": answer}, "sft").messages == chat("q", answer)
+
+
 def test_messages_after_the_last_answer_are_left_out() -> None:
     turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     assert one({"messages": turns}, "sft") == Conversation(chat("user", "assistant"), "s")
@@ -163,6 +168,8 @@ def test_messages_after_the_last_answer_are_left_out() -> None:
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "a", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": json.dumps([USER]), "chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
+        {"chosen": json.dumps([USER, GOOD], indent=1), "rejected": json.dumps([USER, BAD])},
         {"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "g"}, "rejected": BAD},
         {"chosen": "\n\nHuman: a\n\nAssistant: g", "rejected": "\n\nHuman: a\n\nAssistant: b"},
         {"input": {"messages": [USER], "tools": []}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
@@ -232,6 +239,14 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "a message with an image"),
         ({"messages": "hello"}, "messages are not a list"),
+        (
+            {"prompt": "a", "chosen": str([USER, GOOD]), "rejected": str([USER, BAD])},
+            "a list of messages that is not JSON",
+        ),
+        (
+            {"prompt": "a", "completion": "[{'content': '{it}', 'role': 'user'}\n {...}]"},
+            "a list of messages that is not",
+        ),
         ({"prompt": 7, "completion": "hello"}, "neither a text nor a list of messages"),
         ({"prompt": "q", "answer": "a", "label": "good"}, "write true or false"),
         ({"prompt": "q", "answer": "a", "label": 2}, "label is neither true nor false"),
