@@ -7,7 +7,7 @@ not get an answer to another question. Fields that only annotate a request are i
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +20,7 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 LARGEST_BODY = 8 * 2**20  # bytes
 MAX_CHOICES = 128
 MOST_ANSWERS = 1024  # of a request with several prompts
+MOST_STOPS = 64  # the decoding thread searches each stop string after each token
 # Fields that are accepted only with these values, which have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -94,6 +95,8 @@ class SharedFields(BaseModel):
                 "context_length_exceeded",
                 "max_tokens",
             )
+        if len(self.stops) > MOST_STOPS:
+            raise ServeError(400, f"stop: {len(self.stops)} texts are more than {MOST_STOPS}; send fewer", param="stop")
         try:
             return Sampling(
                 max_new_tokens=longest,
@@ -166,7 +169,7 @@ class ChatRequest(SharedFields):
 class CompletionRequest(SharedFields):
     """The body of POST /v1/completions. A prompt is a text or token ids; several prompts are a list."""
 
-    prompt: str | list[str] | list[Annotated[int, Field(ge=0)]] | list[list[Annotated[int, Field(ge=0)]]]
+    prompt: Any  # pydantic needs half a minute for millions of prompts, and the server waits
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=5)
 
@@ -175,21 +178,24 @@ class CompletionRequest(SharedFields):
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts. Raises ServeError for an empty one."""
-        prompt: Any = self.prompt
-        is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-        prompts = [prompt] if is_single else list(prompt)
-        if not prompts or not all(prompts):
-            raise ServeError(400, "prompt is empty; send at least one token", param="prompt")
-        answers = len(prompts) * self.n
-        if answers > MOST_ANSWERS:
-            raise ServeError(
-                400,
-                f"prompt: {len(prompts)} prompts with n={self.n} are {answers} answers, and a request may have at most "
-                f"{MOST_ANSWERS}; send several requests",
-                param="prompt",
+        """Return the prompts. Raises ServeError for other values, for an empty prompt, and for too many answers."""
+        is_single = isinstance(self.prompt, str) or _are_token_ids(self.prompt)
+        prompts = [self.prompt] if is_single else self.prompt
+        if isinstance(prompts, list) and len(prompts) * self.n > MOST_ANSWERS:
+            problem = (
+                f"{len(prompts)} prompts with n={self.n} are more than {MOST_ANSWERS} answers; send several requests"
             )
-        return [replace_surrogates(each) if isinstance(each, str) else each for each in prompts]
+        elif not isinstance(prompts, list) or not all(isinstance(p, str) or _are_token_ids(p) for p in prompts):
+            problem = "send a text, a list of token ids, or a list of texts or of lists of token ids"
+        elif not all(prompts):
+            problem = "prompt is empty; send at least one token"
+        else:
+            return [replace_surrogates(each) if isinstance(each, str) else each for each in prompts]
+        raise ServeError(400, f"prompt: {problem}", param="prompt")
+
+
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
 async def read_json(request: Request) -> Any:

@@ -224,10 +224,21 @@ def test_the_log_probabilities_of_a_completion_have_the_sampled_token(client: op
     assert any(len(likeliest) == count + 1 for likeliest in found.top_logprobs)
 
 
-def test_a_completion_of_very_many_prompts_is_refused(client: openai.OpenAI) -> None:
-    """The body may have 8 MiB, which are millions of prompts with 128 answers each."""
-    with pytest.raises(openai.BadRequestError, match="100 prompts with n=128 are 12800 answers") as caught:
-        client.completions.create(model="sft", prompt=[[1]] * 100, n=128, max_tokens=1)
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([[1]] * 100, "100 prompts with n=20 are more than 1024 answers"),  # a body may have millions of prompts
+        ([[1], []], "prompt is empty"),
+        ([], "prompt is empty"),
+        ([1.5], "send a text, a list of token ids"),
+        ([[True]], "send a text, a list of token ids"),
+        ({"a": 1}, "send a text, a list of token ids"),
+        ([10**9], "token ids must be below 300"),
+    ],
+)
+def test_unusable_prompts_are_refused(client: openai.OpenAI, prompt: Any, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.completions.create(model="sft", prompt=prompt, n=20, max_tokens=1)
     assert caught.value.param == "prompt"
 
 
@@ -252,6 +263,7 @@ def test_a_completion_of_very_many_prompts_is_refused(client: openai.OpenAI) -> 
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages", "of the role 'robot'"),
         ({"messages": [{"role": "user", "content": "good morning " * 400}]}, None, "has a context of 256 tokens"),
         ({"seed": "x"}, "seed", "valid integer"),
+        ({"stop": ["x"] * 65}, "stop", "65 texts are more than 64"),
         ({"n": 1000}, "n", "less than or equal to 128"),
     ],
 )
