@@ -1,4 +1,4 @@
-"""The engine in a user's training loop: three kinds of modules on one and two ranks, against plain PyTorch."""
+"""The engine in a user's training loop: modules of many kinds on one and two ranks, against plain PyTorch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
 from engine import Engine, EngineConfig, OptimizerConfig, initialize
 from engine.parallel import dist
@@ -35,6 +35,36 @@ class ConvNet(nn.Module):
         return self.head(self.body(images).mean((2, 3)))
 
 
+class Chain(nn.Module):
+    """Blocks that are the same module, share a weight, or are in nested lists."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 5), nn.Linear(5, 1)
+        blocks = [nn.Linear(5, 5) for _ in range(4)]
+        if kind == "looped":
+            blocks = blocks[:1] * 3
+        elif kind == "shared":
+            blocks[3].weight = blocks[0].weight
+        self.groups = nn.ModuleList([nn.ModuleList(blocks[:2]), nn.ModuleList(blocks[2:])])
+        if kind == "shared":
+            self.groups = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for group in self.groups:
+            for block in group if isinstance(group, nn.ModuleList) else [group]:
+                x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def mixtral() -> nn.Module:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    experts = {"num_key_value_heads": 1, "vocab_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("mixtral", max_position_embeddings=32, **shape, **experts)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+
+
 def bert() -> nn.Module:
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     return BertForSequenceClassification(
@@ -54,19 +84,45 @@ def bert_loss(model: Callable[..., Any], x: Tensor, seed: int) -> Tensor:
     return model(input_ids=x, attention_mask=(x > 4).long(), labels=classes(x, 3)).loss
 
 
+def token_loss(model: Callable[..., Any], x: Tensor, seed: int) -> Tensor:
+    return model(input_ids=x, labels=x, use_cache=False).loss
+
+
 def image_loss(model: Callable[..., Any], x: Tensor, seed: int) -> Tensor:
     return F.cross_entropy(model(x), classes(x * 10, 4))
 
 
 def rows_of(kind: str, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
-    if kind == "bert":
-        return torch.randint(0, 50, (ROWS, 7), generator=generator)
-    return torch.randn(*((ROWS, 6) if kind == "linear" else (ROWS, 3, 8, 8)), generator=generator)
+    if kind in ("bert", "mixtral"):
+        return torch.randint(0, 48, (ROWS, 7), generator=generator)
+    return torch.randn(*((ROWS, 3, 8, 8) if kind == "image" else (ROWS, 6)), generator=generator)
 
 
-MAKE: dict[str, Callable[[], nn.Module]] = {"linear": lambda: nn.Linear(6, 1), "bert": bert, "image": ConvNet}
-LOSS = {"linear": regression_loss, "bert": bert_loss, "image": image_loss}
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 1),
+    "bert": bert,
+    "image": ConvNet,
+    "looped": lambda: Chain("looped"),
+    "shared": lambda: Chain("shared"),
+    "nested": lambda: Chain("nested"),
+    "mixtral": mixtral,
+}
+LOSS = {"bert": bert_loss, "image": image_loss, "mixtral": token_loss}
+# The layouts of each kind on two ranks: every ZeRO stage for the weight that blocks share.
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "linear": [{"zero_stage": 1, "gradient_accumulation": 2}],
+    "bert": [{"zero_stage": 2, "gradient_accumulation": 2}, {"zero_stage": 3, "shard_ranks": 1}],
+    "image": [{"zero_stage": 0}],
+    "looped": [{"zero_stage": 1}, {"zero_stage": 3, "activation_checkpointing": True}],
+    "shared": [{"zero_stage": stage, "activation_checkpointing": True} for stage in range(4)],
+    "nested": [{"zero_stage": 2}, {"zero_stage": 3, "activation_checkpointing": True}],
+    "mixtral": [{"zero_stage": 0}, {"zero_stage": 3}],
+}
+
+
+def loss_of(kind: str, model: Callable[..., Any], rows: Tensor, step: int) -> Tensor:
+    return LOSS.get(kind, regression_loss)(model, rows, step)
 
 
 def model_of(kind: str) -> nn.Module:
@@ -79,7 +135,7 @@ def plain(kind: str) -> dict[str, Tensor]:
     model = model_of(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01, eps=EPS)
     for step in range(STEPS):
-        LOSS[kind](model, rows_of(kind, step), step).backward()
+        loss_of(kind, model, rows_of(kind, step), step).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -89,14 +145,14 @@ def engine_of(kind: str, **layout: Any) -> Engine:
     return initialize(model_of(kind), EngineConfig(dtype="fp32", **layout), optimizer=OPTIMIZER)
 
 
-def train_engine(kind: str, accumulation: int, **layout: Any) -> dict[str, Tensor]:
-    """Train with the engine. Each rank has its share of the batch, in `accumulation` micro-batches."""
-    engine = engine_of(kind, gradient_accumulation=accumulation, **layout)
+def train_engine(kind: str, **layout: Any) -> dict[str, Tensor]:
+    """Train with the engine. Each rank has its share of the batch, in `gradient_accumulation` micro-batches."""
+    engine, accumulation = engine_of(kind, **layout), layout.get("gradient_accumulation", 1)
     world = dist.world()
     for step in range(STEPS):
         steps = []
         for rows in rows_of(kind, step)[world.rank :: world.size].chunk(accumulation):
-            engine.backward(LOSS[kind](engine, rows.to(engine.device), step))
+            engine.backward(loss_of(kind, engine, rows.to(engine.device), step))
             steps.append(engine.step())
         assert [done is None for done in steps] == [True] * (accumulation - 1) + [False]
         assert steps[-1].lr == 0.02 and not steps[-1].skipped
@@ -111,22 +167,15 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
             torch.testing.assert_close(actual[name], weight, atol=tolerance, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", list(MAKE))
+@pytest.mark.parametrize("kind", ["linear", "bert", "image"])
 def test_one_rank_equals_plain_pytorch(kind: str) -> None:
-    assert_close(train_engine(kind, 1), plain(kind))
-    assert_close(train_engine(kind, 4, zero_stage=3), plain(kind))
+    assert_close(train_engine(kind), plain(kind))
+    assert_close(train_engine(kind, gradient_accumulation=4, zero_stage=3), plain(kind))
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    results: dict[str, Any] = {
-        "linear": train_engine("linear", 2, zero_stage=1),
-        "bert": train_engine("bert", 2, zero_stage=2),
-    }
-    results |= {
-        "image": train_engine("image", 1, zero_stage=0),
-        "groups": train_engine("bert", 1, zero_stage=3, shard_ranks=1),
-    }
+    results: dict[str, Any] = {kind: [train_engine(kind, **each) for each in LAYOUTS[kind]] for kind in MAKE}
     engine = engine_of("bert", zero_stage=3)
     assert engine.load(folder) == {"epoch": 1}
     results |= {"loaded": full_weights(engine), "step": engine.step_count}
@@ -153,10 +202,11 @@ def test_two_ranks_equal_plain_pytorch_and_load_one_ranks_checkpoint(tmp_path: P
     engine.backward(bert_loss(engine, rows_of("bert", 0), 0))
     engine.step()
     engine.save(tmp_path / "saved", {"epoch": 1})
+    expected = {kind: plain(kind) for kind in MAKE}
     for actual in run_ranks(on_two_ranks, 2, tmp_path / "saved"):
         for kind in MAKE:
-            assert_close(actual[kind], plain(kind))
-        assert_close(actual["groups"], plain("bert"))
+            for weights in actual[kind]:
+                assert_close(weights, expected[kind])
         assert_close(actual["loaded"], full_weights(engine), 0.0)
         assert actual["step"] == 1 and "shard_ranks=4 does not divide the 2 ranks" in actual["error"]
 
