@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import SavePlan
 
 from engine import Checkpointer, Engine, EngineConfig, OptimizerConfig
 from engine.checkpoint import Damaged, complete, random_state, restore_random_state, storage
@@ -314,19 +312,6 @@ def test_the_callback_after_a_save_finds_the_final_folder(tmp_path: Path) -> Non
     assert results == [[tmp_path / "step-1"]]
 
 
-def test_a_checkpoint_without_the_size_of_tensor_groups_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Earlier versions did not write the size."""
-    save_and_wait(engine_of(0), tmp_path / "step-1", mood="fair")
-    file = tmp_path / "step-1" / "state.json"
-    state = json.loads(file.read_text())
-    del state["tensor"]
-    file.write_text(json.dumps(state))
-    monkeypatch.setattr(checkpointer_module, "verify", lambda folder: None)
-    assert Checkpointer({"net": engine_of(0)}).load(tmp_path / "step-1")[1] == {"mood": "fair"}
-
-
 def test_random_state_comes_back() -> None:
     torch.manual_seed(4)
     kept = json.loads(json.dumps(random_state()))
@@ -430,21 +415,6 @@ def test_buffers_of_any_type_and_shape_are_restored(tmp_path: Path) -> None:
         assert actual.dtype == value.dtype and actual.tolist() == value.tolist(), name
 
 
-def test_buffers_that_share_memory_are_saved_without_room_for_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Checkpointer, "_can_copy", lambda *_: False)
-    module, table = Net(), torch.arange(6.0)
-    part = table[2:4]
-    module.register_buffer("table", table)
-    module.register_buffer("part", part)
-    engine = Engine(module, EngineConfig(dtype="fp32"), optimizer=OPTIMIZER)
-    engine.save(tmp_path / "saved")
-    table.zero_()
-    engine.load(tmp_path / "saved")
-    assert table.tolist() == [0, 1, 2, 3, 4, 5] and part.tolist() == [2, 3]
-
-
 def test_a_save_replaces_a_checkpoint_but_no_other_files(tmp_path: Path) -> None:
     engine = engine_of(0)
     for _ in range(2):
@@ -454,34 +424,6 @@ def test_a_save_replaces_a_checkpoint_but_no_other_files(tmp_path: Path) -> None
         engine.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "train.log").read_text() == "step 1"
     engine.load(tmp_path / "saved")
-
-
-def test_rank_zero_may_remove_an_incomplete_folder_while_other_ranks_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worst order of two ranks: rank 0 removes the folder while rank 1 finds that it exists."""
-    (tmp_path / "step-1.tmp").mkdir()
-    (tmp_path / "step-1.tmp" / "tensors-7.safetensors").touch()
-    ranks = [Writer(tmp_path / "step-1", {}, lambda: None) for _ in range(2)]
-    plans = list[SavePlan]()
-
-    def plan(rank: int) -> None:
-        ranks[rank].set_up_storage_writer(rank == 0)
-        plans.append(ranks[rank].prepare_local_plan(SavePlan([])))
-
-    def mkdir(path: str, *arguments: Any, make: Callable[..., None] = os.mkdir) -> None:
-        try:
-            make(path, *arguments)
-        except FileExistsError:
-            shutil.rmtree(path)
-            raise
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "mkdir", mkdir)
-        plan(1)
-    plan(0)
-    ranks[0].prepare_global_plan(plans)
-    assert list((tmp_path / "step-1.tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [".", "", "./", "here"])

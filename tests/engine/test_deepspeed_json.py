@@ -295,50 +295,6 @@ def test_the_page_lists_every_key_and_default() -> None:
         assert parameters[kind] == {n: v.lower() for n, v in shown.items() if v != "None"}
 
 
-TABLE = """
-train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping=1.0
-communication_data_type prescale_gradients=False gradient_predivide_factor=1.0 steps_per_print
-wall_clock_breakdown=False zero_allow_untested_optimizer=False zero_force_ds_cpu_optimizer=True
-zero_optimization: stage=0 contiguous_gradients=True reduce_scatter=True allgather_partitions=True
-use_multi_rank_bucket_allreduce=True reduce_bucket_size=5e8 allgather_bucket_size=5e8 overlap_comm
-load_from_fp32_weights=True sub_group_size=1e9 stage3_prefetch_bucket_size=5e7 stage3_param_persistence_threshold=1e5
-stage3_model_persistence_threshold stage3_max_live_parameters=1e9 stage3_max_reuse_distance=1e9
-stage3_gather_16bit_weights_on_model_save=False stage3_module_granularity_threshold=0
-stage3_use_all_reduce_for_fetch_params=False stage3_allgather_sequential=False ignore_unused_parameters=True
-round_robin_gradients=False legacy_stage1=False elastic_checkpoint=False zero_hpz_partition_size=1
-zero_quantized_weights=False zero_quantized_gradients=False zero_quantized_nontrainable_weights=False zeropp_loco_param
-mics_shard_size=-1 memory_efficient_linear=True override_module_apply=True pipeline_loading_checkpoint=False
-enable_sanity_checks=False log_trace_cache_warnings=False
-zero_optimization.offload_param: device="none" nvme_path buffer_count=5 buffer_size=1e8 max_in_cpu=1e9 pin_memory=True
-zero_optimization.offload_optimizer: device="none" nvme_path buffer_count=4 pin_memory=True pipeline_read=False
-pipeline_write=False fast_init=False ratio=1.0 super_offload=False cpuadam_cores_perc=0.8
-aio: block_size=1048576 queue_depth=8 intra_op_parallelism=1 thread_count=1 single_submit=False overlap_events=True
-use_gds=False
-fp16: enabled=False auto_cast=False loss_scale=0 initial_scale_power=16 loss_scale_window=1000 hysteresis=2
-consecutive_hysteresis=False min_loss_scale=1 fp16_master_weights_and_grads=False
-bf16: enabled=False immediate_grad_update=False check_grad_overflow=True bf16_master_weights_and_grads=False
-bf16_optimizer_states=False
-hybrid_engine: enabled=False max_out_tokens=512 inference_tp_size=1 release_inference_cache=False pin_parameters=True
-tp_gather_partition_size=8 enable_cuda_graph=False
-activation_checkpointing: partition_activations=False cpu_checkpointing=False contiguous_memory_optimization=False
-synchronize_checkpoint_boundary=False profile=False number_checkpoints
-"""
-
-
-def test_every_key_of_deepspeeds_tables_is_known_and_its_default_is_accepted() -> None:
-    section = ""
-    for word in TABLE.split():
-        if word.endswith(":"):
-            section = f"{word[:-1]}."
-            continue
-        name, _, default = word.partition("=")
-        assert section + name in KEYS or section[:-1] in KEYS
-        file: Any = json.loads(default.lower()) if default else None
-        for key in reversed((section + name).split(".")):
-            file = {key: file}
-        parse(file, ranks=None)
-
-
 def test_names_and_values_of_public_files() -> None:
     """Keys of ZeRO-3 without `stage3_`, a sub-group for each parameter, and a section that switches itself off."""
     zero = {"stage": 3, "sub_group_size": 0, "max_live_parameters": 0, "gather_16bit_weights_on_model_save": True}
@@ -371,23 +327,3 @@ def test_offload_sections() -> None:
     section["offload_param"]["nvme_path"] = "/other"  # type: ignore[index]
     with pytest.raises(ValueError, match="nvme_path differ"):
         parse({"zero_optimization": section})
-
-
-def test_comments_and_empty_sections_are_accepted() -> None:
-    file = {
-        "_comment": "ours", "//": "x", "fp16": None, "scheduler": None, "steps_per_print": float("inf"),
-        "optimizer": {"type": "Adam", "params": {"lr": None, "eps": "1e-7", "weight_decay": None}},
-        "zero_optimization": {"stage": 2, "# why": "it fits", "offload_optimizer": None},
-    }  # fmt: skip
-    actual = parse(file, ranks=1)
-    assert actual.engine.zero_stage == 2 and actual.engine.offload_optimizer == "none" and actual.optimizer is not None
-    assert (actual.optimizer.lr, actual.optimizer.eps, actual.optimizer.weight_decay) == (1e-3, 1e-7, 0.0)
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_null_and_false_mean_no_offload(value: Any) -> None:
-    """The value also overrides the caller's tiers, as `"device": "none"` does."""
-    section = {"stage": 3, "offload_optimizer": value, "offload_param": value}
-    own = EngineConfig(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
-    actual = parse({"zero_optimization": section}, base=vars(own)).engine
-    assert (actual.offload_optimizer, actual.offload_parameters) == ("none", "none")

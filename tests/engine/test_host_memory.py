@@ -1,50 +1,11 @@
 """The host memory of a process in a container, and the reuse of freed memory (by page faults of a new process)."""
 
-import ctypes
-import resource
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from engine import host_memory as memory
-from tests.ranks import Worker
-
-
-def print_faults() -> None:
-    """Count the page faults of the second write to 64 MiB, by default and after each function."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
-
-    def faults(size: int) -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        block = libc.malloc(size)
-        ctypes.memset(block, 1, size)
-        libc.free(block)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    for configure in (lambda: None, memory.reuse_freed_memory, memory.return_freed_memory):
-        configure()
-        faults(2**26)
-        print(faults(2**26))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator is glibc's")
-def test_freed_blocks_are_reused_until_memory_must_be_returned() -> None:
-    worker = Worker(print_faults, environment={})
-    output, _ = worker.communicate()
-    assert worker.returncode == 0, output
-    default, reused, returned = map(int, output.split())
-    pages = 2**26 // 2**21  # pages may be huge
-    assert default > pages
-    assert reused < 4
-    assert returned > pages
-
 
 GIB = 2**30
 

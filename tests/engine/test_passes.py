@@ -1,11 +1,9 @@
 """Shared forwards for scoring and training give the numbers of separate forwards, also after errors."""
 
 import gc
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from engine import EngineConfig, OptimizerConfig, initialize
 from engine.engine import Engine
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist
-from engine.parallel.pipeline_parallel import PipelinePasses
 from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
@@ -206,22 +203,6 @@ def test_other_passes_discard_the_shared_forwards() -> None:
         losses.append(engine.update(share, loss, 16.0).loss)
     assert losses == expected["losses"] and engine.module.seen.item() == expected["seen"]
     assert forwards == [True, False, True, True, True, True, True]  # only the two forwards of the third step are shared
-
-
-def test_a_pipeline_sends_each_row_of_its_results_once() -> None:
-    sent = list[int]()
-
-    def broadcast(value: Any) -> Any:
-        sent.append(len(pickle.dumps(value)))
-        return value
-
-    values = torch.arange(6400.0)
-    pipeline: Any = SimpleNamespace(
-        _run=lambda batches, score: [list(enumerate(values.split(100)))], _broadcast_from_last=broadcast
-    )
-    found = PipelinePasses.score(pipeline, [None], lambda *_: [])
-    assert torch.equal(torch.cat([row for _, row in found[0]]), values)
-    assert sent[0] < 3 * values.nbytes
 
 
 def test_an_update_after_a_failed_shared_forward_is_complete() -> None:

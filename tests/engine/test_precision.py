@@ -43,13 +43,6 @@ def test_overflow_at_the_smallest_scale_is_an_error_with_a_remedy() -> None:
         scaler.update(True)
 
 
-def test_other_precisions_have_no_loss_scale() -> None:
-    scaler = LossScaler(LossScale(window=1), enabled=False)
-    for overflow in (False, True, False):
-        scaler.update(overflow)
-    assert (scaler.scale, scaler.skipped, scaler.steps) == (1.0, 1, 3)
-
-
 def test_scaler_resumes_exactly() -> None:
     config = LossScale(initial_power=16, window=3)
     source = random.Random(3)
@@ -94,20 +87,6 @@ def test_frozen_engines_store_their_precision_and_trained_ones_fp32(dtype: str) 
     assert still(x).dtype == learns(x).dtype == expected  # both cast the inputs
     for engine in (still, learns):  # buffers are not cast, because rotary frequencies in bf16 have errors of radians
         assert engine.module.get_buffer("frequency").item() == 1.0 + 2**-12
-
-
-def test_scoring_disables_dropout_temporarily() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    engine = Engine(module, EngineConfig(dtype="fp32"), optimizer=OptimizerConfig(lr=1.0, total_steps=1))
-    x = torch.ones(64, 4, device=dist.world().device)
-    with engine.scoring() as scored:
-        first, second = scored(x), scored(x)
-        assert torch.equal(first, second) and not first.requires_grad
-    assert engine.module.training and (engine(x) == 0).any()
-    dropout = engine.module.get_submodule("1").eval()  # as in a frozen part of a model
-    with engine.scoring():
-        pass
-    assert engine.module.training and not dropout.training
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

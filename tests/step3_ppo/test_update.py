@@ -12,11 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine.parallel import dist
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import TokenBatch
-from pipeline.models.checks import verify
 from step3_ppo.rollout import Rollout
 from step3_ppo.setup import reward_shaping
 from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy
-from tests.host_syncs import HostSyncCounter
 from tests.step3_ppo.example_rollouts import Table, advantages_of, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
 from tests.step3_ppo.test_loss import policy_by_hand, value_by_hand
@@ -119,19 +117,6 @@ def test_with_a_critic_the_kl_may_be_in_the_loss() -> None:
     without = advantages_of(rollout, plain, kl_coef=0.0)
     assert torch.equal(actual.advantages, without.advantages) and torch.equal(actual.returns, without.returns)
     assert not torch.equal(actual.advantages, advantages_of(rollout, plain, kl_coef=0.13).advantages)
-
-
-def test_prompts_with_equal_scores_are_counted() -> None:
-    rollout = dataclasses.replace(rollout_of([3] * 6, [4, 1, 6, 2, 3, 5]), values=None)
-    rollout.scores.copy_(torch.tensor([1.3, 1.3, 1.3, 1.3, 1.3, 0.3]))
-    rollout.finished.fill_(True)
-    for advantage in ("rloo", "grpo"):  # of RLOO their KL still differs
-        section = PpoSection(advantage=advantage, samples=3)
-        assert advantages_of(rollout, section, kl_coef=0.1).uniform_prompts == 0.5
-    rollout.finished[0] = False
-    assert advantages_of(rollout, section, kl_coef=0.1).uniform_prompts == 0.0
-    with_critic = advantages_of(rollout_of(PROMPTS, RESPONSES), PpoSection(), kl_coef=0.1)
-    assert with_critic.uniform_prompts is None
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -323,19 +308,3 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
-
-
-def test_the_host_does_not_wait_before_the_end_of_an_update(tmp_path: Path) -> None:
-    saved_models(tmp_path)
-    models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
-    section = PpoSection(importance_cap=2.0)
-    targets = advantages_of(rollout, section, kl_coef=0.1)
-    for engine in (models.actor, models.critic):
-        assert verify(engine, max_length=16).packing
-    (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=18, packing=True)
-    with HostSyncCounter() as policy:
-        update_policy(models.actor, minibatch, rollout, targets, section, temperature=0.8)
-    with HostSyncCounter() as critic:
-        update_critic(models.critic, minibatch, rollout, targets, clip=section.value_clip)
-    # tests/engine/test_engine.py shows that an update reads all its numbers at its end in one transfer.
-    assert not policy.counts and not critic.counts

@@ -31,19 +31,6 @@ def states_of(sizes: list[int], sub_group: int, *kinds: str, folder: Path | None
     return states
 
 
-def test_sub_groups_cover_every_element_once() -> None:
-    sizes = [5, 3 * PAGE + 1, 0, 2 * PAGE, 7]
-    states = states_of(sizes, 2 * PAGE)
-    for index, size in enumerate(sizes):
-        actual = [(group, s) for group in states.sub_groups for s in group.segments if s.shard == index]
-        segments = [(s.start, s.stop, group.start + s.offset) for group, s in actual]
-        assert [start for start, _, _ in segments] == [0, *(stop for _, stop, _ in segments[:-1])][: len(segments)]
-        assert sum(stop - start for start, stop, _ in segments) == size
-        assert all(offset == states.offsets[index] + start for start, _, offset in segments)
-    assert all(offset % PAGE == 0 for offset in states.offsets)
-    assert [group.start for group in states.sub_groups[1:]] == [group.stop for group in states.sub_groups[:-1]]
-
-
 def test_iterate_stores_changes_and_holds_a_few_sub_groups(tmp_path: Path) -> None:
     states = states_of([20 * PAGE, 17], PAGE, "parameter", "exp_avg", folder=tmp_path)
     for shard, size in enumerate(states.sizes):

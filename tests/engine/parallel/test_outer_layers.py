@@ -107,10 +107,3 @@ def test_blocks_run_without_embedding_and_head(ranks: list[list[Found]]) -> None
         assert max(one.in_blocks) <= 4 * (32 + 2 * shape.block)  # the norm, this block, and perhaps the next
         assert one.at_end == 4 * (layer + 32) <= predicted  # backward begins with norm and head
         assert min(both.in_blocks) >= 4 * layer
-
-
-def test_backward_reduces_the_head_first_and_the_embedding_last(ranks: list[list[Found]]) -> None:
-    layer = 4 * VOCABULARY * 32
-    for rank in ranks:
-        reduced = rank[1].reduced  # one reduction a step at stage 1
-        assert len(reduced) == 2 * 6 and reduced[0] == layer and sorted(reduced[4:6]) == [32, layer]
