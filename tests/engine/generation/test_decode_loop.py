@@ -136,26 +136,6 @@ def test_a_window_outlasts_an_answer_that_fills_its_slot(monkeypatch: pytest.Mon
     assert_equal(answers, Generator(model, "cpu").generate(PROMPTS[:5], sampling, SEEDS[:5], 3))
 
 
-SETTINGS: list[Sampling] = [
-    replace(RANDOM, temperature=0),
-    replace(RANDOM, top_k=20, top_p=0.9),
-    replace(RANDOM, min_p=0.05, min_new_tokens=5),
-    replace(RANDOM, repetition_penalty=1.6),
-    replace(RANDOM, max_new_tokens=1),
-]
-
-
-def test_one_loop_serves_many_sampling_settings(llama: nn.Module) -> None:
-    """State, steps and cache are reused between calls. There are more settings than the loop keeps steps for."""
-    generator = windowed_generator(llama)
-    for sampling in [*SETTINGS, RANDOM, replace(RANDOM, seed=8), *SETTINGS[:2]]:
-        assert_equal(
-            generator.generate(PROMPTS[:5], sampling, SEEDS[:5], 3),
-            Generator(llama, "cpu").generate(PROMPTS[:5], sampling, SEEDS[:5], 3),
-        )
-    assert len(loop_of(generator)._samplers) == decode_loop.MAX_SAMPLERS
-
-
 def test_each_token_is_computed_exactly_once(llama: nn.Module, steps: list[StepTokens]) -> None:
     answers = Generator(llama, "cpu").generate(PROMPTS, GREEDY, STREAMS, batch_size=3)
     ran = steps[2:]  # the first two steps are the loop's trial
@@ -293,34 +273,6 @@ def test_all_settings_combined_equal_the_definition(family: str) -> None:
             "the penalty has no effect on these answers"
         )
         assert any(a.finished for a in answers) == (how.temperature > 0)
-
-
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_stop_strings_end_an_answer(family: str) -> None:
-    rollouts = Generator(build(family), "cpu")
-    complete = rollouts.generate(PROMPTS, Sampling(12, seed=5), STREAMS)
-    stop = tuple(f"<{a.token_ids[4]}><{a.token_ids[5]}>" for a in complete[:3])
-
-    cut = rollouts.generate(PROMPTS, Sampling(12, seed=5, stop=stop), STREAMS, batch_size=3, text=text)
-    for answer, full in zip(cut, complete, strict=True):
-        ends = [n for n in range(1, 13) if text(full.token_ids[:n]).endswith(stop)]
-        assert answer.token_ids == full.token_ids[: ends[0] if ends else 12] and answer.finished == bool(ends)
-    assert sum(answer.finished for answer in cut) >= 3
-    streamed = list(rollouts.stream(PROMPTS[0], Sampling(12, seed=5, stop=stop), 0, text=text))
-    assert streamed == cut[0].token_ids
-
-
-@pytest.mark.parametrize("windows", [False, True])
-def test_an_abandoned_stream_leaves_no_state(llama: nn.Module, windows: bool) -> None:
-    llama.config._attn_implementation = "sdpa"
-    generator = Generator(llama, "cpu")
-    loop_of(generator, windows=windows)
-    stream = generator.stream(PROMPTS[0], RANDOM, 1)
-    next(stream)
-    assert llama.config._attn_implementation == "sdpa"  # also while the stream is suspended
-    assert not any("forward" in module.__dict__ for module in llama.modules())
-    expected = Generator(llama, "cpu").generate(PROMPTS, RANDOM, SEEDS)
-    assert_equal(generator.generate(PROMPTS, RANDOM, SEEDS), expected)
 
 
 @pytest.mark.parametrize("window", [None, 3, 8])

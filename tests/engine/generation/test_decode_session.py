@@ -12,7 +12,6 @@ from engine.generation.decode_loop import DecodeLoop
 from engine.generation.decode_session import DecodeSession
 from engine.generation.generator import Generator
 from engine.generation.sampling import SampledToken, Sampling
-from engine.generation.scheduler import Scheduler
 from tests.engine.generation.families import ENDS, build, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 7, 20, 11, 5)
@@ -104,19 +103,6 @@ def test_an_abort_while_the_prompt_runs_leaves_other_readers_alone(
     drain(session, answers)
     single = Generator(llama, "cpu").generate([[*long[:-1], 50]], BASE, [2])[0]
     assert [token.token for token in answers[3]] == single.token_ids and 2 not in answers
-
-
-def test_an_aborted_prompt_leaves_the_queue() -> None:
-    scheduler = Scheduler(slots=1, prompt_slots=1, prefill_tokens=4)
-    scheduler.add(7, [1, 2, 3, 4, 5, 6])
-    scheduler.add(8, [9])
-    assert not scheduler.plan().starting
-    scheduler.abort(7)
-    plan = scheduler.plan()
-    assert not plan.chunks
-    assert [sequence.request for sequence in plan.starting] == [8]
-    scheduler.abort(8)
-    assert not scheduler.busy
 
 
 def test_raw_log_probabilities_are_those_of_the_plain_forward(llama: nn.Module) -> None:

@@ -108,17 +108,6 @@ def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
         assert list(rollouts.stream(PROMPTS[1], sampling, stream)) == full.token_ids
 
 
-def test_a_stream_decodes_no_further_than_it_is_read(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    forward = SlotModel.__call__
-    monkeypatch.setattr(SlotModel, "__call__", lambda *step, **named: calls.append(1) or forward(*step, **named))
-    rollouts = Generator(llama, "cpu")
-    assert rollouts.fallback is None
-    calls.clear()  # forget the calls of the decode loop's trial
-    read = list(itertools.islice(rollouts.stream(PROMPTS[0], Sampling(50)), 3))
-    assert len(read) == 3 and len(calls) == 3
-
-
 def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
     llama: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

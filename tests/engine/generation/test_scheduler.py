@@ -61,38 +61,9 @@ def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
     assert not scheduler.busy
 
 
-def test_samples_wait_while_their_prompt_runs_in_chunks() -> None:
-    scheduler = scheduler_of([LONG, LONG], slots=2, prompt_slots=1, prefill_tokens=20)
-    plan = scheduler.plan()
-    assert chunks(plan) == [(0, 0, 20)] and not plan.starting
-    plan = scheduler.plan()
-    assert chunks(plan) == [(0, 20, 40)]
-    assert starting(plan) == [(0, 0, 0), (1, 1, 0)]
-
-
 def test_a_common_prefix_is_copied_between_prompts() -> None:
     scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78, 79]], slots=2, prompt_slots=2, prefill_tokens=40)
     plan = scheduler.plan()
     assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
     plan = scheduler.plan()
     assert plan.copies == [(0, 1, 30)] and chunks(plan) == [(1, 30, 32)]
-
-
-def test_a_common_prefix_in_the_same_slot_is_not_copied() -> None:
-    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78, 79]], slots=1, prompt_slots=1, prefill_tokens=100)
-    scheduler.plan()
-    scheduler.finish({0})
-    plan = scheduler.plan()
-    assert plan.copies == [] and chunks(plan) == [(0, 30, 32)]
-
-
-def test_prompts_that_differ_in_their_last_token_run_once() -> None:
-    scheduler = scheduler_of([LONG, [*LONG[:-1], 99], LONG[:-1]], slots=3, prompt_slots=2, prefill_tokens=100)
-    assert chunks(scheduler.plan()) == [(0, 0, 40), (1, 0, 39)]
-    assert [(sequence.last, sequence.prompt.slot) for sequence in scheduler.decoding] == [(40, 0), (99, 0), (39, 1)]
-
-
-def test_sequences_of_one_prompt_are_adjacent() -> None:
-    scheduler = scheduler_of([LONG, [9], LONG], slots=3, prompt_slots=2, prefill_tokens=100)
-    scheduler.plan()
-    assert [sequence.request for sequence in scheduler.decoding] == [0, 2, 1]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.generation.decode_step import SlotModel
 from engine.generation.generator import Generator
 from engine.generation.sampling import Sampling
-from engine.generation.transformers_fallback import TransformersFallback, batches
+from engine.generation.transformers_fallback import TransformersFallback
 from tests.engine.generation.families import ENDS, POSITIONS, VOCABULARY, build, greedy_by_definition, ragged_prompts
 
 PROMPTS = ragged_prompts(3, 11, 1, 11, 14)
@@ -163,19 +163,6 @@ def test_a_batching_mode_with_wrong_logits_is_not_used(broken: str, mode: str, m
     assert Generator(model_of("bart"), "cpu").mode == mode
 
 
-@pytest.mark.parametrize("family", ["bloom", "bart"])
-def test_an_abandoned_stream_stops_generating(family: str) -> None:
-    """The model's own generation settings are not used, and are unchanged afterwards."""
-    model: Any = model_of("bart") if family == "bart" else build(family)
-    model.generation_config.update(repetition_penalty=3.0, eos_token_id=list(range(VOCABULARY)))
-    rollouts, before = Generator(model, "cpu"), model.generation_config
-    expected = rollouts.generate(PROMPTS[:1], Sampling(20, seed=3), [7])[0].token_ids
-    stream = rollouts.stream(PROMPTS[0], Sampling(20, seed=3), 7)
-    assert [next(stream), next(stream)] == expected[:2] and len(expected) == 20
-    stream.close()
-    assert model.generation_config is before and before.repetition_penalty == 3.0
-
-
 def test_an_error_of_the_model_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("bloom")
     rollouts = Generator(model, "cpu")
@@ -210,13 +197,6 @@ def test_a_slot_cache_with_wrong_logits_is_not_used(monkeypatch: pytest.MonkeyPa
     original = SlotModel.__call__
     monkeypatch.setattr(SlotModel, "__call__", lambda self, *rest: original(self, *rest).roll(1, -1))
     assert Generator(build("llama"), "cpu").fallback == "its logits differ from those of its plain forward"
-
-
-def test_batches_by_hand() -> None:
-    assert [*batches([3, 5, 5, 3, 5], 2, 4, pads=True)] == [[1, 2], [4, 0], [3]]
-    assert [*batches([3, 5, 5, 3, 5], 2, 4, pads=False)] == [[1, 2], [4], [0, 3]]
-    assert [*batches([3000] * 9, 9, 1000, pads=True)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]], "4 x 4,000 of 16,384 tokens"
-    assert [*batches([], 2, 4, pads=False)] == []
 
 
 def test_the_documented_table_of_families_is_correct() -> None:

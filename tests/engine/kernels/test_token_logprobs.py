@@ -2,7 +2,6 @@
 
 import importlib
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -71,14 +70,6 @@ def test_at_most_one_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(t.numel() for t in saved) == weight.numel(), "a tensor as large as the logits is saved for the backward"
     logprobs.sum().backward()
     assert len(widths) == 22 and max(widths) <= 100 and sum(widths) == 2 * 1050
-
-
-def test_logits_of_real_sizes_are_computed_in_blocks() -> None:
-    blocks = kernel._blocks(torch.empty(2048, 1), torch.empty(50272, 1))
-    assert blocks[0][0] == 0 and blocks[-1][1] == 50272
-    assert all(a[1] == b[0] for a, b in pairwise(blocks))
-    assert max(end - start for start, end in blocks) * 2048 <= kernel.BLOCK_ELEMENTS["cpu"]
-    assert len(kernel._blocks(torch.empty(100, 1), torch.empty(1500, 1))) == 1
 
 
 def test_no_tokens() -> None:

@@ -77,15 +77,6 @@ def test_the_output_of_a_failed_compiler_is_not_used(folder: Path, monkeypatch: 
 
 
 @needs_compiler
-def test_all_files_are_compiled_in_parallel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "other.c").write_text(SOURCE)
-    (folder / "broken.c").write_text("int answer(void) {")
-    monkeypatch.setattr(module, "library", library)
-    module.load_libraries()
-    assert sorted(path.name.partition("-")[0] for path in cached_files(folder)) == ["answer", "other"]
-
-
-@needs_compiler
 def test_exact_files_keep_the_order_of_sums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EXACT_LIBRARIES", ("answer",))
     (folder / "answer.c").write_text("float rest(float a, float b) { return (a + b) - a; }")
@@ -168,12 +159,3 @@ def load(folder: Path) -> None:
     os.setpgrp()
     module.HERE = folder
     assert library("answer").answer() == 42
-
-
-@needs_compiler
-def test_concurrent_compilations_do_not_interfere(folder: Path) -> None:
-    """Each process loads a complete file, and one file remains."""
-    workers = [Worker(load, folder, environment={}) for _ in range(3)]
-    outputs = [worker.communicate()[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
-    assert len(cached_files(folder)) == 1
