@@ -12,14 +12,6 @@ from tests.benchmarks.test_demo_seeds import CONFIG, rows, write_run
 from tests.pipeline.report.example_runs import write_stage
 
 
-def test_each_method_starts_from_the_models_of_the_demo() -> None:
-    by_case = {case: demo_methods.arguments(case) for case in demo_methods.CASES}
-    assert all(f"actor={demo_methods.DEMO}/sft" in words for words in by_case.values())
-    scored = {case for case, words in by_case.items() if f"reward={demo_methods.DEMO}/reward" in words}
-    assert set(by_case) - scored == {"apo-zero", "robust", "simpo", "orpo", "kto", "length-normalized"}
-    assert {case for case, words in by_case.items() if "ppo.samples=8" in words} == scored - {"online-dpo"}
-
-
 @pytest.mark.parametrize(
     ("case", "stage", "key", "value"),
     [("gspo", "ppo", "ratio", "sequence"), ("rewards", "ppo", "samples", 8), ("orpo", "dpo", "lr", 2e-4)],

@@ -11,8 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 LACKING = ("hydra", "omegaconf", "wandb", "datasets", "pydantic")  # those of tests/conftest.py and what they need
 OTHERS = (
@@ -68,36 +66,6 @@ def test_a_failed_part_is_reported_and_the_others_run(monkeypatch, capsys) -> No
     assert [row["failed"] for row in rows if "failed" in row] == ["ValueError: no such card"]
     assert "in fails" in next(row["traceback"] for row in rows if "failed" in row)
     assert any(row.get("case") == "matmul" for row in rows)
-
-
-def test_the_remaining_parts_run_in_a_new_process_after_a_lost_device(monkeypatch) -> None:
-    from benchmarks.gpu import __main__ as bench
-
-    def fails(setting):
-        raise RuntimeError("an illegal memory access was encountered")
-
-    def execv(path: str, command: list[str]) -> None:
-        raise SystemExit(" ".join(command[1:]))
-
-    monkeypatch.setattr(bench, "PARTS", dict.fromkeys(("ceilings", "decode", "largest"), fails))
-    monkeypatch.setattr(bench.Setting, "is_lost", lambda self: True)
-    monkeypatch.setattr(bench.os, "execv", execv)
-    with pytest.raises(SystemExit, match=r"-m benchmarks\.gpu largest --device cpu --tiny --failed"):
-        bench.main(["--device", "cpu", "--tiny", "ceilings", "largest"])
-    monkeypatch.setattr(bench, "PARTS", {"ceilings": lambda setting: iter(())})
-    monkeypatch.setattr(bench.dist, "stop", lambda: None)
-    assert bench.main(["--device", "cpu", "--tiny", "--failed"]) == 1
-
-
-def test_the_option_device_runs_rollouts_on_a_gpu(monkeypatch, capsys) -> None:
-    from benchmarks.__main__ import main
-    from benchmarks.gpu import __main__ as bench
-
-    calls = []
-    monkeypatch.setattr(bench, "main", lambda parts: calls.append(parts) or 0)
-    assert main(["rollout", "--device", "cuda"]) == 0 and calls == [["ceilings", "decode", "profile"]]
-    assert main(["zero", "--device", "cuda"]) == main(["rollout", "equal", "--device", "cuda"]) == 2 and len(calls) == 1
-    assert capsys.readouterr().err.count("for other GPU measurements type python -m benchmarks.gpu") == 2
 
 
 def test_a_profile_counts_each_kernel_once(monkeypatch) -> None:

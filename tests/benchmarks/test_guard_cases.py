@@ -25,16 +25,6 @@ def test_the_pairs_have_swapped_labels(tmp_path: Path) -> None:
     assert config.reward == validate(compose([])).reward  # the recipe of the demo
 
 
-def test_each_case_starts_from_the_models_of_the_demo() -> None:
-    by_case = {case: guard_cases.arguments(case) for case in guard_cases.CASES}
-    assert all(f"actor={guard_cases.DEMO}/sft" in arguments for arguments in by_case.values())
-    rewards = {case: [word for word in by_case[case] if word.startswith("reward=")] for case in by_case}
-    assert rewards.pop("length") == []
-    assert rewards.pop("flipped") == [f"reward={guard_cases.FOLDER}/flipped-reward/reward"]
-    validate(compose(["stage=ppo", *by_case["long-grpo"][2:]]))
-    assert all(words == [f"reward={guard_cases.DEMO}/reward"] for words in rewards.values())
-
-
 def test_a_case_reports_the_signs_and_the_best_step(tmp_path: Path) -> None:
     found = [{"step": 4, "sign": "gaming", "sentence": "the gold score fell"}]
     summary = {

@@ -1,14 +1,13 @@
 """The peers benchmark: tasks are the same at each call, and a child process returns its figures."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.measure import BenchFailed
-from benchmarks.peers import environments, tasks
+from benchmarks.peers import tasks
 from benchmarks.peers.child_process import measure
 from benchmarks.peers.dpo import require_same
 from benchmarks.peers.ratio import rms_of_ratio
@@ -38,22 +37,6 @@ def test_a_child_process_reads_its_task_and_reports() -> None:
 def test_the_error_of_a_failed_child_process_has_the_reason() -> None:
     with pytest.raises(BenchFailed, match="No module named"):
         measure("benchmarks.peers.unwritten", {"precision": "fp32"})
-
-
-def test_other_packages_are_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    created: list[list[str]] = []
-
-    def create(folder: Path, python: Path, packages: list[str]) -> None:
-        folder.mkdir(parents=True)
-        (folder / "made").touch()
-        created.append(packages)
-
-    monkeypatch.setenv("ZEROCHAT_PEERS", str(tmp_path))
-    monkeypatch.setattr(environments, "_create", create)
-    first = environments.environment("one", ["a==1"])
-    assert environments.environment("one", ["a==1"]) == first and len(created) == 1
-    assert environments.environment("one", ["a==2"]) != first
-    assert created == [[environments.TORCH, "a==1"], [environments.TORCH, "a==2"]]
 
 
 def test_the_spread_is_that_of_ratios_and_not_of_log_ratios() -> None:

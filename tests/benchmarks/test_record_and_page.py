@@ -52,38 +52,6 @@ def test_scores_of_the_demo_have_one_record_per_case() -> None:
     assert newest(records) == records[1:]
 
 
-def test_the_page_shows_cases_figures_and_machines() -> None:
-    page = render([record("sft-zero2", 500.0), record("sft-zero3", 450.0, cores=8)])
-    assert "| A | Some CPU | 2 | 24 |  | none |" in page
-    assert "Tokens per second, memory and time by phase" in page
-    assert "In all rows, peer: 400; GFLOP/s: 1,250; unit: tokens/s; torch: 2.13.0; date: 2026-11-21; commit:" in page
-    assert "| case | machine | ours | ratio |\n" in page
-    assert "| sft-zero3 | B | 450 | 1.12 |\n" in page
-    assert page.count("## stages") == 1
-
-
-def test_the_page_lists_the_cases_of_a_docstring() -> None:
-    rollout = replace(record("tiny", 1), result=replace(RESULT, bench="rollout"))
-    assert "    tiny             32 prompts" in render([rollout])
-
-
-def test_a_figure_of_which_less_is_better_is_marked() -> None:
-    assert "unit: s ↓;" in render([replace(record("a", 1), result=replace(RESULT, unit="s", lower_is_better=True))])
-
-
-def test_without_a_peer_there_is_no_column_for_it() -> None:
-    single = replace(record("a", 1), result=replace(RESULT, peer=None))
-    assert "peer" not in render([single]).split("## stages")[1]
-
-
-def test_gpus_are_counted_by_kind() -> None:
-    assert "2 x H200, 1 x A100" in render([record("a", 1, gpus=["H200", "H200", "A100"])])
-
-
-def test_a_page_without_results_states_it() -> None:
-    assert "Nothing has been measured yet." in render([])
-
-
 def test_recorded_results_contain_no_host_name() -> None:
     described = {"cpu", "cores", "memory_gib", "gpus", "system", "python", "torch"}
     measured = {"matmul_fp32_gflops", "matmul_bf16_gflops", "cpu_seconds_per_second", "threads"}
