@@ -1,17 +1,16 @@
 """A Hugging Face hub on loopback with small data sets in the formats of real ones.
 
-The server answers the requests of `datasets` and `huggingface_hub` for data sets, and stores uploaded models. A process
-reads the address from `HF_ENDPOINT` when it imports these libraries.
+The server answers the requests of `datasets` and `huggingface_hub` for data sets. A process reads the address from
+`HF_ENDPOINT` when it imports these libraries.
 """
 
-import base64
 import hashlib
 import io
 import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,58 +21,14 @@ import pyarrow.parquet
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LICENCE = "mit"
-TOKEN = "hf_stand_in"  # uploads need it
 
 
 @dataclass(frozen=True)
 class StandInHub:
-    """The address of the hub, the environment of a process that uses it with an empty cache, and the uploads."""
+    """The address of the hub, and the environment of a process that uses it with an empty cache."""
 
     endpoint: str
     environment: dict[str, str]
-    uploads: "Uploads"
-
-
-@dataclass
-class Uploads:
-    """The models that were uploaded, as {name: {path: content}}, and whether each is private."""
-
-    models: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    private: dict[str, bool] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)  # large files by SHA-256
-
-    def answer(self, endpoint: str, path: str, body: bytes) -> dict[str, Any]:
-        """Carry out a request that changes the hub, and return the reply. Raise KeyError for an unknown model."""
-        if path == "api/repos/create":
-            request = json.loads(body)
-            name = f"{request['organization']}/{request['name']}"
-            self.models.setdefault(name, {})
-            self.private[name] = request["visibility"] == "private"
-            return {"url": f"{endpoint}/{name}", "id": name}
-        if path == "api/validate-yaml":
-            return {"errors": [], "warnings": []}
-        if path.startswith("objects/"):
-            self.objects[path.removeprefix("objects/")] = body
-            return {}
-        if path.endswith(".git/info/lfs/objects/batch"):
-            uploads = [
-                {**each, "actions": {"upload": {"href": f"{endpoint}/objects/{each['oid']}"}}}
-                for each in json.loads(body)["objects"]
-            ]
-            return {"transfer": "basic", "objects": uploads}
-        _, _, owner, model, action, _ = path.split("/")
-        files = self.models[f"{owner}/{model}"]
-        if action == "preupload":
-            modes = {True: "lfs", False: "regular"}
-            paths = [each["path"] for each in json.loads(body)["files"]]
-            return {"files": [{"path": p, "uploadMode": modes[p.endswith(".safetensors")], "shouldIgnore": False}
-                              for p in paths]}  # fmt: skip
-        for item in map(json.loads, body.splitlines()):
-            if item["key"] == "file":
-                files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
-            elif item["key"] == "lfsFile":
-                files[item["value"]["path"]] = self.objects[item["value"]["oid"]]
-        return {"commitUrl": f"{endpoint}/{owner}/{model}/commit/{COMMIT}", "commitOid": COMMIT, "hookOutput": ""}
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -101,17 +56,6 @@ def ultrafeedback(train: int, test: int) -> dict[str, bytes]:
     return {"README.md": card(lines), **files}
 
 
-def hh_rlhf(train: int, test: int) -> dict[str, bytes]:
-    """Return files in the format of Anthropic/hh-rlhf: dialogues as text, in JSON Lines."""
-
-    def rows(name: str, count: int) -> bytes:
-        start = "\n\nHuman: {}: what is {} plus 1?\n\nAssistant: {}"
-        pairs = [{k: start.format(name, n, f"{k} {n}") for k in ("chosen", "rejected")} for n in range(count)]
-        return "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
-
-    return {"README.md": card([]), "train.jsonl": rows("train", train), "test.jsonl": rows("test", test)}
-
-
 def card(lines: list[str]) -> bytes:
     return "\n".join(["---", f"license: {LICENCE}", *lines, "---", "# A data set", ""]).encode()
 
@@ -125,15 +69,14 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 @contextmanager
 def serve(data_sets: Mapping[str, Mapping[str, bytes]], cache: Path) -> Iterator[StandInHub]:
     """Serve `{name: {path: content}}` on a free port while the context is open. `cache` becomes HF_HOME."""
-    uploads = Uploads()
-    handler = type("Handler", (_Handler,), {"data_sets": data_sets, "uploads": uploads})
+    handler = type("Handler", (_Handler,), {"data_sets": data_sets})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
         environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        yield StandInHub(endpoint, environment, uploads)
+        yield StandInHub(endpoint, environment)
     finally:
         server.shutdown()
         server.server_close()
@@ -143,7 +86,6 @@ def serve(data_sets: Mapping[str, Mapping[str, bytes]], cache: Path) -> Iterator
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     data_sets: Mapping[str, Mapping[str, bytes]] = {}
-    uploads = Uploads()
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -152,16 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path = urlsplit(self.path).path.strip("/")
-        if path.startswith("api/datasets"):
-            self._answer(body)
-        elif not path.startswith("objects/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self._send(401, b'{"error": "Invalid username or password."}', {"X-Error-Message": "Invalid credentials"})
-        else:
-            self._send_json(self.uploads.answer(f"http://{self.headers['Host']}", path, body))
-
-    do_PUT = do_POST
+        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
     def log_message(self, *_: Any) -> None:
         pass

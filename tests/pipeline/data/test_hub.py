@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stand_in_hub import StandInHub, hh_rlhf, serve, ultrafeedback
+from tests.stand_in_hub import StandInHub, serve, ultrafeedback
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 240  # limit of one process
@@ -35,21 +35,21 @@ for words in json.loads(sys.argv[1]):
 print(json.dumps(results))
 """
 PREFERENCES = ["model=opt-1.3b"]
-DIALOGUES = ["model=opt-1.3b", "data=hh-rlhf"]
 NOTHING = ["model=opt-1.3b", "data.sources=[{hub: me/nothing}]"]
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInHub]:
-    sets = {"HuggingFaceH4/ultrafeedback_binarized": ultrafeedback(1000, 7), "Anthropic/hh-rlhf": hh_rlhf(60, 5)}
-    with serve(sets, tmp_path_factory.mktemp("cache")) as server:
+    with serve(
+        {"HuggingFaceH4/ultrafeedback_binarized": ultrafeedback(1000, 7)}, tmp_path_factory.mktemp("cache")
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def online(hub: StandInHub) -> list[tuple[int, str]]:
-    """The results of three commands in a process that reaches the hub."""
-    return run(hub.environment, PREFERENCES, DIALOGUES, NOTHING)
+    """The results of two commands in a process that reaches the hub."""
+    return run(hub.environment, PREFERENCES, NOTHING)
 
 
 def run(environment: dict[str, str], *commands: list[str]) -> list[tuple[int, str]]:
@@ -78,12 +78,6 @@ def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub, onlin
     assert run(offline, PREFERENCES) == [online[0]]
 
 
-def test_dialogues_of_hh_rlhf_serve_all_stages(online: list[tuple[int, str]]) -> None:
-    status, output = online[1]
-    assert status == 0
-    assert output.startswith("data: hh-rlhf (Anthropic/hh-rlhf), 60 rows and 5 held-out rows, licence mit\n")
-
-
 def test_without_a_hub_three_commands_are_offered(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     questions = ["model=opt-1.3b", "data.sources=[{hub: me/questions, stages: [sft, ppo]}]"]
@@ -103,5 +97,5 @@ def test_without_a_hub_three_commands_are_offered(tmp_path: Path) -> None:
 
 
 def test_a_data_set_that_is_not_on_the_hub_is_refused(online: list[tuple[int, str]]) -> None:
-    status, output = online[2]
+    status, output = online[1]
     assert status == 2 and "me/nothing (split train) cannot be downloaded from the hub: DatasetNotFoundError" in output

@@ -1,7 +1,6 @@
 """Stages get disjoint records from every kind of source. No prompt is both trained and held out."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -265,17 +264,6 @@ def test_the_demo_has_separate_rows_for_each_stage() -> None:
         assert records.train and records.held_out
         assert not prompts(records.train) & prompts(records.held_out)
         assert "reserved for other stages" not in records.skipped
-
-
-def test_an_unreachable_hub_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Datasets:
-        @staticmethod
-        def load_dataset(*args: Any, **keys: Any) -> None:
-            raise ConnectionError("no route to the hub\nand more lines")
-
-    monkeypatch.setitem(sys.modules, "datasets", Datasets)
-    with pytest.raises(UserError, match=r"a/b \(split train\).*no route to the hub\. Without.*path=FOLDER"):
-        load_stage(of({"hub": "a/b", "stages": ["sft"]}), "sft", seed=1)
 
 
 def test_a_local_copy_is_preferred_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,12 @@
 import errno
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import HfApi, ModelCard, RepoUrl, constants
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,7 +23,6 @@ from pipeline.export.command import main
 from pipeline.models.build import build_policy
 from pipeline.models.export import export_policy
 from tests.pipeline.models.tiny import after_first, ids_of, source_in, trained
-from tests.stand_in_hub import TOKEN, StandInHub, serve
 from tests.test_chat import save_model, write_manifest
 
 LORA = LoraConfig(rank=2, alpha=4.0)
@@ -93,18 +91,6 @@ def test_a_folder_has_a_card_and_the_same_greedy_tokens(run: Path, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-def test_the_message_names_the_class_that_loads_the_folder(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    for architecture, auto in (("LlamaForCausalLM", "CausalLM"), ("LlavaForConditionalGeneration", "MultimodalLM")):
-        file = copy / "dpo" / "model" / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
-        assert main([str(copy), "--to", "folder", "--output", str(tmp_path / auto)]) == 0
-        assert f"load it with AutoModelFor{auto}.from_pretrained" in capsys.readouterr().out
-
-
 def test_an_output_below_a_file_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "new"
@@ -141,43 +127,53 @@ def test_adapters_load_on_top_of_their_base(run: Path, tmp_path: Path, capsys: p
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    with serve({}, tmp_path / "cache") as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield hub
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bytes]]:
+    """The files of each repository. The names of the private ones are the keys of an entry `private`."""
+    stored: dict[str, dict[str, bytes]] = {"private": {}}
+
+    def create_repo(_: HfApi, name: str, *, private: bool, exist_ok: bool) -> RepoUrl:
+        assert exist_ok
+        stored[name] = {}
+        stored["private"] |= {name: b""} if private else {}
+        return RepoUrl(f"https://huggingface.co/{name}")
+
+    def upload_folder(_: HfApi, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        stored[repo_id] = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return stored
 
 
-def test_an_upload_has_every_file(run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_upload_has_every_file(
+    run: Path, hub: dict[str, dict[str, bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(run), "--to", "hub", "--repo", "me/mine"]) == 0
-    assert capsys.readouterr().out.strip() == f"{hub.endpoint}/me/mine"
+    assert capsys.readouterr().out.strip() == "https://huggingface.co/me/mine"
     files = {path.name: path.read_bytes() for path in (run / "dpo" / "model").iterdir()}
-    stored = hub.uploads.models["me/mine"]
+    stored = hub["me/mine"]
     assert {name: stored[name] for name in files} == files and set(stored) == {*files, "README.md"}
-    assert b"# mine" in stored["README.md"] and hub.uploads.private["me/mine"]
+    assert b"# mine" in stored["README.md"]
     options = ["--to", "hub", "--repo", "me/adapters", "--adapter", "--public"]
     assert main([str(run / "sft"), *options]) == 2
     assert "upload that model first, and name it with --base" in capsys.readouterr().err
     assert main([str(run / "sft"), *options, "--base", "me/base"]) == 0
-    stored = hub.uploads.models["me/adapters"]
+    stored = hub["me/adapters"]
     assert json.loads(stored["adapter_config.json"])["base_model_name_or_path"] == "me/base"
-    assert b"base_model: me/base" in stored["README.md"] and not hub.uploads.private["me/adapters"]
+    assert b"base_model: me/base" in stored["README.md"] and [*hub["private"]] == ["me/mine"]
 
 
 def test_a_refused_upload_is_one_clear_message(
-    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run), "--to", "hub"]) == 2
     assert "--repo OWNER/NAME" in capsys.readouterr().err
-    monkeypatch.setenv("HF_TOKEN", "wrong")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nobody listens
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
     assert main([str(run), "--to", "hub", "--repo", "me/mine"]) == 2
     error = capsys.readouterr().err
-    assert "401" in error and "run `hf auth login`" in error and not hub.uploads.models
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nobody listens
-    assert main([str(run), "--to", "hub", "--repo", "me/mine"]) == 2
-    assert "me/mine cannot be uploaded" in capsys.readouterr().err
+    assert "me/mine cannot be uploaded" in error and "run `hf auth login`" in error
 
 
 def test_gguf_runs_the_converter_or_prints_the_commands(
