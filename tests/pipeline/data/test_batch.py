@@ -68,10 +68,6 @@ def test_micro_batches_are_empty_only_if_unavoidable() -> None:
     assert cut == [[[0], [3]], [[1], [2]]]
 
 
-def test_the_largest_micro_batch_runs_first() -> None:
-    assert divide_batch([6, 5, 5], ranks=1, budget=10, packing=False) == [[[1, 2], [0]]]
-
-
 def test_similar_lengths_share_a_micro_batch() -> None:
     cut = divide_batch([100, 3, 98, 2, 4, 99], ranks=1, budget=300, packing=False)
     assert cut == [[[0, 5, 2], [4, 1, 3]]]

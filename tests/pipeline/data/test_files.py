@@ -186,11 +186,3 @@ def test_paths_are_relative_to_the_current_folder_then_the_checkout(
 def test_empty_lines_before_the_header_of_csv_are_skipped(tmp_path: Path) -> None:
     table = read_table(write(tmp_path / "a.csv", "\n\r\nprompt,completion\n\na,b\n"))
     assert [*table.rows] == [{"prompt": "a", "completion": "b"}] and table.position(0) == "line 5"
-
-
-def test_a_parquet_file_with_invalid_text_is_one_message(tmp_path: Path) -> None:
-    offsets, content = pyarrow.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0])), pyarrow.py_buffer(b"\xff\xfe")
-    texts = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, content])
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="cannot be read as parquet: 'utf-8' codec can't decode byte 0xff"):
-        read_table(tmp_path / "a.parquet")

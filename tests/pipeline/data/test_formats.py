@@ -38,26 +38,15 @@ def pair(chosen: str, rejected: str, *prompt: str) -> Preference:
 @pytest.mark.parametrize(
     ("columns", "form"),
     [
-        (["prompt", "completion"], "completions"),
-        (["question", "answer"], "completions"),
-        (["instruction", "input", "output", "text"], "completions"),
         (["prompt", "prompt_id", "messages"], "messages"),
-        (["id", "conversations"], "messages"),
         (["conversation", "language"], "messages"),
-        (["system_prompt", "question", "response"], "completions"),
-        (["query", "response"], "completions"),
         (["problem", "answer"], "completions"),
-        (["input", "output"], "completions"),
-        (["prompt", "response", "chosen", "rejected"], "preferences"),
         (["prompt", "chosen", "rejected", "messages", "score_chosen", "score_rejected"], "preferences"),
-        (["chosen", "rejected"], "preferences"),
-        (["input", "preferred_output", "non_preferred_output"], "preferences"),
         (["question"], "prompts"),
         (["prompt", "completion", "label"], "labelled"),
         (["messages", "label"], "labelled"),
         (["prompt", "label"], "prompts"),
         (["prompt", "chosen", "rejected", "label"], "preferences"),
-        (["id", "text"], "text"),
     ],
 )
 def test_columns_determine_the_format(columns: list[str], form: str) -> None:

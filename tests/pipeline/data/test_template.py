@@ -1,8 +1,6 @@
 """Chat templates of the usual kinds are split so that training and generation see the same text."""
 
-import errno
 import resource
-import subprocess
 import sys
 
 import pytest
@@ -82,17 +80,6 @@ def test_prompts_and_answers_alternate(template: str, messages: list[Message], e
     assert segments(tokenizer(template), messages) == [(text, place % 2 == 1) for place, text in enumerate(expected)]
 
 
-def test_a_prompt_ends_where_the_answer_begins() -> None:
-    for template in (DEFAULT_TEMPLATE, CHATML, NO_SYSTEM):
-        hf = tokenizer(template)
-        rendered = hf.apply_chat_template(
-            [{"role": m.role, "content": m.content} for m in chat("a", "b", "c")],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        assert "".join(text for text, _ in segments(hf, chat("a", "b", "c"))) == rendered
-
-
 def test_a_template_that_drops_or_refuses_messages_is_refused() -> None:
     deaf = "{% for m in messages %}{{ '<' + m.role + '>' }}{% endfor %}"
     with pytest.raises(UserError, match=r"turns user: it supports neither .* omits a content.*model\.chat_template"):
@@ -127,28 +114,6 @@ def test_templates_are_bounded(template: str, output: str) -> None:
     assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == (limits, tracer)
 
 
-def test_a_limit_of_the_machine_is_not_an_error_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: tuple[int, int]) -> None:
-        raise OSError(errno.EMFILE, "Too many open files", "/proc/self/statm")
-
-    monkeypatch.setattr(templates, "_limit_memory", refuse)
-    with pytest.raises(OSError, match="Too many open files"):
-        segments(tokenizer(CHATML), chat("a"))
-
-
-def test_a_limit_that_is_lowered_meanwhile_stays() -> None:
-    """Another process may lower the hard limit of memory while a template runs."""
-    program = (
-        "import resource\n"
-        "from pipeline.data.template import bounded\n"
-        "with bounded():\n"
-        "    lower = resource.getrlimit(resource.RLIMIT_AS)[0] - 1\n"
-        "    resource.setrlimit(resource.RLIMIT_AS, (lower, lower))\n"
-        "assert resource.getrlimit(resource.RLIMIT_AS) == (lower, lower)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_filter_output_and_processor_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     end = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(templates, "_MOST_LINES", 2000)
@@ -157,13 +122,6 @@ def test_filter_output_and_processor_time_are_bounded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(templates, "_MOST_SECONDS", 0.0)
     with pytest.raises(UserError, match="does not end within 0 s"):
         segments(tokenizer("{% for i in range(99) %}{% endfor %}" + end), chat("a"))
-
-
-def test_numbers_within_the_bounds_are_rounded_and_divided() -> None:
-    template = (
-        "{{ 42.55 | round(1, 'floor') }} {{ 9 is divisibleby 3 }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    assert segments(tokenizer(template), chat("a")) == [("42.5 Truea", False)]
 
 
 def test_long_conversations_and_stars_stay_within_the_bounds() -> None:
