@@ -193,17 +193,20 @@ def ranked(samples: Sequence[Sample], measure: Measure, model: str) -> list[Samp
 
 
 def answer_card(samples: Sequence[Sample], labels: Mapping[str, str]) -> Markup:
-    """Build the card of one prompt. `samples` are its answers at each temperature, `labels` the names of the models."""
+    """Build the card of one prompt, with a row of answers for each temperature.
+
+    `samples` are the answers at each temperature, `labels` the names of the models.
+    """
     turns = [
         element("p", element("span", turn.role, class_="role"), element("span", _cut(turn.text), dir="auto"))
         for turn in samples[0].prompt
     ]
-    answers = [
-        _answer(sample, model, labels[model]) for model in SHOWN_MODELS for sample in samples if model in sample.answers
-    ]
-    return element(
-        "article", element("div", turns, class_="prompt"), element("div", answers, class_="answers"), class_="card"
-    )
+    rows = [
+        element("div", [_answer(sample, model, labels[model]) for model in SHOWN_MODELS if model in sample.answers],
+                class_="answers")
+        for sample in samples
+    ]  # fmt: skip
+    return element("article", element("div", turns, class_="prompt"), rows, class_="card")
 
 
 def _answer(sample: Sample, model: str, label: str) -> Markup:

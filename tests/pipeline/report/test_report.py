@@ -1,14 +1,16 @@
 import errno
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from pipeline.data.records import Message
 from pipeline.errors import UserError
 from pipeline.evaluation.samples import Sample
-from pipeline.report.comparison import ranked
+from pipeline.report.comparison import answer_card, ranked
 from pipeline.report.data import read_run
 from pipeline.report.report import main, render_report, write_report
 from tests.pipeline.report.example_runs import (
@@ -88,6 +90,13 @@ def test_a_complete_run(tmp_path: Path) -> None:
                  "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
         assert text in actual.text, text
     assert len(page) < 600_000
+
+
+def test_the_answers_to_a_prompt_have_a_row_for_each_temperature() -> None:
+    cold, warm = (Sample((Message("user", "Hi"),), {"sft": "a", "ppo": "b"}, {}, {}, temperature=t) for t in (0.0, 1.0))
+    card = answer_card([warm, cold], {"sft": "SFT", "ppo": "PPO"})
+    rows = [re.findall(r"(\w+), temperature (\d)", row) for row in card.split('class="answers"')[1:]]
+    assert rows == [[("SFT", "1"), ("PPO", "1")], [("SFT", "0"), ("PPO", "0")]]
 
 
 def test_the_best_and_the_worst_answers_come_in_order() -> None:
