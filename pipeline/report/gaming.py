@@ -75,10 +75,11 @@ def check_last_step(found: BestAgainstLast | None, gain: float | None) -> Check:
             "The best and the last step cannot be compared: there are fewer than two evaluations with the gold scores "
             "of single prompts, or too few prompts. A lower ppo.eval_every gives more evaluations.",
         )
+    last = f"; at the last evaluation, rollout {found.last}, it is {_plain(found.last_mean)}"
     text = (
-        f"Gold was best at rollout {found.best} ({_plain(found.best_mean)}); at the last evaluation, rollout "
-        f"{found.last}, it is {_plain(found.last_mean)}. On prompts that did not select the best step, the last one "
-        f"differs by {format_signed(found.mean)}, {_interval(found.low, found.high)}."
+        f"Gold was best at rollout {found.best} ({_plain(found.best_mean)})"
+        f"{', the last evaluation' if found.best == found.last else last}. On prompts that did not select the best "
+        f"step, the last one differs by {format_signed(found.mean)}, {_interval(found.low, found.high)}."
     )
     if found.high < 0:
         return Check("bad", text)

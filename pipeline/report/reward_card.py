@@ -148,7 +148,7 @@ def _kinds(card: Mapping[str, Any]) -> Markup | None:
             continue
         above, compared = found.get("above_complete"), ""
         if above is not None:
-            penalty = f", less {format_number(found['penalty'])}" if found["penalty"] else ""
+            penalty = f" after a penalty of {format_number(found['penalty'])}" if found["penalty"] else ""
             compared = f"{above['share']:.0%} ({above['low']:.0%} to {above['high']:.0%}){penalty}"
         named = f"{label}, {format_temperatures(card['temperatures'])}" if kind in SAMPLED else label
         means = format_number(found["mean"]), format_number(found["std"])

@@ -177,7 +177,10 @@ PPO_PLOTS = (
         "Reward and judge",
         "Rank correlation over held-out answers, at the first and at the other temperatures. Below 0, the reward "
         "contradicts the judge.",
-        (Curve("judge_correlation", sparse=True), Curve("judge_correlation_at_0", "greedy", "strong", sparse=True)),
+        (
+            Curve("judge_correlation", "first", sparse=True),
+            Curve("judge_correlation_at_0", "greedy", "strong", sparse=True),
+        ),
         (-1, 1),
         0.0,
     ),

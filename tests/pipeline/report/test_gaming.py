@@ -93,6 +93,11 @@ def test_a_last_step_below_the_best_is_a_sign(high: float, gain: float | None, o
     assert check_last_step(None, gain).outcome == "open"
 
 
+def test_a_last_step_that_is_the_best_is_named_once() -> None:
+    text = check_last_step(BestAgainstLast(9, 9, 0.8, 0.8, 0.0, -0.1, 0.1), 0.5).text
+    assert text.startswith("Gold was best at rollout 9 (0.80), the last evaluation. On prompts")
+
+
 def test_the_answers_that_reward_and_gold_rank_differently_come_first() -> None:
     rows = changed([5.0, 1.0, 4.0, 2.0, 3.0], [0.5, 0.1, 0.0, 0.2, 0.3])
     assert [sample.prompt[0].content for sample in disagreements(rows)] == ["2"]  # 4th by reward, 1st by gold

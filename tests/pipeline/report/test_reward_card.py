@@ -38,7 +38,7 @@ def test_the_page_shows_each_part(tmp_path: Path) -> None:
         "over 90 answers of the SFT model at temperature 0.7, score",
         "Of 40 pairs of answers to the same prompt at temperatures 0.7 and 0",
         "answers of the SFT model, temperatures 0.7 and 0", "75% as the judge does (61% to 86%)",
-        "chosen answers, cut in half", "75% (61% to 86%), less 0.5",
+        "chosen answers, cut in half", "75% (61% to 86%) after a penalty of 0.5",
     ):  # fmt: skip
         assert words in text, words
     assert "answers of the base model" not in text and "+6.5 tokens" not in text
