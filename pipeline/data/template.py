@@ -12,21 +12,12 @@ calls is the text between its prompt and its end.
 
 import json
 import re
-import resource
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
-from types import FrameType
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-import markupsafe
-from jinja2.sandbox import SandboxedEnvironment
 
 from pipeline.data.records import REASONING, REASONING_KEYS, Message, Turn, fields_of, role_of
 from pipeline.errors import UserError
@@ -64,14 +55,6 @@ THINKING = "{#- The model thinks before it answers. -#}"
 """A comment at the start of a template: its prompts leave reasoning to the model."""
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # of the templates of Qwen and GLM, and of DeepSeek
 _REASONING_INDEX = 1 << 20  # the index of the reasoning of message 0
-
-_MOST_LINES = 2_000_000  # a template of 50 lines for a conversation of 10,000 messages needs a quarter of them
-_MOST_SECONDS = 60.0  # of the processor; those lines take two
-_MOST_BYTES = 2**30
-_MOST_BITS = 4096
-_MOST_CHARACTERS = 1_000_000
-_COUNTED = frozenset(("<template>", jinja2.filters.__file__, jinja2.utils.__file__, markupsafe.__file__))
-_one_at_a_time = threading.Lock()  # the limit of memory belongs to the process
 
 Fragment = str | int  # text of the template, or the index of a message
 
@@ -248,33 +231,23 @@ class ChatTemplate:
         raise jinja2.TemplateRuntimeError("it supports neither texts nor content parts, or it omits a content")
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:
-        """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError.
-
-        A template reads no files, so an OSError, such as too many open files, is not an error of the template.
-        """
+        """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError."""
         switches: dict[str, Any] = dict.fromkeys(_THINKING_SWITCHES, True) if self.thinks else {}
         text = self._tokenizer.get_chat_template(tools=tools)  # some tokenizers have a template of its own for tools
         try:
-            with bounded():
-                rendered: Any = self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    chat_template=_FIXED_CLOCK + text if "strftime_now" in text else text,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    date_string=_TODAY,
-                    **switches,
-                )
-        except (jinja2.TemplateError, TypeError, OSError):
+            rendered: Any = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=_FIXED_CLOCK + text if "strftime_now" in text else text,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                date_string=_TODAY,
+                **switches,
+            )
+        except (jinja2.TemplateError, TypeError):
             raise
-        except MemoryError as error:
-            raise jinja2.TemplateRuntimeError(f"it needs more than {_MOST_BYTES // 2**20} MiB of memory") from error
         except Exception as error:  # a division by zero, a missing key, a range above the sandbox's limit
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
-        if len(rendered) > _MOST_CHARACTERS:
-            raise jinja2.TemplateRuntimeError(
-                f"it writes {len(rendered)} characters around the messages, and at most {_MOST_CHARACTERS} are allowed"
-            )
         return str(rendered)
 
     @staticmethod
@@ -304,98 +277,6 @@ def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
         for call in message.get("tool_calls", [])
     ]
     return message | {"tool_calls": calls} if calls else message
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Bound the work of a template: the lines and seconds that it runs in this thread, its integers, and its memory.
-
-    A template comes with a model and runs in jinja2's sandbox, which bounds none of them. Lines of jinja2's filters
-    count, too. Raises TemplateRuntimeError after `_MOST_LINES` lines or `_MOST_SECONDS` of the processor and for large
-    integers, and MemoryError above the limit of memory. Nothing interrupts one operation on a text or a list.
-    """
-    lines, until = 0, time.thread_time() + _MOST_SECONDS
-
-    def count(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_filename not in _COUNTED:
-            return None
-        lines += 1
-        if lines > _MOST_LINES:
-            raise jinja2.TemplateRuntimeError(f"it does not end within {_MOST_LINES} steps")
-        if lines % 16 == 0 and time.thread_time() > until:
-            raise jinja2.TemplateRuntimeError(f"it does not end within {_MOST_SECONDS:g} s")
-        return count
-
-    with _one_at_a_time:
-        tracer, limit = sys.gettrace(), resource.getrlimit(resource.RLIMIT_AS)[0]
-        sys.settrace(count)
-        try:
-            _limit_memory(limit)
-            with _bounded_integers():
-                yield
-        finally:
-            sys.settrace(tracer)
-            _set_soft_limit(limit)
-
-
-def _limit_memory(limit: int) -> None:
-    """Allow the process `_MOST_BYTES` more than now, at most `limit`. Linux only: others do not report this size."""
-    statistics = Path("/proc/self/statm")
-    if statistics.exists():
-        pages = int(statistics.read_text().split()[0])
-        allowed = pages * resource.getpagesize() + _MOST_BYTES
-        _set_soft_limit(allowed if limit == resource.RLIM_INFINITY else min(allowed, limit))
-
-
-def _set_soft_limit(limit: int) -> None:
-    """Limit the address space. The hard limit stays: another process may have lowered it since (`prlimit`)."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    finite = [each for each in (limit, hard) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(finite, default=resource.RLIM_INFINITY), hard))
-
-
-@contextmanager
-def _bounded_integers() -> Iterator[None]:
-    """Make templates that are compiled in the context refuse arithmetic with integers of more than `_MOST_BITS` bits.
-
-    9**(9**9) and repeated squares take years in one operation, which nothing interrupts.
-    """
-    before = SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table
-    limited: dict[str, Callable[[Any, Any], Any]] = {
-        operator: partial(_compute, operator, function) for operator, function in before[1].items()
-    }
-    tests, filters = jinja2.tests.TESTS, jinja2.filters.FILTERS
-    functions = tests["divisibleby"], filters["round"]
-    SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table = frozenset(limited), limited
-    tests["divisibleby"], filters["round"] = _divisible_by, _round
-    try:
-        yield
-    finally:
-        tests["divisibleby"], filters["round"] = functions
-        SandboxedEnvironment.intercepted_binops, SandboxedEnvironment.default_binop_table = before
-
-
-def _divisible_by(value: Any, num: Any) -> bool:
-    """Replace jinja2's test `divisibleby`."""
-    return bool(_compute("divisibleby", jinja2.tests.test_divisibleby, value, num))
-
-
-def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
-    """Replace jinja2's filter `round`, which computes 10**precision."""
-    _compute("**", lambda left, right: None, 10, abs(precision))
-    return jinja2.filters.do_round(value, precision, method)
-
-
-def _compute(operator: str, function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """Return the result of an operator of a template. Raises TemplateRuntimeError if an integer has too many bits."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = max(left.bit_length(), right.bit_length())
-        if operator == "**" and right > 0:
-            bits = max(bits, (left.bit_length() - 1) * right)
-        if bits > _MOST_BITS:
-            raise jinja2.TemplateRuntimeError(f"it computes {operator} with integers of more than {_MOST_BITS} bits")
-    return function(left, right)
 
 
 def _fragments(text: str) -> tuple[Fragment, ...]:

@@ -1,13 +1,9 @@
 """Chat templates of the usual kinds are split so that training and generation see the same text."""
 
-import resource
-import sys
-
 import pytest
 
-from pipeline.data import template as templates
 from pipeline.data.records import Message
-from pipeline.data.template import DEFAULT_TEMPLATE, ChatTemplate
+from pipeline.data.template import DEFAULT_TEMPLATE
 from pipeline.errors import UserError
 from tests.pipeline.data.templates import (
     BRACKETS,
@@ -92,44 +88,13 @@ def test_a_template_that_drops_or_refuses_messages_is_refused() -> None:
     ("template", "output"),
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ 'x' * 10000000000 }}", "needs more than 1024 MiB of memory"),
-        ("{{ 'x' * 5000000 }}", "writes 50000.. characters around the messages"),
-        ("{{ 9 ** (9 ** 9) }}", r"computes \*\* with integers of more than 4096 bits"),
-        ("{% generation %}{{ 9**99999999 }}{% endgeneration %}", "integers of more than 4096 bits"),
-        (
-            "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-            r"computes \* with integers of more than 4096 bits",
-        ),
-        (f"{{{{ 0x{'f' * 2000} is divisibleby 7 }}}}", "computes divisibleby with integers of more than 4096 bits"),
-        ("{{ 1 | round(precision=-99999) }}", r"computes \*\* with integers of more than 4096 bits"),
+        ("{% for i in range(1000000000000) %}{% endfor %}", "OverflowError: Range too big"),
     ],
 )
-def test_templates_are_bounded(template: str, output: str) -> None:
-    """A template may come from an unknown model, so its time and memory are limited."""
-    limits, tracer = resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()
-    with pytest.raises(UserError, match=output):
+def test_an_error_of_a_template_is_one_message(template: str, output: str) -> None:
+    with pytest.raises(UserError, match=f"The chat template does not support the turns user: {output}"):
         segments(tokenizer(template + "{% for m in messages %}{{ m.content }}{% endfor %}"), chat("a"))
-    assert (resource.getrlimit(resource.RLIMIT_AS), sys.gettrace()) == (limits, tracer)
-
-
-def test_filter_output_and_processor_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    monkeypatch.setattr(templates, "_MOST_LINES", 2000)
-    with pytest.raises(UserError, match="does not end within 2000 steps"):
-        segments(tokenizer("{{ lipsum(n=1000) }}" + end), chat("a"))
-    monkeypatch.setattr(templates, "_MOST_SECONDS", 0.0)
-    with pytest.raises(UserError, match="does not end within 0 s"):
-        segments(tokenizer("{% for i in range(99) %}{% endfor %}" + end), chat("a"))
-
-
-def test_long_conversations_and_stars_stay_within_the_bounds() -> None:
-    assert len(segments(tokenizer(CHATML), chat(*map(str, range(20))))) == 20
-    fragments = ChatTemplate(tokenizer(CHATML))._render(("user", "assistant") * 5000, generation_prompt=True)
-    assert [each for each in fragments if isinstance(each, int)] == list(range(10_000))
-    stars = "{{ '**bold**' }}{{ 2 ** 4095 > 3 * 5 - 2 }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert segments(tokenizer(stars), chat("a")) == [("**bold**Truea", False)]
 
 
 def test_templates_run_in_a_sandbox() -> None:
