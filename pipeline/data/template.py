@@ -53,7 +53,9 @@ _FIXED_CLOCK = "{%- macro strftime_now(format) -%}" + _TODAY + "{%- endmacro %}"
 
 THINKING = "{#- The model thinks before it answers. -#}"
 """A comment at the start of a template: its prompts leave reasoning to the model."""
-_THINKING_SWITCHES = ("enable_thinking", "thinking")  # of the templates of Qwen and GLM, and of DeepSeek
+# Of the templates of Qwen, GLM and Nemotron 3, and of DeepSeek. Without them, some templates ask for
+# reasoning in the system message, or open a block of reasoning before the answer.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
 _REASONING_INDEX = 1 << 20  # the index of the reasoning of message 0
 
 Fragment = str | int  # text of the template, or the index of a message
@@ -232,7 +234,7 @@ class ChatTemplate:
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:
         """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError."""
-        switches: dict[str, Any] = dict.fromkeys(_THINKING_SWITCHES, True) if self.thinks else {}
+        switches: dict[str, Any] = dict.fromkeys(_THINKING_SWITCHES, self.thinks)
         text = self._tokenizer.get_chat_template(tools=tools)  # some tokenizers have a template of its own for tools
         try:
             rendered: Any = self._tokenizer.apply_chat_template(

@@ -57,6 +57,13 @@ REASONING = (  # a block of reasoning before the last answer, which the generati
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+SWITCH = (  # as Nemotron 3 and Qwen 3.8: reasoning unless it is switched off
+    "{{ '/think\n' if enable_thinking | default(true) else '/no_think\n' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n<think>' + ('\n' if enable_thinking | default(true) else '</think>') }}{% endif %}"
+)
 NO_GENERATION_PROMPT = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}"
 
 

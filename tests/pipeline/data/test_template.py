@@ -10,6 +10,7 @@ from tests.pipeline.data.templates import (
     CHATML,
     NO_GENERATION_PROMPT,
     NO_SYSTEM,
+    SWITCH,
     THINKING,
     chat,
     segments,
@@ -70,6 +71,16 @@ DATE = (
             ],
         ),
         (DATE, chat("a"), ["26 Jul 2024a"]),
+        (
+            SWITCH,
+            chat("a", "b", "c", "d"),
+            [
+                "/no_think\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think></think>",
+                "b",
+                "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think></think>",
+                "d",
+            ],
+        ),
     ],
 )
 def test_prompts_and_answers_alternate(template: str, messages: list[Message], expected: list[str]) -> None:
