@@ -61,7 +61,7 @@ class SharedFields(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = None
     stop: str | list[str] = []
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=-1)  # -1 is vLLM's other name of 0
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
     min_tokens: int = Field(0, ge=0)
@@ -102,7 +102,7 @@ class SharedFields(BaseModel):
                 max_new_tokens=longest,
                 temperature=self.temperature,
                 top_p=self.top_p,
-                top_k=self.top_k,
+                top_k=max(self.top_k, 0),
                 min_p=self.min_p,
                 repetition_penalty=self.repetition_penalty,
                 min_new_tokens=min(self.min_tokens, longest),
@@ -132,6 +132,8 @@ class ChatRequest(SharedFields):
 
     @property
     def likeliest(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ServeError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     def turns(self) -> tuple[Message, ...]:

@@ -263,6 +263,8 @@ def test_unusable_prompts_are_refused(client: openai.OpenAI, prompt: Any, messag
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages", "of the role 'robot'"),
         ({"messages": [{"role": "user", "content": "good morning " * 400}]}, None, "has a context of 256 tokens"),
         ({"seed": "x"}, "seed", "valid integer"),
+        ({"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs=true"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"stop": ["x"] * 65}, "stop", "65 texts are more than 64"),
         ({"n": 1000}, "n", "less than or equal to 128"),
     ],
@@ -313,8 +315,9 @@ def test_the_prompt_has_the_tools_and_the_results(client: openai.OpenAI, alone: 
     assert plain.usage is not None and plain.usage.prompt_tokens < len(ids)
 
 
-def test_annotating_fields_are_ignored(client: openai.OpenAI) -> None:
+def test_fields_without_an_effect_are_accepted(client: openai.OpenAI) -> None:
     neutral: Options = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0, "tools": [], "stop": None}
+    neutral |= {"top_k": -1, "top_logprobs": 0}
     assert ask(client, seed=1, extra_body=neutral).choices == ask(client, seed=1).choices
 
 
