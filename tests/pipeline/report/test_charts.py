@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 
 from pipeline.report.charts import (
-    Interval,
     histogram_chart,
     interval_chart,
     scatter_chart,
@@ -44,12 +43,6 @@ def test_without_finite_values_there_is_no_chart() -> None:
     assert interval_chart("t", [], x_name="x") is None
 
 
-def test_a_single_step_gives_a_chart() -> None:
-    page = line_chart("t", [Series("", [(5, 0.25)], "plain")], x_name="step")
-    assert page is not None
-    assert "0.250" in page
-
-
 @pytest.mark.parametrize("level", [0.0, 0.5, 0.97])
 def test_end_labels_do_not_overlap(level: float) -> None:
     series = [Series(name, [(1, 1.0), (2, level + 0.01 * at)], "plain") for at, name in enumerate("abc")]
@@ -59,12 +52,6 @@ def test_end_labels_do_not_overlap(level: float) -> None:
     assert len(tops) == 3
     assert all(below - above > 25.9 for above, below in pairwise(tops))
     assert tops[-1] <= HEIGHT
-
-
-def test_a_long_value_at_the_end_of_a_curve_fits() -> None:
-    page = line_chart("t", [Series("", [(1, 2e-3), (2, 1.54e-7)], "plain")], x_name="step")
-    [left] = re.findall(r'<text x="([^"]*)" y="[^"]*" class="label tone-plain strong">1\.5×10⁻⁷<', str(page))
-    assert float(left) + 6.4 * len("1.5×10⁻⁷") <= WIDTH  # a character of a bold label is about so wide
 
 
 def test_long_runs_are_thinned_without_changing_their_mean() -> None:
@@ -87,31 +74,6 @@ def test_a_noisy_curve_is_drawn_thin_with_its_mean_above() -> None:
     assert max(y for _, y in thin) - min(y for _, y in thin) == HEIGHT - BOTTOM - TOP
     inner = [y for _, y in thick[5:-5]]
     assert max(inner) - min(inner) < 0.3 * (HEIGHT - BOTTOM - TOP)
-
-
-def test_hover_shows_the_values() -> None:
-    series = [Series("train", [(1, 0.5), (2, 0.25)], "plain"), Series("held-out", [(2, 0.75)], "strong", sparse=True)]
-    page = line_chart("t", series, x_name="step")
-    assert page is not None
-    assert "step 1.000: train 0.5000<" in page
-    assert "step 2.000: train 0.2500, held-out 0.7500<" in page
-
-
-def test_interval_chart_without_an_interval_shows_the_mean() -> None:
-    page = interval_chart("t", [Interval("PPO", -0.5, math.nan, math.nan, "ppo")], x_name="mean")
-    assert page is not None
-    assert "\u22120.50" in page
-    assert "interval tone" not in page
-
-
-def test_a_line_connects_the_dots_of_a_sparse_group() -> None:
-    path = Series("evaluations", [(0, 0.0), (5, 1.0), (10, 0.5)], "plain", sparse=True)
-    page = scatter_chart("t", [path, Series("end", [(10, 0.5)], "ppo")], x_name="x", y_name="y", y_bounds=(0, 1))
-    assert page is not None
-    right, bottom = WIDTH - 16, HEIGHT - BOTTOM
-    middle = ((LEFT + right) / 2, TOP)
-    assert places(page, "curve tone-plain faint") == [[(LEFT, bottom), middle, (right, (TOP + bottom) / 2)]]
-    assert page.count("<circle") == 4 and f'cx="{right}' in page
 
 
 def test_a_histogram_counts_the_values_of_each_group_in_the_same_bins() -> None:

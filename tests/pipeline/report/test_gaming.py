@@ -17,7 +17,6 @@ from pipeline.report.gaming import (
     check_paired,
     disagreements,
     gaming,
-    path_groups,
 )
 from pipeline.report.report import render_report
 from tests.pipeline.report.example_runs import update_lines, write_demo_run
@@ -125,15 +124,3 @@ def test_gaming_at_one_temperature_is_named(tmp_path: Path) -> None:
     )
     text = check(render_report(read_run(tmp_path))).text
     assert "No sign of it at temperature 1. Yes at temperature 0." in text
-
-
-def test_the_path_leaves_out_evaluations_that_are_not_finite() -> None:
-    line, first, last = path_groups([(0, 1.0, 0.5), (5, math.nan, 0.6), (10, 2.0, 0.7)])
-    assert line.points == [(1.0, 0.5), (2.0, 0.7)] and line.sparse
-    assert (first.label, first.points, last.label, last.points) == (
-        "rollout 0",
-        [(1.0, 0.5)],
-        "rollout 10",
-        [(2.0, 0.7)],
-    )
-    assert path_groups([(0, 1.0, 0.5), (5, math.nan, 0.6)]) == []

@@ -71,21 +71,6 @@ def test_a_gamed_seed_prevents_success(tmp_path: Path) -> None:
     assert "It rose in 3 of 3 seeds." in verdict.evidence
 
 
-def test_models_that_were_selected_on_these_prompts_are_named(tmp_path: Path) -> None:
-    paths = write_runs(tmp_path)
-    assert "selected" not in write_seed_report(paths)[1].evidence
-    update_json(paths[1] / "ppo" / "summary.json", exported_step=40)
-    with (paths[1] / "ppo" / "config.yaml").open("a") as config:
-        config.write("ppo:\n  export: best\n")
-    _, verdict = write_seed_report(paths)
-    assert verdict.evidence.endswith(
-        "\nThe models of 1 of 3 runs (demo-seed=2) were selected by their scores on these prompts, which biases the "
-        "result upwards."
-    )
-    assert verdict.outcome == "open"
-    assert verdict.headline.endswith("The same prompts selected the model, so a gain is not proven.")
-
-
 def judge_pairs(path: Path, verdicts: list[tuple[float | None, float | None]], *, gold: bool) -> None:
     """Add the verdicts of a pair judge to the answers of a run, and give all answers of SFT and PPO the same length."""
     pairs = cycle(verdicts)

@@ -11,7 +11,7 @@ from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import summarize_run
 from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.report import render_report
-from pipeline.report.verdict import Verdict, change, combine, conclusion, judge, standings
+from pipeline.report.verdict import change, conclusion, judge, standings
 from tests.pipeline.report.example_runs import write_demo_run, write_stage
 
 PROMPT = (Message("user", "hi"),)
@@ -99,12 +99,6 @@ def test_a_model_selected_on_these_prompts_is_named(export: str, gain: float, ou
     assert verdict.outcome == outcome
 
 
-def test_a_run_without_grades_selected_no_model() -> None:
-    stopped = {"findings": [], "stopped_step": 4, "selects_by": None}
-    assert "selected" not in judge(guarded(stopped)).evidence
-    assert "was selected by its gold score" in judge(guarded(stopped | {"selects_by": "gold score"})).evidence
-
-
 @pytest.mark.parametrize(
     ("greedy_gain", "outcome", "headline"),
     [
@@ -133,18 +127,7 @@ def test_without_gold_the_reward_score_is_not_called_success() -> None:
     assert "did not clearly change" in verdict.headline and "too few" in verdict.evidence
 
 
-def test_equal_last_sentences_of_all_temperatures_are_written_once() -> None:
-    texts = ["It rose by 0.5. Too few prompts. Read the answers.", "It fell by 1.5. Too few prompts. Read the answers."]
-    found = {temperature: Verdict("open", "Unclear", text) for temperature, text in zip((1.0, 0.0), texts, strict=True)}
-    first, second, *rest = combine(found).evidence.splitlines()
-    assert (first, second) == ("Temperature 1: It rose by 0.5.", "Temperature 0: It fell by 1.5.")
-    assert rest == ["Too few prompts. Read the answers."]
-    assert combine({1.0: found[1.0]}).evidence == f"Temperature 1: {texts[0]}"
-    assert combine({1.0: found[1.0], 0.0: found[1.0]}).evidence.count("It rose by 0.5.") == 2
-
-
 BY_FUNCTION = {"ppo": {"reward_function": "mine.py:score", "reward_model": False}}
-BY_BOTH = {"ppo": {"reward_function": "mine.py:score", "reward_model": True}}
 
 
 @pytest.mark.parametrize(("gain", "outcome", "moved"), [
@@ -169,25 +152,6 @@ def test_shares_of_right_answers_have_wilsons_intervals() -> None:
     assert verdict.outcome == "open"
     means = "0 (95% interval 0 to 0.194) after SFT to 0.0625 (95% interval 0.0111 to 0.283) after PPO"
     assert f"the mean went from {means}" in verdict.evidence
-
-
-def test_reward_model_and_function_together_are_called_so() -> None:
-    verdict = judge(run_of(scored(1.0, function={"sft": 0.0, "ppo": 0.5}), BY_BOTH))
-    assert (verdict.outcome, verdict.headline) == (
-        "open", "The sum of reward model and reward function rose with PPO at temperature 1."
-    )  # fmt: skip
-    assert "The reward function's share of the score changed by +0.50" in verdict.evidence
-
-
-@pytest.mark.parametrize(("settings", "headline", "score"), [
-    ({}, "RLHF hurt (the reward model was gamed) at temperature 1.", "The reward score, "),
-    (BY_FUNCTION, "RLHF hurt (the reward function was gamed) at temperature 1.", "The reward function's score, "),
-    (BY_BOTH, "RLHF hurt (the reward was gamed) at temperature 1.",
-     "The sum of reward model and reward function, "),
-])  # fmt: skip
-def test_the_gamed_scorer_is_named(settings: dict[str, Any], headline: str, score: str) -> None:
-    verdict = judge(run_of(samples(SPREAD, [value - 0.3 for value in SPREAD], reward=1.0), settings))
-    assert verdict.headline == headline and f" {score}which PPO was trained on, changed by" in verdict.evidence
 
 
 @pytest.mark.parametrize(
@@ -255,23 +219,6 @@ def test_the_last_finished_of_ppo_and_dpo_is_judged(tmp_path: Path) -> None:
     assert gap is not None and gap.mean == pytest.approx(0.25) and gap.worse == gap.same == 0
     page = render_report(run)
     assert "Stage 2: direct preference optimization" in page and "SFT to DPO" in page and "SFT to PPO" in page
-
-
-@pytest.mark.parametrize(
-    ("actor", "start"),
-    [("runs/x/ppo", "PPO"), ("runs/x/ppo/model", "PPO"), ("runs/x/dpo", "earlier DPO"), ("/models/mine", "mine")],
-)
-def test_the_start_model_has_the_name_of_its_stage(actor: str, start: str) -> None:
-    rows = [
-        replace(each, answers={"sft": "a", "dpo": "b"}, gold={"sft": gold, "dpo": gold}, temperature=1.0)
-        for each, gold in zip(samples(SPREAD, SPREAD), SPREAD, strict=True)
-    ]
-    run = RunReading("run", {"dpo": StageReading("dpo", summary={"steps": 3}, samples=rows)}, {"actor": actor})
-    verdict = judge(run)
-    assert verdict.headline == f"No clear difference between {start} and DPO at temperature 1."
-    assert f"went from 0.20 after {start} to 0.20 after DPO" in verdict.evidence
-    page = render_report(run)
-    assert f"{start} to DPO" in page and f"{start}, temperature 1" in page and "SFT" not in page
 
 
 def test_dpo_without_gold_reports_only_its_ranking() -> None:

@@ -103,19 +103,6 @@ def test_without_gold_the_pairs_decide(verdicts: list[Pair], result: str, headli
     assert "Ties count half" in actual.evidence
 
 
-def test_only_longer_answers_are_not_a_success() -> None:
-    """Exactly the longer answers win, which are two thirds."""
-    extra = [at - 20 for at in range(60)]
-    rows = [
-        replace(row, answers={"sft": "x" * 40, "ppo": "x" * (40 + more)})
-        for row, more in zip(judged([(1.0, 1.0) if more > 0 else (0.0, 0.0) for more in extra]), extra, strict=True)
-    ]
-    actual = judge(run_of(rows))
-    assert (actual.outcome, actual.headline) == (
-        "open", "The judge prefers PPO to SFT, but not at equal length at temperature 1.",
-    )  # fmt: skip
-
-
 def test_the_page_shows_both_rates_and_the_unusable_verdicts(tmp_path: Path) -> None:
     rows = judged([*MIXED, (None, 1.0), (None, None)])
     write_samples(tmp_path / "samples.jsonl", rows)
