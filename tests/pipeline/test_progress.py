@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from pipeline import progress
-from pipeline.progress import ALONE, SHORTEST, UNMEASURED, Progress, Row
+from pipeline.progress import SHORTEST, UNMEASURED, Progress, Row
 
 
 @pytest.fixture
@@ -98,14 +98,6 @@ def test_a_phase_in_a_phase_is_published_until_it_ends():
         assert row.read().phase == "evaluate"
 
 
-def test_work_of_rank_zero_for_all_ranks_may_take_a_day():
-    row = Row()
-    progress = Progress(row)
-    with progress.allow(ALONE):
-        assert row.read().limit == ALONE
-    assert row.read().limit == UNMEASURED
-
-
 def test_a_higher_limit_is_not_lowered(clock):
     row = Row()
     progress = Progress(row)
@@ -118,11 +110,3 @@ def test_a_higher_limit_is_not_lowered(clock):
             with progress.allow(SHORTEST):
                 assert row.read().limit == UNMEASURED
         assert row.read().limit == SHORTEST
-
-
-def test_long_work_without_collectives_is_published():
-    row = Row()
-    progress = Progress(row)
-    before = row.read()
-    progress.advance()
-    assert row.read().moves == before.moves + 1

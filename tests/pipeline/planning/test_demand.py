@@ -8,7 +8,7 @@ from transformers import LlamaConfig, OPTConfig
 
 from engine import EngineConfig
 from engine.kernels.token_logprobs import BLOCK_ELEMENTS
-from engine.memory import GenerationLoad, ModelShape, Rates, Workload, measure_shape, phases, pipeline_training_bytes
+from engine.memory import GenerationLoad, ModelShape, Rates, Workload, measure_shape, phases
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
 from pipeline.planning.stage_task import StageModel, StageTask
 
@@ -183,14 +183,6 @@ def test_vllm_has_weights_and_pages_of_its_own(llama: ModelShape) -> None:
     assert cpu.phases["generate"]["decode_graphs"] == 0
     for owner in ("inference_model", "cache"):  # on a CPU, vLLM cannot free them
         assert cpu.phases["train"][owner] == cpu.phases["generate"][owner]
-
-
-def test_pipelines_train_in_stages(llama: ModelShape) -> None:
-    layout = work(1, pipeline_parallel=2, dtype="fp32", step_tokens=16384)
-    demand, stages = sft(llama, layout), pipeline_training_bytes(llama, layout)
-    assert list(demand.phases) == ["generate", "train", "train, stage 2"]
-    assert [demand.phases["train"], demand.phases["train, stage 2"]] == stages
-    assert demand.phases["generate"]["inference_model"] == 4 * llama.parameters
 
 
 def test_seconds_by_hand(llama: ModelShape) -> None:

@@ -1,6 +1,5 @@
 """The plan in hours: its table for this machine and for named GPUs, the data's size, and the offered settings."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +11,6 @@ import yaml
 from engine.memory import GPUS
 from pipeline.config.schema import PlanSection, RunConfig
 from pipeline.data.encode import PairItem, TokenItem
-from pipeline.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from pipeline.errors import UserError
 from pipeline.files import read_plan
 from pipeline.installation import CONF
@@ -117,18 +115,6 @@ def test_recorded_and_assumed_sizes() -> None:
     assert (held_out.rows, held_out.prompt, held_out.answer) == (round(1000 * 0.95 / 3), 30, 70)
     assert "recorded in conf/data/mine.yaml" in held_out.origin
     assert sizes()["ppo"] == DataSize(50_000, origin=sizes()["ppo"].origin) and "assumed" in sizes()["ppo"].origin
-
-
-def test_a_model_folder_counts_with_its_tokenizer(tmp_path: Path) -> None:
-    """A byte is a token of a tokenizer without merges. Its template adds <|user|>, <|end|> and <|assistant|>."""
-    train_tokenizer(["a"], SMALLEST_VOCABULARY).save(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    rows = [{"prompt": f"{number:04}", "completion": "four"} for number in range(40)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    model = {"weights": "pretrained", "tokenizer": None, "path": str(tmp_path)}
-    config = tiny_config(model=model, data={"path": str(tmp_path / "rows.jsonl")})
-    size = data_sizes(config, ["sft"])["sft"]
-    assert (size.prompt, size.answer) == (4 + 3, 4 + 1)
 
 
 def test_the_answers_of_pairs_count_if_the_loss_reads_answers() -> None:

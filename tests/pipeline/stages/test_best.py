@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import Checkpointer, Engine
+from engine import Engine
 from pipeline.errors import RestartStage, UserError
 from pipeline.stages.restart import Rollback, read_limits, read_rollbacks, within_limits
 from pipeline.stages.stage_run import StageRun
@@ -88,26 +88,6 @@ def test_a_killed_stage_knows_its_best_step(tmp_path: Path, killed: int) -> None
     again.take_best()
     assert torch.equal(other.module.weight, engine.module.weight) and again.best == full.best
     assert [x["loss"] for x in lines(tmp_path / "killed")] == [x["loss"] for x in lines(tmp_path / "whole")]
-
-
-def test_a_late_checkpoint_write_does_not_remove_a_better_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, engine = begin(tmp_path)
-    stage.restore()
-    train(stage, engine, 5)
-    save = Checkpointer.save
-
-    def late(itself: Checkpointer, *args: Any, then: Any, **rest: Any) -> None:
-        save(itself, *args, then=lambda: None, **rest)
-        stage.settle()
-        stage.note_best(8, "eval_loss", 0.5, higher=False)
-        then()  # step 6 is written when step 8 is already the best but not yet written
-
-    monkeypatch.setattr(Checkpointer, "save", late)
-    stage.save(6)
-    assert names(tmp_path) == ["step-4", "step-6"]
-    fresh, _ = begin(tmp_path, seed=7)
-    assert fresh.restore() == 6
-    fresh.take_best()  # finds it
 
 
 def test_a_damaged_or_missing_best_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +104,6 @@ def test_checkpoints_are_saved_periodically_by_the_clock_and_at_the_end(
         stage.save(step)  # a second save of the same step has no effect
     stage.settle()
     assert names(tmp_path) == [f"step-{n}" for n in saved]
-
-
-@pytest.mark.parametrize(("states", "averages", "size"), [("fp32", False, 12), ("fp32", True, 16), ("bf16", False, 6)])
-def test_the_size_of_a_checkpoint_counts_the_states_of_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, averages: bool, size: int
-) -> None:
-    optimizer = OptimizerConfig(lr=0.1, total_steps=30)
-    engine = Engine(nn.Linear(3, 2), EngineConfig(dtype="bf16", states=states), optimizer=optimizer)
-    if averages:
-        engine.start_averaging(0.5)
-    for largest, is_large in ((8 * size, False), (8 * size - 1, True)):  # the model has 8 parameters
-        monkeypatch.setattr(stage_run, "LARGE", largest)
-        stage = StageRun(tmp_path, SftSection(), 30, {"net": engine})
-        assert stage._save_every == (30 if is_large else 3)
 
 
 def test_a_checkpoint_that_a_slow_disk_writes_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,14 +310,6 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
     assert stage.last["loss"] == 4.0 and "guard" not in stage.last
 
 
-def test_best_figures(tmp_path: Path) -> None:
-    stage, _ = stage_of(tmp_path)
-    for value in (math.nan, 0.5, 0.7, math.nan, 0.6):
-        stage.note_best(1, "up", value, higher=True)
-        stage.note_best(1, "down", value, higher=False)
-    assert stage.best == {"up": 0.7, "down": 0.5}
-
-
 def test_evaluations(tmp_path: Path) -> None:
     assert [s for s in range(1, 8) if stage_of(tmp_path, 7, eval_every=3)[0].evaluates(s)] == [3, 6, 7]
     assert [s for s in range(1, 8) if stage_of(tmp_path, 7)[0].evaluates(s)] == [7]
@@ -445,26 +422,3 @@ def test_a_checkpoint_waits_until_the_disk_has_the_log(tmp_path: Path, monkeypat
         stage.save(step)
     stage.settle()
     assert synced == [{"metrics.jsonl": 1}, {"metrics.jsonl": 2}]
-
-
-def test_a_failed_disk_is_reported_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(number: int) -> Callable[..., None]:
-        def call(*_: Any, **__: Any) -> None:
-            raise OSError(number, os.strerror(number))
-
-        return call
-
-    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
-    monkeypatch.setattr(Path, "unlink", fails(errno.EROFS))  # the kernel has made the file system read-only
-    with pytest.raises(OSError, match="Input/output error"):
-        write_atomically(tmp_path / "a.json", "{}")
-
-
-def test_the_bytes_per_step_of_a_stage_that_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, _ = stage_of(tmp_path, 10)
-    stage.restore()
-    stage.stop_after(4)
-    sent = stage_run.distributed.bytes_sent()
-    monkeypatch.setattr(stage_run.distributed, "bytes_sent", lambda: replace(sent, other=sent.other + 400))
-    stage.finish({})
-    assert json.loads((tmp_path / "summary.json").read_text())["bytes_sent_by_step"]["other"] == 100

@@ -207,16 +207,6 @@ def test_each_evaluation_is_in_one_line_with_its_step():
     assert lines_of(steps[:1], [0.0]) == ["sft 1/100  loss 2  eval_loss 3"]
 
 
-def test_a_bar_shows_an_evaluation_until_the_next_one():
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    progress = ProgressDisplay("ppo", 10, stream)
-    for step in range(4, 11):
-        progress.log(step, {"score": 0.5} | ({"eval_score": 0.25} if step == 4 else {}))
-    progress.finish()
-    assert "10/10" in stream.getvalue() and "score 0.5  eval_score 0.25 (step 4)" in stream.getvalue()
-
-
 def test_samples_become_a_table(tmp_path):
     file = tmp_path / "samples.jsonl"
     prompt = [{"role": "user", "content": "2+2?"}]
