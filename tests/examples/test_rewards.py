@@ -85,17 +85,6 @@ def test_math_answers_need_a_reference_and_the_main_thread() -> None:
         threads.map(threads.score, [("7", {"answer": "7"})])
 
 
-def test_solutions_of_gsm8k_are_right_and_those_of_other_questions_are_wrong() -> None:
-    folder = find("../shared/data/gsm8k")
-    if folder is None:
-        pytest.skip("no shared/data/gsm8k beside this checkout")
-    ours, exact = (load_function(f"{REWARDS}/{name}") for name in ("math_answers.py:correct", "gsm8k.py:exact_match"))
-    rows = read_table(folder / "test.jsonl").rows[:100]
-    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
-        assert ours.score(row["answer"], row) == 1
-        assert ours.score(other["answer"], row) == exact.score(other["answer"], row)
-
-
 @pytest.mark.parametrize(
     ("question", "answer", "score"),
     [

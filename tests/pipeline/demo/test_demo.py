@@ -4,15 +4,12 @@ import json
 import re
 from collections import Counter
 from hashlib import sha256
-from random import Random
 
 import pytest
 
 from pipeline.data.records import Message
 from pipeline.demo import rows_of
-from pipeline.demo.answers import flawed
 from pipeline.demo.gold import gold_parts, gold_score
-from pipeline.demo.questions import draw, small_talk
 from pipeline.demo.truth import read_question
 
 KINDS = ("conversations", "preferences", "prompts")
@@ -32,11 +29,6 @@ def messages_of(row: dict) -> list[Message]:
 
 def questions(row: dict) -> list[str]:
     return [message["content"] for message in row.get("prompt") or row["messages"] if message["role"] == "user"]
-
-
-def test_sizes_are_as_requested():
-    assert {kind: len(ROWS[kind]) for kind in KINDS} == {"conversations": 2000, "preferences": 2000, "prompts": 1000}
-    assert [len(ROWS[f"held_out_{kind}"]) for kind in KINDS] == [100, 100, 50]
 
 
 def test_the_rows_are_those_that_the_published_figures_come_from():
@@ -94,24 +86,6 @@ def test_the_most_likely_answer_to_a_sum_is_rude_and_preferences_know_better():
     assert chosen > rejected + 0.3
 
 
-def test_short_small_talk_occurs_in_every_case_without_its_mark():
-    """People type "HELLO" and "goodbye". A model that rarely saw such texts confuses them."""
-    rng = Random(5)
-    texts = Counter(small_talk(rng).typed(rng).text for _ in range(3000))
-    for words in ("Hello", "Thanks", "Goodbye", "Bye"):
-        assert min(texts[words], texts[words.lower()], texts[words.upper()]) >= 3, words
-
-
-def test_conversations_have_one_to_three_turns_and_end_with_the_assistant():
-    turns = Counter(len(questions(row)) for row in ROWS["conversations"])
-    assert set(turns) == {1, 2, 3} and turns[1] > turns[2] > turns[3] > 20
-    for row in ROWS["conversations"]:
-        roles = [message["role"] for message in row["messages"] if message["role"] != "system"]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
-    systems = sum(row["messages"][0]["role"] == "system" for row in ROWS["conversations"])
-    assert 0.05 < systems / 2000 < 0.15
-
-
 def test_the_gold_scorer_reads_every_prompt():
     for kind in KINDS:
         held_out = [messages_of(row)[-1].content for row in ROWS[f"held_out_{kind}"]]
@@ -137,13 +111,3 @@ def test_the_gold_scorer_agrees_with_preferences_except_noise(split, share):
     ]
     assert sum(against) / len(against) == pytest.approx(share, abs=0.015)
     assert all(row["chosen"] != row["rejected"] for row in ROWS[split])
-
-
-def test_an_answer_to_another_question_is_fluent_but_wrong():
-    """The label of a pair would be wrong if an answer to another question were right by chance."""
-    rng = Random(3)
-    for _ in range(300):
-        question = draw(rng)
-        answer = flawed(question, None, frozenset({"misplaced"}), rng)
-        parts = gold_parts([Message("user", question.text)], answer)
-        assert parts == {"right": 0.0, "to_the_point": 1.0, "polite": 1.0, "finished": 1.0}, (question.text, answer)

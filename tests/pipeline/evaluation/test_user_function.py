@@ -16,7 +16,6 @@ from pipeline import progress
 from pipeline.config.check import warnings
 from pipeline.config.check_machine import check_paths
 from pipeline.config.stages import stages_to_run
-from pipeline.data.load import load_stage
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.judge import judged, load_judge
@@ -262,17 +261,6 @@ def test_prompts_have_rows_only_with_a_function() -> None:
             assert (prompt.row is not None) == has_rows
             assert not has_rows or prompt.row["prompt"][-1]["content"] == prompt.messages[-1].content
         assert not has_rows or records.train == stage_records(tiny_config(), "ppo").train
-
-
-def test_a_row_has_all_columns_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        "".join(f'{{"question": "q{n}?", "answer": "#### {n}", "level": [{n}, null]}}\n' for n in range(30))
-    )
-    data = tiny_config(data={"sources": [], "path": f"{tmp_path}/a.jsonl"}).data
-    records = load_stage(data, "ppo", 1, rows=True)
-    for prompt in (*records.train, *records.held_out):
-        n = int(prompt.messages[0].content[1:-1])
-        assert prompt.row == {"question": f"q{n}?", "answer": f"#### {n}", "level": [n, None]}
 
 
 def test_a_judge_replaces_the_gold_scorer_and_gets_held_out_rows(tmp_path: Path) -> None:
