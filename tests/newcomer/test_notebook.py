@@ -1,12 +1,6 @@
 """The notebook for a free GPU: its cells are Python, and its commands are valid. `python -m tests.newcomer` runs it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
 
 from pipeline.config.check import validate
 from pipeline.config.compose import compose_jobs, parse_command
@@ -29,16 +23,3 @@ def test_the_cells_compile_and_the_run_is_valid() -> None:
     (job,) = compose_jobs(parse_command(values["RUN"].split()))
     config = validate(job.raw)
     assert (config.model.name, config.data.name, config.ppo.lora.rank > 0) == ("qwen2.5-0.5b", "ultrafeedback", True)
-
-
-def test_a_program_runs_commands_with_the_values(tmp_path: Path) -> None:
-    file = tmp_path / "some.ipynb"
-    source = ["%pip install x\n", 'WORD = "no"\n', "!echo {WORD}\n", "print('end')\n", "HTML('x')\n"]
-    file.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source}]}))
-    program = to_program(file, {"WORD": "yes"})
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ}, capture_output=True, text=True, check=True
-    )
-    assert "yes\n" in done.stdout and "end\n" in done.stdout
-    with pytest.raises(ValueError, match="no cell assigns OTHER"):
-        to_program(file, {"OTHER": ""})

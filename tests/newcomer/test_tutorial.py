@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.newcomer.__main__ import TUTORIAL
-from tests.newcomer.page import Block, first_difference, read_blocks, run_block
+from tests.newcomer.page import first_difference, read_blocks, run_block
 
 
 def test_an_output_matches_by_its_words() -> None:
@@ -23,16 +23,6 @@ def test_an_output_matches_by_its_words() -> None:
     assert first_difference(printed, "kl 3  00:12 left") is None
     assert first_difference(printed, "verdict RLHF ... score") == "score"
     assert first_difference(printed, "verdict No clear difference") == "verdict No clear difference"
-
-
-def test_a_block_without_a_meaning_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```bash\nls\n```\n")
-    with pytest.raises(ValueError, match="'bash' is neither"):
-        read_blocks(page)
-    page.write_text("```python\nimport os\n```\n")
-    with pytest.raises(ValueError, match="names no file: import os"):
-        read_blocks(page)
 
 
 def test_the_tutorial_prints_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +41,3 @@ def test_the_tutorial_prints_its_data(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(grade(row["chosen"], row) > grade(row["rejected"], row) for row in rows)
     best = "Hello! You can pay for it by card. Can I help you with anything else?"
     assert grade(best, {"prompt": "How do I pay for my red lamp?"}) == 1
-
-
-def test_a_failed_command_shows_its_output(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="exit status 3:\nbroken"):
-        run_block(Block("sh", "echo broken\nexit 3\n"), tmp_path, os.environ)
