@@ -210,19 +210,6 @@ def test_the_oldest_turns_leave_and_the_system_message_stays() -> None:
     assert fit("", turns[:1], count_words, None)[0] == turns[:1]
 
 
-def test_a_long_conversation_is_not_encoded_for_each_dropped_turn() -> None:
-    calls = []
-
-    def encode(messages: Sequence[Message]) -> list[int]:
-        calls.append(len(messages))
-        return [0] * len(messages)
-
-    turns = [Message("user" if n % 2 == 0 else "assistant", str(n)) for n in range(1001)]
-    messages, prompt = fit("system", turns, encode, 100)
-    assert [m.content for m in messages] == ["system", *map(str, range(902, 1001))] and len(prompt) == 100
-    assert len(calls) < 15
-
-
 def test_a_conversation_longer_than_the_context_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A conversation longer than the model's positions drops its first turns with a note and without an error."""
     save_model(tmp_path / "m", 0, positions=64)
@@ -386,12 +373,6 @@ def test_stop_strings_and_sampling_settings_are_set(capsys: pytest.CaptureFixtur
     # Notes show stop strings in the form in which a user types them.
     assert r'stop "a b\n"' in notes and 'stop ""' in notes
     assert (second.stop, second.min_new_tokens) == ((), 2)  # an answer has 9 tokens at most
-
-
-def test_a_stop_string_may_be_a_line_break(capsys: pytest.CaptureFixture[str]) -> None:
-    session, _ = scripted_session(b"\none\ntwo")
-    session.run([r"/set stop e\n", "question"])
-    assert capsys.readouterr().out == "on\n"
 
 
 def test_ctrl_c_stops_only_the_current_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,9 +236,3 @@ def test_only_internals_use_private_names_of_libraries():
         for name, line in used:
             is_private = name.startswith("_") and not name.startswith(("__", "_foreach_"))
             assert not is_private or name in own, f"{file}:{line} uses {name}: add a function to internals.py"
-
-
-def test_no_module_is_called_utils_or_helpers():
-    for room in ROOMS:
-        for file in sources(room):
-            assert file.stem not in {"utils", "util", "common", "helpers", "misc"}, file

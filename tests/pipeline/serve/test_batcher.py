@@ -1,6 +1,5 @@
 """The decoding thread with a batch that the test controls: disconnects, failures, a full queue, stop strings."""
 
-import asyncio
 import json
 import signal
 import socket
@@ -14,7 +13,6 @@ from typing import NamedTuple
 
 import openai
 import pytest
-from starlette.requests import Request
 
 import zerochat
 from engine import Sampling
@@ -24,9 +22,7 @@ from pipeline.data.tokenizer import train_tokenizer
 from pipeline.serve.app import create_app
 from pipeline.serve.batcher import WAITING_PER_SLOT
 from pipeline.serve.command import main
-from pipeline.serve.errors import ServeError
 from pipeline.serve.models import ServedModel
-from pipeline.serve.requests import read_json
 from tests.pipeline.serve.running import client_of, served, wait_until
 from tests.ranks import Worker
 from tests.test_chat import save_model
@@ -112,17 +108,6 @@ def test_a_client_that_disconnects_frees_its_slot(url: str, session: Endless, st
         assert session.aborted == []
     wait_until(lambda: not session.busy)
     assert len(session.aborted) == 1
-
-
-def test_a_client_that_disconnects_in_the_body_is_no_error_of_the_server() -> None:
-    """The log of the server gets no traceback."""
-
-    async def receive() -> dict[str, str]:
-        return {"type": "http.disconnect"}
-
-    request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
-    with pytest.raises(ServeError, match="the client disconnected"):
-        asyncio.run(read_json(request))
 
 
 def test_a_failing_step_fails_its_requests_and_nothing_else(url: str, session: Endless) -> None:

@@ -33,11 +33,6 @@ def test_models_divide_the_free_memory(models: list[ChatModel], monkeypatch: pyt
     assert [model.session.slots for model in load_all(models, OPTIONS).values()] == [3, 3]
 
 
-def test_models_with_the_same_name_are_distinguished(models: list[ChatModel]) -> None:
-    served = load_all([models[0], ChatModel("ppo", models[1].folder)], OPTIONS)
-    assert [(name, model.name) for name, model in served.items()] == [("ppo", "ppo"), ("ppo+", "ppo+")]
-
-
 def test_a_model_that_does_not_fit_on_the_gpu(
     models: list[ChatModel], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,6 @@ import pytest
 from pipeline.config.schema import DataConfig
 from pipeline.data.load import load_stage
 from pipeline.data.records import Message, Preference
-from pipeline.errors import UserError
 from pipeline.serve.votes import Contestant, VoteFile, preference
 from tests.forked_launch import launch
 from tests.ranks import Worker
@@ -111,14 +110,6 @@ def test_one_command_trains_on_votes(tmp_path: Path, stage: str) -> None:
     assert worker.returncode == 0, output
     assert f"{stage}: skipped rows: 1 (vote that prefers no answer)" in output
     assert (tmp_path / "voted" / stage / "model" / "model.safetensors").is_file()
-
-
-def test_votes_without_preference_are_not_training_data(tmp_path: Path) -> None:
-    file = VoteFile(tmp_path / "votes.jsonl")
-    for prompt in ("a", "b"):
-        file.append(row("both", prompt=prompt))
-    with pytest.raises(UserError, match="no usable row is left for stage dpo"):
-        load_stage(DataConfig(name="votes", path=str(file.path)), "dpo", 0)
 
 
 @pytest.mark.parametrize(("vote", "left", "right"), [("both", "a", "b"), ("left", "a", " "), ("right", "", "b")])
