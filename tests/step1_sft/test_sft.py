@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine, Sampling
+from engine import Engine
 from engine.parallel import dtensors
 from pipeline.config.schema import RolloutSection
 from pipeline.data.encode import TokenItem
@@ -25,12 +24,11 @@ from pipeline.evaluation.samples import read_samples
 from pipeline.evaluation.user_function import JUDGE, UserFunction
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
-from pipeline.stages.start import prepare_generation, sampling
+from pipeline.stages.start import sampling
 from step1_sft import train
 from step1_sft.loss import sft_loss
 from step1_sft.train import loss_of, record_answers
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
-from tests.tiny import tiny_config
 
 LENGTHS = [9, 3, 14, 5, 2, 7, 11]
 
@@ -144,21 +142,6 @@ class Letters:
     decode = ChatTokenizer.decode
 
 
-def test_evaluation_frees_the_generator(folder: Path) -> None:
-    """Training needs the generator's memory afterwards. The rollout settings are used in this stage, too."""
-    engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
-    prepare_generation(engine, RolloutSection(stream=True, parity_check_every=7, cache_bytes=40_000))
-    assert (engine.flip.stream, engine.flip.parity_check_every) == (True, 7)
-    engine.flip.stream = False
-    sampled = Sampling(max_new_tokens=2, end_ids=(1,))
-    prompts = [Prompt((Message("user", "hi"),), "made")]
-    for keep, freed in ((True, False), (False, True)):
-        assert len(answers_of(engine, cast(Any, Letters()), prompts, [sampled], keep=keep)[0]) == 1
-        model = engine.flip._model
-        assert model is not None and all(p.is_meta == freed for p in model.module.parameters())
-    assert engine.flip._generator is not None and engine.flip._generator.cache_bytes == 40_000
-
-
 def test_periodic_evaluation_frees_the_generator(folder: Path, tmp_path: Path) -> None:
     engine = build_policy(source_in(folder), trained(dtype="bf16"), generates=True)
     tokenizer = cast(Any, Letters())
@@ -189,22 +172,3 @@ def test_answers_end_before_a_stop_string(folder: Path) -> None:
     section = RolloutSection(max_new_tokens=9, stop=[stop])
     cut = answers_of(engine, tokenizer, prompts, [sampling(section, tokenizer, seed=1)], keep=True)[0][0]
     assert cut == full[: full.index(stop)].strip()
-
-
-def test_data_is_checked_before_a_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def read(*_: object) -> SimpleNamespace:
-        calls.append("read")
-        return SimpleNamespace(train=["a record"])
-
-    def wait(*_: object, trained_on: Sequence[object]) -> None:
-        calls.append(f"wait, with {trained_on}")
-        raise InterruptedError
-
-    monkeypatch.setattr(train, "stage_records", read)
-    monkeypatch.setattr(train, "check_data_to_come", lambda *_: calls.append("check what is to come"))
-    monkeypatch.setattr(train, "run_tokenizer", wait)
-    with pytest.raises(InterruptedError):
-        train.run(tiny_config(), tmp_path / "sft")
-    assert calls == ["read", "check what is to come", "wait, with ['a record']"]

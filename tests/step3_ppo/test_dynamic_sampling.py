@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from engine import Generation
-from pipeline.evaluation.episodes import Episode
 from step3_ppo.advantages import RewardShaping
 from step3_ppo.dynamic_sampling import new_prompts, replace_uniform, uniform_prompts
 from step3_ppo.rollout import Answered, Scores
@@ -22,15 +21,6 @@ def test_penalties_count_for_equal_scores() -> None:
     assert uniform_prompts([1.0, 1.0, 1.0, 1.0], answers, PLAIN, samples=2) == [0]
     assert uniform_prompts([1.0, 1.0, 1.0, 1.5], answers, PLAIN, samples=2) == [0, 1]
     assert uniform_prompts([3.0, 4.0, 1.0, 1.0], answers, RewardShaping(2.0), samples=2) == [0]
-
-
-def test_messages_do_not_count_as_length() -> None:
-    short, long = (
-        Episode([1, *message, 2], [0.0, 0.0], True, [True, *[False] * len(message), True])
-        for message in ([7], [7, 8, 9])
-    )
-    shaping = RewardShaping(length_penalty=1.0)
-    assert uniform_prompts([1.0, 1.0], [short, long], shaping, samples=2) == [0]
 
 
 def test_new_prompts_are_unused_and_depend_on_the_seed() -> None:

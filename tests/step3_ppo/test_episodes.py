@@ -284,16 +284,3 @@ def test_settings_that_do_not_support_messages_are_refused_before_a_run(tmp_path
         check_paths(composed.config_of("model=gpt2", where, "ppo.reward_model=false", "rollout.stream=true"))
     with pytest.raises(UserError, match=r"talk yields messages, which only ppo.reward_function may"):
         load_function(f"{tmp_path}/mine.py:talk", key=JUDGE)
-
-
-def test_a_message_in_a_template_that_renders_earlier_answers_differently() -> None:
-    made = tokenizer()
-    made.hf.chat_template = (  # as Qwen 3, which writes an empty block of reasoning before the last answer only
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}(){% endif %}"
-        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    qwen = ChatTokenizer(made.hf)
-    expected = "<|user|>more <|end|><|assistant|>()"
-    assert qwen.hf.decode(qwen.encode_messages([Message("user", "more ")])) == expected
-    assert qwen.hf.decode(qwen.encode_messages([Message("user", "<|end|>")])) == expected.replace("more ", "<|end|>")
-    assert qwen.encode_messages([Message("user", "<|end|>")]).count(qwen.end_id) == 1  # the name in the message is text

@@ -91,12 +91,6 @@ def test_a_resumed_guard_has_the_same_findings() -> None:
         assert again.state() == full.state() and again.evaluations == full.evaluations
 
 
-def test_a_checkpoint_of_a_version_without_a_guard() -> None:
-    guard = Guard("stop", has_judge=True, kl_budget=10.0)
-    guard.restore({})
-    assert guard.rows == [] and guard.stopped_step is None
-
-
 def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
     guard = Guard("stop", has_judge=True, kl_budget=10.0)
     guard.compare_with(0, evaluation(0.0, 0.5))
@@ -148,13 +142,6 @@ def test_a_fall_counts_in_the_second_evaluation_also_after_a_resume() -> None:
     for each in (guard, resumed):
         (finding,) = each.watch_evaluation(16, evaluation(2.0, 0.75), is_last=False)
         assert finding.sign == "gaming" and "below that of step 8 by 0.15" in finding.sentence
-
-
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_the_clip_fraction_is_watched_for_ratios_of_tokens(ratio: str, tmp_path: Path) -> None:
-    guard = open_guard(tiny_config(ppo={"ratio": ratio}), tmp_path, has_judge=True)
-    actual = [guard.watch(step, line(step, clip_fraction=0.9), 64) for step in (1, 2, 3)]
-    assert [each.sign for each in actual[-1]] == (["clip fraction"] if ratio == "token" else [])
 
 
 def test_the_best_step_has_the_highest_mean_over_the_temperatures() -> None:

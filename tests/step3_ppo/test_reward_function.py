@@ -91,25 +91,6 @@ def test_without_a_reward_model_the_function_gives_the_score(tmp_path: Path) -> 
     assert "function_score" not in rollout_metrics(rollout, ppo.compute_advantages(rollout))
 
 
-def test_scores_of_reward_model_and_function_are_added(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, stage = ppo_of(tmp_path, reward_model=True)
-    rollout = ppo.collect(1, stage)
-    plain = replace(ppo.models, function=None)
-    ppo.models = plain
-    single = ppo.collect(1, stage)
-    assert single.responses == rollout.responses and single.function is None and rollout.function is not None
-    expected = [
-        len(ppo.tokenizer.decode(response)) + 100.0 * number
-        for response, number in zip(rollout.responses, numbers_of(ppo, rollout), strict=True)
-    ]
-    assert rollout.function.tolist() == expected
-    torch.testing.assert_close(rollout.scores, single.scores + rollout.function)
-    figures = rollout_metrics(rollout, ppo.compute_advantages(rollout))
-    assert figures["function_score"] == pytest.approx(sum(expected) / len(expected))
-    assert figures["score"] == pytest.approx(figures["function_score"] + single.scores.mean().item(), rel=1e-5)
-
-
 SEVERAL = """
 def score(answer, row):
     return {"brief": -len(answer), "number": row["number"]}

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine import Generation, Sampling, distributed
-from pipeline.config.stage_sections import LoraConfig, PpoSection
+from engine import Generation, Sampling
+from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import Documents
-from pipeline.data.microbatches import gather_rows
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
 from step3_ppo import rollout
@@ -70,21 +69,6 @@ def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> No
             scored = [where for where in batch.scored.tolist() if start <= where < end]
             assert scored == list(range(start + PROMPTS[place], end))
         assert len(batch.scored) == sum(batch.response_lengths) == sum(RESPONSES[place] for place in batch.indices)
-
-
-def test_rows_that_share_memory_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = list[int]()
-
-    def gather(value: tuple[dict[int, int], torch.Tensor]) -> list[tuple[dict[int, int], torch.Tensor]]:
-        sent.append(value[1].untyped_storage().nbytes())
-        return [value, ({64: 2}, torch.tensor([7.0, 8.0])), ({}, torch.empty(0))]
-
-    monkeypatch.setattr(distributed, "gather_objects", gather)
-    rows = dict(enumerate(torch.arange(6400.0).split([100] * 64)))
-    found = gather_rows(rows)
-    assert sorted(found) == [*rows, 64] and found[64].tolist() == [7.0, 8.0]
-    assert all(torch.equal(found[i], row) for i, row in rows.items())
-    assert sent == [4 * 6400]
 
 
 def test_an_answer_is_the_same_after_its_way_between_ranks() -> None:
@@ -187,20 +171,6 @@ def test_collected_numbers_are_each_models_own(temperature: float, budget: int, 
     models = models_in(tmp_path, packing=packing)
     actual = collect(models, prompts, drawn, temperature=temperature, pad_id=0, budget=budget)
     check_collected(actual, tmp_path, temperature)
-
-
-def test_the_reference_of_adapters_is_the_model_under_them(tmp_path: Path) -> None:
-    saved_models(tmp_path)
-    prompts, drawn = generations()
-    models = models_in(tmp_path, lora=LoraConfig(rank=2))
-    with torch.no_grad():
-        for name, parameter in models.actor.module.named_parameters():
-            if ".lora_B" in name:
-                parameter.fill_(0.1)
-    actual = collect(models, prompts, drawn, temperature=1.0, pad_id=0, budget=64)
-    base = collect(models_in(tmp_path), prompts, drawn, temperature=1.0, pad_id=0, budget=64)
-    torch.testing.assert_close(actual.reference, base.reference, atol=3e-5, rtol=1e-5)
-    assert (actual.logprobs - base.logprobs).abs().max() > 0.01
 
 
 def test_a_stop_string_ends_an_answer_by_itself(tmp_path: Path) -> None:

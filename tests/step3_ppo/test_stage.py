@@ -32,9 +32,8 @@ from step3_ppo.evaluate import evaluate_policy, finish, ppo_evaluator
 from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import Models, build_models, load_models
-from step3_ppo.rollout import collect, ended_answers, score_answers
+from step3_ppo.rollout import collect
 from step3_ppo.setup import Ppo
-from step3_ppo.train import run
 from step3_ppo.update import PtxMix
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
 from tests.step3_ppo.example_rollouts import learn
@@ -84,15 +83,6 @@ def write_run(folder: Path, family: str = "llama", *, actor: Any = None, reward:
     extra = {"reward_mean": 0.75, "reward_std": 1.5}
     engine = build_scorer(scorer, frozen(), pad_id=0)
     export_scorer(engine, scorer, reward or tokenizer(), folder / "reward" / "model", extra=extra)
-
-
-def test_a_missing_model_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="actor"):
-        stage_inputs(config(tmp_path), Manifest(tmp_path), "ppo")
-    with pytest.raises(UserError, match=r"no finished sft stage.* set actor=FOLDER"):
-        stage_inputs(config(tmp_path).model_copy(update={"actor": None}), Manifest(tmp_path), "ppo")
-    with pytest.raises(UserError, match=r"sft: there is no such folder"):
-        load_models(config(tmp_path), tmp_path)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -238,23 +228,6 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -
     assert ppo_evaluator(made, ppo.models, ppo.tokenizer, [], run_folder / "ppo").score is None
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(run_folder: Path) -> None:
-    shutil.copytree(run_folder / "sft", run_folder / "teacher")
-    tokenizer("zzz zzz zzz zzz zzz zzz").save(run_folder / "teacher" / "model")
-    with pytest.raises(UserError, match=r"teacher=.* has another tokenizer than the student"):
-        load_models(distillation(run_folder), run_folder)
-
-
-def test_a_reward_model_of_an_ensemble_needs_enough_positions(run_folder: Path) -> None:
-    shutil.copytree(run_folder / "reward", run_folder / "second")
-    file = run_folder / "second" / "model" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 21}))
-    made = config(run_folder, reward_ensemble=[str(run_folder / "second")])
-    made = made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_prompt_tokens": 16})})
-    with pytest.raises(UserError, match=r"has 21 positions .* rollout\.max_prompt_tokens=16"):
-        run(made, run_folder / "ppo")
-
-
 def test_the_missing_end_costs_standard_deviations_of_the_score(run_folder: Path) -> None:
     ppo, stage = ppo_of(run_folder, missing_end_penalty=2.0)
     assert ppo.shaping.missing_end_penalty == 3.0
@@ -382,39 +355,6 @@ def test_without_a_critic_answers_to_a_prompt_are_adjacent(advantage: str, run_f
     assert not {"value_loss", "critic_lr", "explained_variance"} & set(figures)
     assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(ppo.models.actor), strict=True))
-
-
-def test_prompts_whose_answers_score_the_same_are_replaced(run_folder: Path) -> None:
-    """Scores clipped to their sign give uniform groups. Another process chooses the same replacement prompts."""
-    keys: dict[str, Any] = {"batch_size": 4, "samples": 2, "advantage": "grpo", "missing_end_penalty": 0.0}
-    keys |= {"score_clip": 1e-9, "kl_coef": 0.0}
-    plain, stage = ppo_of(run_folder, **keys)
-    first = plain.collect(1, stage)
-    rollouts = []
-    for _ in range(2):
-        ppo, stage = ppo_of(run_folder, **keys, resample=2)
-        rollouts.append(ppo.collect(1, stage))
-    assert rollouts[0].prompts == rollouts[1].prompts and rollouts[0].responses == rollouts[1].responses
-    assert rollouts[0].prompts != first.prompts and len(rollouts[0]) == 8
-    uniform = {
-        tuple(p): s
-        for p, s in zip(
-            first.prompts, first.scores.sign().view(4, 2).sum(1).abs().repeat_interleave(2).tolist(), strict=True
-        )
-    }
-    stays = [tuple(p) for p in rollouts[0].prompts if uniform.get(tuple(p)) == 0.0]
-    assert set(stays) == {prompt for prompt, total in uniform.items() if total == 0.0}
-    assert ppo.metrics()["replaced_prompts"] > 0
-    actual = rollouts[0]
-    answers = [
-        Generation(ids, [0.0] * len(ids), finished)
-        for ids, finished in zip(actual.responses, actual.finished.tolist(), strict=True)
-    ]
-    cut = {"pad_id": ppo.tokenizer.pad_id, "budget": stage.budget}
-    again = score_answers(ppo.models, actual.prompts, ended_answers(answers, ppo.tokenizer), **cut)
-    torch.testing.assert_close(torch.tensor(again.total), actual.scores)
-    learned = learn(ppo, 1, rollouts[1], ppo.compute_advantages(rollouts[1]), stage.budget)
-    assert learned["first_ratio"] == pytest.approx(1, abs=1e-5)
 
 
 def test_evaluations_are_of_the_averaged_weights(run_folder: Path) -> None:
