@@ -58,19 +58,6 @@ def test_policy_gives_the_log_softmax_of_the_models_logits(family: str, tmp_path
         assert entropies.tolist() == pytest.approx(spread, abs=3e-5)
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "gemma2", "bloom", "cohere", "mixtral"])
-def test_right_padding_changes_nothing(family: str, tmp_path: Path) -> None:
-    language_model(config_of(family)).save_pretrained(tmp_path)
-    engine = build_policy(source_in(tmp_path), frozen())
-    short, long = ids_of(1, 5, seed=2), ids_of(1, 12, seed=3)
-    single, _ = engine(short, after_first(short))
-    scored = torch.tensor([*range(1, 5), *range(13, 24)])
-    together, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7)), long]), scored)
-    torch.testing.assert_close(together[:4], single, atol=1e-5, rtol=1e-5)
-    other, _ = engine(torch.cat([torch.nn.functional.pad(short, (0, 7), value=9), long]), scored)
-    torch.testing.assert_close(other, together, atol=1e-6, rtol=1e-6)  # for any padding token
-
-
 def test_only_scored_tokens_are_returned_in_order(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path)
     engine, ids = build_policy(source_in(tmp_path), frozen()), ids_of(3, 6)

@@ -23,16 +23,6 @@ from tests.pipeline.models.tiny import classifier, config_of, language_model
 from tests.tiny import tiny_config
 
 
-def test_all_ranks_wait_for_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int] = []
-    monkeypatch.setattr(stage_models.distributed, "barrier", lambda: waits.append(1))
-    monkeypatch.setattr(stage_models, "load_tokenizer", lambda folder, **_: folder)
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "tokenizer_config.json").touch()
-    assert run_tokenizer(tiny_config(), tmp_path) == str(tmp_path / "tokenizer")  # type: ignore[comparison-overlap]
-    assert waits == [1]  # otherwise it would be in another collective than the rank that trains the tokenizer
-
-
 def test_a_tokenizer_is_trained_on_the_given_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result equals a tokenizer that reads the records itself: equal texts in equal order."""
     config = tiny_config()
