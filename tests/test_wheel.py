@@ -11,9 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SMALLEST = [
-    "model=tiny", "data.demo_examples=300", "tracking=none", "seed=1",
-    "sft.steps=1", "reward.steps=1", "ppo.steps=1", "sft.batch_size=4", "reward.batch_size=4", "ppo.batch_size=4",
-    "ppo.minibatches=1", "evaluation.prompts=4", "rollout.max_new_tokens=8",
+    "stage=sft", "model=tiny", "data.demo_examples=300", "tracking=none", "seed=1", "sft.steps=1", "sft.batch_size=4",
+    "evaluation.prompts=4", "rollout.max_new_tokens=8",
 ]  # fmt: skip
 
 
@@ -37,7 +36,7 @@ def test_the_wheel_has_every_file_that_the_code_reads(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "docs/"))]
 
 
-def test_an_installed_wheel_runs_every_stage_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_trains_chats_and_reports_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
     options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(site)]
@@ -61,7 +60,7 @@ def test_an_installed_wheel_runs_every_stage_from_an_empty_folder(wheel: Path, t
     assert "zerochat chat run" in printed
     example = printed.partition("sft: tokens: answers end with <|end|> (1)")[2].splitlines()[2]
     assert example.startswith("  | <|user|>") and example.endswith("<|end|>]"), "the example has its loss mask"
-    assert (empty / "run" / "ppo" / "model" / "model.safetensors").is_file()
+    assert (empty / "run" / "sft" / "model" / "model.safetensors").is_file()
     assert zerochat("chat", "run", "--prompt", "What is 2 + 3?", "--temperature", "0", "--max-new-tokens", "4")
     (empty / "run" / "report.html").unlink()
     assert zerochat("report", "run").strip() == str(Path("run") / "report.html")
