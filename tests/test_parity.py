@@ -42,7 +42,6 @@ ONE_RANK = [({"zero_stage": 0}, tuple(STAGES))]
 # layouts run one or two of them. tests/engine/test_zero.py compares all ZeRO stages.
 LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"zero_stage": 3}, tuple(STAGES)),
-    ({"zero_stage": 0}, ("reward",)),
     ({"zero_stage": 2}, ("ppo",)),
     ({"tensor_parallel": 2}, ("reward", "ppo")),
     ({"sequence_parallel": 2, "zero_stage": 3}, ("sft", "dpo", "ppo")),

@@ -1,8 +1,5 @@
-"""A stage that is killed, stopped or interrupted by an exception, and then resumed, equals an undisturbed run bit for
-bit: metrics, rollouts and weights.
-"""
+"""A stage that is killed or stopped, and then resumed, equals an undisturbed run bit for bit."""
 
-import json
 import random
 import shutil
 import signal
@@ -91,14 +88,10 @@ def clear(run_dir: Path, stage: str) -> None:
             shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
-def assert_equal_runs(
-    undisturbed: Path, resumed: Path, stage: str, where: str, *, ignored: tuple[str, ...] = ()
-) -> None:
-    """Compare the metrics except `ignored` ones, PPO's rollouts, and the weights of two runs, bit for bit."""
-    logs = (metrics(run, stage) for run in (undisturbed, resumed))
-    expected, actual = ([{k: v for k, v in line.items() if k not in ignored} for line in lines] for lines in logs)
-    assert actual == expected, where
-    if stage == "ppo" and not ignored:
+def assert_equal_runs(undisturbed: Path, resumed: Path, stage: str, where: str) -> None:
+    """Compare the metrics, PPO's rollouts, and the weights of two runs, bit for bit."""
+    assert metrics(resumed, stage) == metrics(undisturbed, stage), where
+    if stage == "ppo":
         assert len({(run / stage / "rollouts.jsonl").read_text() for run in (undisturbed, resumed)}) == 1, where
     weights, resumed_weights = (
         load_file(run / stage / "model" / "model.safetensors") for run in (undisturbed, resumed)
@@ -113,54 +106,10 @@ def damage(run_dir: Path) -> None:
     (run_dir / "sft" / "checkpoints" / f"step-{STEPS['sft']}" / "tensors-0.safetensors").write_bytes(b"truncated")
 
 
-FUNCTION = """
-from pathlib import Path
-
-calls = 0
-
-def score(answer, row):
-    global calls
-    calls += 1
-    if calls == 30 and Path(__file__).with_name("broken").exists():
-        raise ConnectionError("no answer from the judge")
-    return len(answer) % 7 / 7 + len(row["prompt"])
-"""
-
-
 def write_reward_function(folder: Path) -> str:
-    """Write a reward function that raises at its thirtieth call if the folder has a file `broken`. Return its name."""
-    (folder / "mine.py").write_text(FUNCTION)
+    """Write a reward function, and return its name."""
+    (folder / "mine.py").write_text("def score(answer, row):\n    return len(answer) % 7 / 7 + len(row['prompt'])\n")
     return f"{folder}/mine.py:score"
-
-
-def test_a_reward_function_that_raises_loses_no_finished_step(tmp_path: Path) -> None:
-    """The thirtieth call is in the third rollout, after eight held-out prompts and two rollouts of eight prompts.
-
-    Only the first start has a reference model, which adds the metric `kl` and does not change the training.
-    """
-    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
-    by_function = {"reward_model": False, "reward_function": write_reward_function(tmp_path)}
-    plain = {"steps": 4, "kl_coef": 0.0, "kl_target": None, "guard": "off", **by_function}
-    once = {"temperatures": [1.0], "best_of": 1}  # one call per held-out prompt
-    config, with_reference = (
-        tiny_config(sft={"steps": 2}, ppo={**plain, **keys}, evaluation=once) for keys in ({}, {"reference": True})
-    )
-    write_stage_configs(undisturbed, config)
-    finish(start_worker(undisturbed, "sft"))
-    finish(start_worker(undisturbed, "ppo"))
-    write_stage_configs(stopped, with_reference)
-    copy_stages(undisturbed, stopped, "sft")
-    (tmp_path / "broken").touch()
-    worker = start_worker(stopped, "ppo")
-    output, _ = worker.communicate(timeout=240)
-    assert worker.returncode == 2 and "score raised ConnectionError: no answer from the judge (line 10)" in output
-    assert [folder.name for folder in (stopped / "ppo" / "checkpoints").iterdir()] == ["step-2"]
-    (tmp_path / "broken").unlink()
-    write_stage_configs(stopped, config)
-    assert "resumes after step 2 of 4" in finish(start_worker(stopped, "ppo"))
-    assert ["kl" in line for line in metrics(stopped, "ppo")] == [False, True, True, False, False]
-    assert "kl" not in json.loads((stopped / "ppo" / "summary.json").read_text())["final"]
-    assert_equal_runs(undisturbed, stopped, "ppo", "a function that raised", ignored=("kl", "kl_k3"))
 
 
 def gpt2_with_dropout() -> dict[str, object]:
