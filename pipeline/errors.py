@@ -43,24 +43,28 @@ def kind_and_line(problem: BaseException) -> str:
 
 
 def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
-    """Run a command and return its exit status: 2 after a UserError, which is printed, and 130 after Ctrl-C.
+    """Run a command and return its exit status: 2 after an error that the user can solve, and 130 after Ctrl-C.
 
-    The status is 1 if the program that reads the output has ended (for example `head`). With `debug`, a UserError is
-    printed with its traceback.
+    Such an error is a UserError or an OSError with advice. It is printed, with `debug` as a traceback. The status is 1
+    if the program that reads the output has ended (for example `head`).
     """
     try:
         status = command()
         sys.stdout.flush()
         return status
-    except UserError as mistake:
-        if debug:
-            traceback.print_exc()
-        else:
-            print(f"error: {mistake}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         discard_output()
         return 1
+    except (UserError, OSError) as problem:
+        from pipeline.launch.failure import advise  # it imports this module
+
+        if (advice := advise(problem)) is None:
+            raise
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"error: {advice}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -438,6 +438,22 @@ def test_lines_from_a_pipe_are_turns(
     assert "you>" not in shown.out and shown.out.strip() and "temperature 0.0" in shown.err
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_folder_of_another_user_is_one_message(
+    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)  # root may read every folder
+    assert command.main(["runs/x", *(["--debug"] if debug else [])]) == 2
+    shown = capsys.readouterr().err
+    if debug:
+        assert shown.startswith("Traceback") and "PermissionError" in shown
+        return
+    assert shown.startswith("error: no permission ([Errno 13] Permission denied: 'runs/x'): change the permissions")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
