@@ -96,10 +96,14 @@ class Segment:
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer. `thinks`: the model thinks before it answers (`THINKING`)."""
+    """The chat template of one tokenizer.
+
+    thinks: the model thinks before it answers (`THINKING`)
+    lead: white space with which answers begin; it is set before the first call of `answer` or `layout`
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.lead = tokenizer, ""
         self.thinks = tokenizer.get_chat_template().startswith(THINKING)
         self.answer = lru_cache(maxsize=4096)(self._answer)
         self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
@@ -108,6 +112,13 @@ class ChatTemplate:
         """Return the text of the template around a short conversation, which contains its control tokens."""
         fragments = self._prompt(("user", "assistant", "user"))
         return "".join(fragment for fragment in fragments if isinstance(fragment, str)) + self.after_answer()
+
+    def before_answer(self) -> tuple[str, str]:
+        """Return a prompt, and the white space that the template writes between it and the answer."""
+        prompt = self._prompt(("user",))
+        conversation = self._render(("user", "assistant"), generation_prompt=False)
+        gap = _text_after(conversation[: conversation.index(1)], prompt) if 1 in conversation else None
+        return "".join(fragment if isinstance(fragment, str) else "a" for fragment in prompt), gap or ""
 
     def after_answer(self) -> str:
         """Return the text that the template writes after the last answer."""
@@ -159,7 +170,7 @@ class ChatTemplate:
     def _answer(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
         """Return the fragments of the last turn, an answer, without the text that the template writes after it."""
         if isinstance(turns[-1], str) and not self.thinks:
-            return (len(turns) - 1,)
+            return tuple(fragment for fragment in (self.lead, len(turns) - 1) if fragment != "")
         prompt, text = _joined(self._prompt(turns[:-1])), _joined(self._render(turns, generation_prompt=False))
         if not text.startswith(prompt):
             raise UserError(

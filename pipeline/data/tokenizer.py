@@ -80,6 +80,7 @@ class ChatTokenizer:
         ids = {text: token for token, text in self._control.items()}
         self.end_id: int = ids[ending] if ending is not None else hf.eos_token_id
         self._end_text = ending or ""
+        self._template.lead = self._lead()
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
         self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
         self.vocab_size: int = max(len(hf), max(hf.get_vocab().values()) + 1)
@@ -101,6 +102,7 @@ class ChatTokenizer:
     def encode_answers(self, answers: Sequence[str]) -> list[list[int]]:
         """Return the ids of many answers, each with its end token."""
         encoded = []
+        answers = [self._template.lead + answer for answer in answers]
         for ids, answer in zip(self._encode(answers), answers, strict=True):
             names = {self._control[token] for token in self._controls(ids)}
             self.divided.update(names)
@@ -215,6 +217,18 @@ class ChatTokenizer:
             self._encode([_PROBE]),
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _lead(self) -> str:
+        """Return the white space with which answers begin, so that their tokens are those of the rendered conversation.
+
+        The template of Idefics 3, for example, writes "Assistant:" for generation, and "Assistant: " before an answer.
+        The white space is left out if the tokenizer encodes it together with the prompt (sentencepiece writes a space
+        itself), or if the template also writes white space between the answer and its end token.
+        """
+        prompt, lead = self._template.before_answer()
+        parts = self._encode([prompt, f"{lead}a", f"{prompt}{lead}a"])
+        is_apart = parts[0] + parts[1] == parts[2] and self._template.after_answer().startswith(self._end_text)
+        return lead if is_apart and not self._template.thinks else ""
 
     def _prepared(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages whose fields are plain, and whose reasoning is apart from the content if the model thinks."""

@@ -57,6 +57,11 @@ REASONING = (  # a block of reasoning before the last answer, which the generati
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+SPACE = (  # as Idefics 3: a space between the generation prompt and the answer
+    "{% for m in messages %}{{ ('User: ' if m.role == 'user' else 'Assistant: ') + m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 SWITCH = (  # as Nemotron 3 and Qwen 3.8: reasoning unless it is switched off
     "{{ '/think\n' if enable_thinking | default(true) else '/no_think\n' }}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

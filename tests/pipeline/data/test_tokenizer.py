@@ -5,10 +5,12 @@ import io
 import json
 import random
 import shutil
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.records import Message
@@ -20,6 +22,7 @@ from tests.pipeline.data.templates import (
     CHATML,
     NO_GENERATION_PROMPT,
     NO_SYSTEM,
+    SPACE,
     THINKING,
     chat,
     tokenizer,
@@ -62,6 +65,34 @@ def test_a_conversation_is_the_concatenation_of_prompts_and_answers(trained: Cha
                 assert ids == prompt + answer
                 assert len(counts) == len(ids) and counts[-len(answer) :] == [True] * len(answer)
                 assert not counts[len(prompt) - 1] and answer[-1] == each.end_id
+
+
+def test_a_space_before_answers_belongs_to_the_answers() -> None:
+    """The tokens are those of the rendered conversation, and earlier answers count. Prompts end without the space."""
+    own = train_tokenizer([*TEXTS, "Assistant: It is 19."] * 3, 400).hf
+    own.chat_template = SPACE
+    each, messages = ChatTokenizer(own), chat("a", "It is </s> 19.", "c", "It is 12.")
+    rendered = own.apply_chat_template([{"role": m.role, "content": m.content} for m in messages], tokenize=False)
+    ((ids, counts),) = each.encode_conversations([messages])
+    assert ids == own(str(rendered), add_special_tokens=False)["input_ids"]
+    assert [own.decode(part) for part in counted_runs(ids, counts)] == [" It is </s> 19.<|end|>", " It is 12.<|end|>"]
+    assert own.decode(each.encode_prompt(messages[:1])).endswith("Assistant:")
+    assert each.decode(each.encode_answer("It is 12.")) == "It is 12."
+
+
+def test_a_tokenizer_that_writes_a_space_before_each_text_adds_no_second_one() -> None:
+    """The tokenizers of Llama 2 and Mistral 7B do so."""
+    own, messages = tokenizer(SPACE), chat("a", "b")
+    own.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    rendered = own.apply_chat_template([{"role": m.role, "content": m.content} for m in messages], tokenize=False)
+    ((ids, _),) = ChatTokenizer(own).encode_conversations([messages])
+    assert ids == own(str(rendered), add_special_tokens=False)["input_ids"]
+
+
+def counted_runs(ids: list[int], counts: list[bool]) -> list[list[int]]:
+    return [
+        [token for token, _ in run] for counted, run in groupby(zip(ids, counts, strict=True), itemgetter(1)) if counted
+    ]
 
 
 def test_only_the_template_writes_control_tokens(trained: ChatTokenizer) -> None:
