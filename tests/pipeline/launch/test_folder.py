@@ -90,16 +90,6 @@ def test_a_file_system_without_locks_gives_a_warning(
     assert "has no locks" in capsys.readouterr().err
 
 
-def test_a_run_of_several_in_the_current_folder_gets_a_folder_next_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    folder = open_folder(tiny_config().model_copy(update={"run_dir": "."}), ["sft"], "seed=1")
-    assert folder.path == tmp_path / "here-seed=1"
-    folder.close()
-
-
 def test_a_stage_of_another_run_is_no_run_folder(config: RunConfig, tmp_path: Path) -> None:
     stage = tmp_path / "run" / "ppo"
     stage.mkdir(parents=True)

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from subprocess import PIPE
 from types import SimpleNamespace
 
 import psutil
@@ -21,14 +20,12 @@ import yaml
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
-from pipeline.launch import command, control, processes, ranks, worker
+from pipeline.launch import command, control, processes, ranks
 from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import (
     CRASHED,
     END_ORDER,
-    FAILURE_PIPE,
     HUNG,
-    PIPE_BYTES,
     STOPPED,
     StageEnd,
     save_traceback,
@@ -151,21 +148,6 @@ def test_the_rank_that_failed_is_named_and_the_others_end(fake, ends, behaviour,
     assert not any(_alive(fake, rank) for rank in (0, 1))
 
 
-def test_output_without_a_reader_does_not_crash():
-    command = [sys.executable, "train.py", "--cfg", "job"]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = subprocess.Popen(command, cwd=ROOT, env=buffered, stdout=PIPE, stderr=PIPE)
-    command.stdout.close()
-    assert command.stderr.read() == b""
-    assert command.wait() == 1
-
-
-def test_a_rank_calls_exit_functions_but_frees_no_objects(fake, monkeypatch, capfd):
-    monkeypatch.setenv("FAKE_STAGE", "quits")
-    assert launch_fake(fake, world=1).status == 0
-    assert capfd.readouterr().out == "exit function "
-
-
 def test_a_crash_prints_how_to_resume(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)
@@ -176,13 +158,6 @@ def test_a_crash_prints_how_to_resume(tmp_path):
         StageEnd(1, "a bug", "Traceback ..."), tmp_path
     )
     assert save_traceback(StageEnd(2, "a mistake"), tmp_path) == ""
-
-
-def test_a_failure_of_another_launcher_ends_the_local_ranks(fake, monkeypatch):
-    monkeypatch.setenv("FAKE_STAGE", "hang")
-    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=lambda states: "failed")
-    assert (end.status, end.message) == (1, "")
-    assert not _alive(fake, 0)
 
 
 def launch_and_exit(run_dir: Path, patience: float, grace: float, ignored: Sequence[int]) -> None:
@@ -257,16 +232,6 @@ def test_a_stop_signal_to_one_rank_stops_all(fake):
     assert _gone_within(fake, 0.5)
 
 
-def test_a_launcher_stops_when_others_report_its_stop(fake, monkeypatch):
-    monkeypatch.setenv("FAKE_STAGE", "hang")
-
-    def others(_states):  # the signal would end a rank that has not installed its handlers
-        return "stopped" if _has_started(fake, 0) else ""
-
-    end = launch_stage("sft", fake, own_ranks(1, gpus=0), others=others)
-    assert (end.status, end.message) == (143, "")
-
-
 def test_nohup_is_respected(fake):
     launcher = _launcher(fake, "slow", ignored=[signal.SIGHUP])
     launcher.send_signal(signal.SIGHUP)
@@ -296,22 +261,6 @@ def test_ranks_die_with_a_killed_launcher(fake):
     assert _gone_within(fake, 3)
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_stopped_launcher_waits_until_the_first_one_ends(is_lost, monkeypatch):
-    """`srun --kill-on-bad-exit=1` kills the task of the first rank when the task of another rank has ended."""
-    messages = [{"stage": "sft"}, {"end": 143}]
-
-    def receive():
-        if is_lost and len(messages) == 1:
-            raise LeaderLost("gone")
-        return messages.pop(0)
-
-    monkeypatch.setattr(command, "_launch", lambda *_: StageEnd(143))
-    launchers = SimpleNamespace(receive=receive, settle=lambda end: end)
-    assert command._follow(own_ranks(1, gpus=0), launchers) == 143
-    assert len(messages) == is_lost
-
-
 class MemoryStore(dict[str, str]):
     """The part of a TCPStore that launchers use."""
 
@@ -336,22 +285,6 @@ def launchers(monkeypatch):
             launcher._exchange._exchange()
 
     return first, second, exchange
-
-
-def test_a_launcher_that_missed_a_start_takes_the_newest_message(launchers):
-    """It was stopped for longer than the first launcher waits for the ends of a failed start."""
-    first, second, exchange = launchers
-    for number in (0, 1):
-        first.begin({"stage": "sft", "number": number, "hang_seconds": None})
-    exchange()
-    assert second.receive()["number"] == 1
-    second._is_stopped = True
-    assert second.others([]) == ""
-    exchange()
-    assert first.others([]) == "stopped" and not first.is_complete
-    exchange()
-    exchange()
-    assert second.others([]) == "stopped"
 
 
 def test_a_launcher_ends_a_start_that_the_first_launcher_has_left(launchers):
@@ -389,19 +322,6 @@ def test_a_launcher_that_never_connects_ends_the_stage(launchers, monkeypatch):
     assert end.status == HUNG and "the launcher of rank 1 has not connected to h for 600 s" in end.message
     with pytest.raises(LeaderLost, match="the launcher of rank 0 has not connected"):
         second.receive()
-
-
-def test_the_end_of_a_job_waits_for_a_lost_launcher_as_long_as_its_stage(launchers, monkeypatch):
-    first, _, exchange = launchers
-    first.begin({"stage": "sft", "number": 0, "hang_seconds": 5.0})
-    exchange()
-    first._exchange.changed[1] -= 10.0  # longer than hang_seconds, shorter than the default
-
-    def sleep(seconds):
-        raise AssertionError("waits for a lost launcher")
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    first.finish(1)
 
 
 @pytest.mark.parametrize("is_external", [False, True])
@@ -597,16 +517,3 @@ def test_all_launchers_end_with_the_same_status(problem, status, monkeypatch):
     except OSError:
         ended = 1  # Python's status after a traceback
     assert (ended, sent) == (status, [status])
-
-
-def test_a_long_error_in_another_alphabet_fits_into_the_pipe(monkeypatch):
-    """JSON needs 12 bytes for such a character. The launcher reads the pipe only after the rank has ended."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)  # otherwise a longer record would block this test
-    monkeypatch.setenv(FAILURE_PIPE, str(write_end))
-    long = "\U0001f600" * PIPE_BYTES
-    worker._send({"status": 1, "message": long[: PIPE_BYTES // 8], "traceback": long[: PIPE_BYTES // 2]})
-    record = json.loads(os.read(read_end, 100_000))
-    assert record["message"] == long[: PIPE_BYTES // 8] and record["traceback"] == long[:1000]
-    os.close(read_end)
-    os.close(write_end)

@@ -16,9 +16,9 @@ from pipeline.launch import processes
 from pipeline.launch.command import main
 from pipeline.launch.fingerprint import hash_tree, model_content, stage_settings
 from pipeline.launch.folder import _lock, open_folder
-from pipeline.launch.manifest import Decision, Manifest
-from pipeline.launch.stage_inputs import stage_consumes, stage_inputs
-from pipeline.launch.summary import compare_runs, stage_figures
+from pipeline.launch.manifest import Manifest
+from pipeline.launch.stage_inputs import stage_inputs
+from pipeline.launch.summary import compare_runs
 from tests.composed import config_of
 from tests.forked_launch import launch, launch_here
 from tests.ranks import Worker
@@ -132,25 +132,6 @@ def test_a_changed_stage_and_later_stages_run_again(train):
     assert sorted(path.name for path in Path("runs/x").glob("sft*")) == ["sft", "sft.1", "sft.2"]
 
 
-def test_another_quantization_of_the_model_runs_the_stages_again(train, tmp_path):
-    config = config_of(*BASE, "sft=lora", "stage=sft")
-    quantized = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "nf4"})})
-    manifest = Manifest(tmp_path)
-    full = stage_consumes(config, manifest, "sft")
-    manifest.begin("sft", full)
-    four_bits = stage_consumes(quantized, manifest, "sft")
-    assert manifest.decide("sft", four_bits) == Decision("run", "model.quantize was none, is nf4")
-    manifest.begin("sft", four_bits)
-    assert manifest.decide("sft", full) == Decision("run", "model.quantize was nf4, is None")
-
-
-def test_a_change_of_one_stage_does_not_repeat_the_others(train):
-    train("name=x")
-    _, output = train("name=x", "ppo.kl_coef=0.2")
-    assert output.count("skipped") == 2
-    assert "ppo: runs again (ppo.kl_coef was 0.05, is 0.2)" in output
-
-
 def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "1"}\n')
     train("name=x", "data.path=a.jsonl", "stage=sft")
@@ -160,19 +141,6 @@ def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "2"}\n')
     _, output = train("name=x", "data.path=a.jsonl", "stage=sft", "sft.lr=3e-5")
     assert "sft: runs again (the data changed)" in output
-    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_another_template_makes_another_tokenizer(train, stage):
-    Path("t.jinja").write_text("")
-    train("name=x", f"stage={stage}")
-    Path("runs/x/tokenizer").mkdir()
-    shutil.rmtree(f"runs/x/{stage}")
-    train("name=x", f"stage={stage}")
-    assert Path("runs/x/tokenizer").exists()
-    shutil.rmtree(f"runs/x/{stage}")
-    train("name=x", f"stage={stage}", "model.chat_template=t.jinja")
     assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
 
 
@@ -428,19 +396,6 @@ def test_a_multirun_without_a_name_skips_finished_runs(train):
     assert len(list(Path("runs").iterdir())) == 4
 
 
-def test_a_run_of_a_multirun_does_not_take_the_folder_of_another_label(train):
-    """The two runs differ in a setting that does not change the result, so both have the same inputs."""
-    sweep = ["-m", "sft.micro_batch_tokens=512,1024", "stage=sft"]
-    train(*sweep)
-    second = next(Path("runs").glob("*=1024-*"))
-    shutil.rmtree(second / "sft" / "model")  # an interrupted run has no model
-    (second / "sft" / "checkpoints" / "step-1").mkdir(parents=True)
-    status, output = train(*sweep)
-    assert status == 0 and output.count("sft: resumes") == 1
-    assert output.index("skipped") < output.index(f"run folder: {second} (resumes")
-    assert len(list(Path("runs").iterdir())) == 2
-
-
 def test_a_failed_run_of_a_multirun_does_not_stop_the_others(train):
     status, output = train("-m", "seed=1,2", "stage=sft", stage="user")
     assert status == 2
@@ -553,12 +508,6 @@ def test_folder_hashes_depend_on_names_and_contents(tmp_path):
     second = hash_tree(folder)
     (folder / "a").rename(folder / "c")
     assert len({first, second, hash_tree(folder)}) == 3
-
-
-def test_a_summary_whose_last_step_is_no_table_has_the_figures_of_its_top_level(tmp_path: Path):
-    (tmp_path / "sft").mkdir()
-    (tmp_path / "sft" / "summary.json").write_text('{"final": [1], "eval_loss": 2.5}')
-    assert stage_figures(tmp_path, "sft") == "eval_loss 2.5"
 
 
 def test_only_the_model_of_a_stage_folder_is_an_input(tmp_path):
