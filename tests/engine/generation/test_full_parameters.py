@@ -10,6 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.generation.weight_sync import full_parameters
 
+NAMES = [f"{layer}.{leaf}" for layer in ("linear", "conv", "plain") for leaf in ("weight", "bias")]
+
 
 class Net(nn.Module):
     """A linear layer, GPT-2's transposed layer, and a linear layer without adapter."""
