@@ -160,7 +160,6 @@ def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | No
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
     # The engine runs in this process, and finds its rank in the environment.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(world.rank), "LOCAL_RANK": str(local_rank)}
-    rename_allocator_settings()
     config: Any = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     with tempfile.TemporaryDirectory() as folder, undisturbed(device):
@@ -188,17 +187,6 @@ def create_engine(module: nn.Module, device: torch.device, cache_bytes: int | No
         except (ImportError, ValueError, NotImplementedError) as problem:
             reason = str(problem).strip().partition("\n")[0]
             raise ValueError(f"vLLM cannot run {type(module).__name__}: {reason}; use generator=engine") from problem
-
-
-def rename_allocator_settings() -> None:
-    """Copy the settings of PyTorch's allocator to the variable that vLLM reads. PyTorch has read them before.
-
-    PyTorch allocates no expandable segments in the memory pool of vLLM's sleep mode and raises RuntimeError
-    (pytorch/pytorch#147851). vLLM disables them for its pool if PYTORCH_CUDA_ALLOC_CONF enables them, and does not read
-    the newer name of the variable, which the launcher sets.
-    """
-    if "PYTORCH_ALLOC_CONF" in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
 
 
 def device_settings(device: torch.device, cache_bytes: int | None) -> dict[str, Any]:

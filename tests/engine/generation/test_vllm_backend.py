@@ -1,7 +1,6 @@
 """Generation by vLLM: the settings and results that pass between the two, and, where vLLM is installed, its answers."""
 
 import copy
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from engine.generation.sampling import Ending, Sampling
 from engine.generation.vllm_backend import VllmEngine, sampling_settings, take_step
 from engine.memory.tracker import storage_bytes
 from pipeline.config.messages import in_keys
-from pipeline.launch.ranks import allocator_settings
 from tests.engine.generation.families import build
 
 
@@ -189,18 +187,6 @@ def test_without_vllm_the_first_flip_names_the_other_generator(monkeypatch: pyte
     with pytest.raises(ValueError, match=r"vLLM cannot run LlamaForCausalLM: .*vllm.*; use generator=engine") as caught:
         Generator(build("llama"), "cpu", uses_vllm=True).refresh()
     assert in_keys(str(caught.value)).endswith("use rollout.generator=engine")
-
-
-def test_vllm_finds_the_allocator_settings_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM disables expandable segments for its memory pool if it finds them in the older variable."""
-    settings = allocator_settings({})
-    for own in (None, "backend:native"):  # of the user, under the older name
-        monkeypatch.setattr(os, "environ", settings if own is None else settings | {"PYTORCH_CUDA_ALLOC_CONF": own})
-        vllm_backend.rename_allocator_settings()
-        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == (own or "expandable_segments:True")
-    monkeypatch.setattr(os, "environ", {})
-    vllm_backend.rename_allocator_settings()
-    assert os.environ == {}
 
 
 # The tests below run vLLM. The normal environment of the tests does not have it.
