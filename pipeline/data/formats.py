@@ -37,6 +37,7 @@ from pipeline.data.records import (
     Row,
     UnusedRow,
     answer_of,
+    history_of,
     in_order,
     label_of,
     list_in,
@@ -229,12 +230,17 @@ def _with_columns(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...
 
 
 def _prompt_of(row: Row) -> tuple[Message, ...]:
-    """Return the prompt of a row. `input` or `context` follows an instruction or a question after an empty line."""
+    """Return the prompt of a row, after the turns of a list `history`.
+
+    `input` or `context` follows an instruction or a question after an empty line.
+    """
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     messages = question_of(row.get(column or ""))
     extra = _first(row, CONTEXT_COLUMNS)
     if column in ("instruction", "question") and isinstance(extra, str) and extra.strip():
         messages = (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{text_of(extra, 'context')}"))
+    if isinstance(row.get("history"), list):
+        messages = in_order(history_of(row["history"]) + messages)
     return _with_columns(row, messages)
 
 

@@ -294,6 +294,15 @@ def answer_of(value: Any) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def history_of(value: Any) -> tuple[Message, ...]:
+    """Parse the turns before a prompt: a list of [question, answer], or of messages."""
+    if isinstance(value, Sequence) and all(isinstance(each, Mapping) for each in value):
+        return messages_of(value) if value else ()
+    if not all(isinstance(each, list) and len(each) == 2 for each in value):
+        raise BadRow("history is not a list of [question, answer]")
+    return tuple(message for question, answer in value for message in (*question_of(question), *answer_of(answer)))
+
+
 def label_of(value: Any) -> bool:
     """Parse a label: true or false, 1 or 0, or these words as text."""
     labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}

@@ -111,6 +111,13 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         ({"prompt": "Human: \ud83d\n\nAssistant:", "completion": "b"}, chat("\ufffd", "b")),
         ({"instruction": "a", "input": "x", "output": "b"}, chat("a\n\nx", "b")),
         ({"instruction": "a", "input": "", "output": "b"}, chat("a", "b")),
+        (
+            {"history": [["a", "b"]], "instruction": "c", "input": "x", "output": "d", "system": "s"},
+            chat("a", "b", "c\n\nx", "d", system="s"),
+        ),
+        ({"history": [USER, GOOD], "prompt": "c", "completion": "d"}, chat("a", "g", "c", "d")),
+        ({"history": [], "prompt": "a", "completion": "b"}, chat("a", "b")),
+        ({"history": "a text", "prompt": "a", "completion": "b"}, chat("a", "b")),
         ({"instruction": "a", "context": "x", "response": "b"}, chat("a\n\nx", "b")),
         ({"question": "a", "context": "x", "answer": "b"}, chat("a\n\nx", "b")),
         ({"prompt": "a", "context": "x", "completion": "b"}, chat("a", "b")),
@@ -228,6 +235,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "a message with an image"),
         ({"messages": "hello"}, "messages are not a list"),
+        ({"prompt": "q", "completion": "a", "history": ["x"]}, "history is not a list of [question, answer]"),
         (
             {"prompt": "a", "chosen": str([USER, GOOD]), "rejected": str([USER, BAD])},
             "a list of messages that is not JSON",
