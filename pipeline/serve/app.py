@@ -185,8 +185,9 @@ class _Guard:
             return None if is_local else ServeError(403, f"{host}: this server answers to loopback names only")
         if scope["path"] in OPEN_PATHS:
             return None
-        sent = headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if hmac.compare_digest(sent.encode("latin-1"), self.key.encode()):  # starlette decodes headers as latin-1
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(sent.strip().encode("latin-1"), self.key.encode())  # starlette's encoding
+        if is_right and scheme.lower() == "bearer":
             return None
         return ServeError(401, "the key is missing or wrong; send it as Authorization: Bearer KEY", "invalid_api_key")
 

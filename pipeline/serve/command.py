@@ -130,8 +130,12 @@ class Listener:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Listener":
-        """Return the listener of parsed options. The environment variable is used if --key is missing."""
-        return cls(options.host, options.port, options.key or os.environ.get(KEY_VARIABLE) or None)
+        """Return the listener of parsed options. The environment variable is used if --key is missing.
+
+        White space around the key is removed, as from the keys of clients. A file with the key ends with a line break.
+        """
+        key = options.key or os.environ.get(KEY_VARIABLE, "")
+        return cls(options.host, options.port, key.strip() or None)
 
     @property
     def url(self) -> str:

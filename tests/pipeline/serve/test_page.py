@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from pipeline.chat.command import main
 from pipeline.serve.app import create_app
-from pipeline.serve.command import find_all
+from pipeline.serve.command import Listener, find_all
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
 from tests.pipeline.serve.running import LIMIT, pause_after, served, small_models
@@ -165,6 +166,17 @@ def test_other_addresses_need_a_key(
     monkeypatch.delenv("ZEROCHAT_KEY", raising=False)
     assert main([str(tmp_path), "--web", "--host", "0.0.0.0"]) == 2
     assert "--host 0.0.0.0 lets other machines connect, so a key is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "variable", "key"), [(None, "k\n", "k"), ("o ", "k", "o"), (None, "\n", None)])
+def test_white_space_around_a_key_does_not_count(
+    option: str | None, variable: str, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that a cluster mounts from a file ends with a line break, which no client can send."""
+    monkeypatch.setenv("ZEROCHAT_KEY", variable)
+    listener = Listener.of(Namespace(host="127.0.0.1", port=0, key=option))
+    listener.socket.close()
+    assert listener.key == key
 
 
 def test_with_a_key_only_the_page_is_open(models: dict[str, ServedModel]) -> None:
