@@ -16,7 +16,10 @@ from engine import Sampling
 from pipeline.data.records import BadRow, Message, in_order, message_of, replace_surrogates, with_tools
 from pipeline.serve.errors import ServeError
 
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),  # for speed only
+)
 LARGEST_BODY = 8 * 2**20  # bytes
 MAX_CHOICES = 128
 MOST_ANSWERS = 1024  # of a request with several prompts
@@ -46,6 +49,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class SharedFields(BaseModel):

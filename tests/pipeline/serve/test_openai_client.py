@@ -317,7 +317,8 @@ def test_the_prompt_has_the_tools_and_the_results(client: openai.OpenAI, alone: 
 
 def test_fields_without_an_effect_are_accepted(client: openai.OpenAI) -> None:
     neutral: Options = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0, "tools": [], "stop": None}
-    neutral |= {"top_k": -1, "top_logprobs": 0}
+    neutral |= {"top_k": -1, "top_logprobs": 0, "stream_options": {"include_obfuscation": False}}
+    neutral |= {"prompt_cache_options": {"ttl": "30m"}, "prediction": {"type": "content", "content": "hello"}}
     assert ask(client, seed=1, extra_body=neutral).choices == ask(client, seed=1).choices
 
 
