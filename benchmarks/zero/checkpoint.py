@@ -9,9 +9,8 @@ save without training.
 
 import os
 import tempfile
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -49,11 +48,11 @@ def _save(engine: Engine, ids: Tensor, folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     checkpointer.save(folder, {})
     call = time.perf_counter() - start
-    end = _end_of_save(checkpointer)
     concurrent: list[float] = []
-    while not checkpointer.done:
-        concurrent.append(_step(engine, ids))
-    checkpointer.wait()
+    with ThreadPoolExecutor(1) as thread:  # the last file may be complete in the middle of a step
+        end = thread.submit(_end_of_save, checkpointer)
+        while not end.done():
+            concurrent.append(_step(engine, ids))
     total = end.result() - start
     size = sum(file.stat().st_size for file in folder.iterdir())
     slower = max(0.0, sum(concurrent) - len(concurrent) * step_alone)
@@ -62,17 +61,10 @@ def _save(engine: Engine, ids: Tensor, folder: Path) -> dict[str, float]:
     return figures | {"gigabytes": size / 1e9, "cores": float(os.cpu_count() or 1)}
 
 
-def _end_of_save(checkpointer: Checkpointer) -> "Future[float]":
-    """Return the time at which the last file is written, which may be in the middle of a step."""
-    end: Future[float] = Future()
-
-    def wait() -> None:
-        while not checkpointer.done:
-            time.sleep(0.01)
-        end.set_result(time.perf_counter())
-
-    threading.Thread(target=wait).start()
-    return end
+def _end_of_save(checkpointer: Checkpointer) -> float:
+    """Return the time at which the last file is written."""
+    checkpointer.wait()
+    return time.perf_counter()
 
 
 def _engine() -> Engine:
