@@ -99,11 +99,6 @@ class Checkpointer:
         if not can_copy:
             wait([self._pending])
 
-    @property
-    def done(self) -> bool:
-        """Whether this rank has nothing left to write."""
-        return self._pending is None or self._pending.done()
-
     def wait(self) -> None:
         """Wait until the last save is on disk. Raises OSError on every rank if it failed on any rank."""
         if self._pending is None:
