@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -81,9 +81,16 @@ class StepTokens:
     @cached_property
     def chunk_positions(self) -> tuple[Tensor, Tensor]:
         """The prompt slot and the position of each token of the chunks, (tokens,) each."""
-        slots = [chunk.slot for chunk in self.chunks for _ in chunk.tokens]
-        positions = [position for chunk in self.chunks for position in range(chunk.start, chunk.end)]
-        both = upload([slots, positions], self.cache.device)
+        return self._upload([range(chunk.start, chunk.end) for chunk in self.chunks])
+
+    @cached_property
+    def key_positions(self) -> tuple[Tensor, Tensor]:
+        """The prompt slot and the position of each cached token up to the end of each chunk, (keys,) each."""
+        return self._upload([range(chunk.end) for chunk in self.chunks])
+
+    def _upload(self, positions: Sequence[range]) -> tuple[Tensor, Tensor]:
+        slots = [chunk.slot for chunk, own in zip(self.chunks, positions, strict=True) for _ in own]
+        both = upload([slots, [*chain(*positions)]], self.cache.device)
         return both[0], both[1]
 
     @cached_property
@@ -143,7 +150,8 @@ class LayerAttention:
                 return out
         if query.is_cuda and self.softcap is None and varlen_fits(query, value):
             if any(chunk.start for chunk in step.chunks):
-                key, value = (_gather(cached, step.chunks) for cached in (layer.prompt_keys, layer.prompt_values))
+                slots, positions = step.key_positions
+                key, value = (cached[slots, :, positions] for cached in (layer.prompt_keys, layer.prompt_values))
             return within_sequences(query, key, value, *step.chunk_bounds, scale=scale, window=window)
         return torch.cat([*self._by_operators(query, step.chunks)])
 
@@ -205,11 +213,6 @@ def check_arguments(module: nn.Module, others: Mapping[str, Any]) -> None:
         unsupported.append("attention that is not causal")
     if unsupported:
         raise UnsupportedModel(f"{type(module).__name__} needs {', '.join(unsupported)}")
-
-
-def _gather(cached: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """Return the cached tokens of the prompts of all chunks, (tokens, Hkv, size)."""
-    return torch.cat([cached[chunk.slot, :, : chunk.end].transpose(0, 1) for chunk in chunks])
 
 
 def attend(

@@ -135,8 +135,8 @@ class DecodeSession:
         """Launch the next steps. Return None if every sequence has reached its limit and no request waits."""
         scheduler, step = self._scheduler, self._step
         plan = scheduler.plan()
-        for copy in plan.copies:
-            step.cache.copy_prefix(*copy)
+        if plan.copies:
+            step.cache.copy_prefixes(plan.copies)
         if not scheduler.decoding and not plan.chunks:
             return None
         decoding = [self._requests[sequence.request] for sequence in scheduler.decoding]

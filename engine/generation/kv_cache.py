@@ -6,13 +6,14 @@ The tokens of one key head are contiguous, so that one query reads memory in ord
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.host_memory import host_memory, page_aligned
+from engine.host_memory import host_memory, page_aligned, upload
 from engine.parallel import dist
 
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
@@ -112,11 +113,16 @@ class KVCache:
             )
         return self.layers[index]
 
-    def copy_prefix(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first tokens of one prompt slot to another."""
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the first tokens of prompt slots to others, each (source slot, target slot, tokens), all at once.
+
+        Each target gets the most tokens of any copy. Those behind its own are not read before they are computed.
+        """
+        sources, targets = (upload([copy[end] for copy in copies], self.device) for end in (0, 1))
+        most = max(tokens for _, _, tokens in copies)
         for layer in self.layers.values():
             for states in (layer.prompt_keys, layer.prompt_values):
-                states[target, :, :tokens] = states[source, :, :tokens]
+                states[targets, :, :most] = states[sources, :, :most]
 
     @property
     def tensors(self) -> list[Tensor]:

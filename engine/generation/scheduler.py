@@ -61,7 +61,7 @@ class Chunk:
 class Plan:
     """The work of one step, besides the single tokens of the decoding sequences.
 
-    copies: (source slot, target slot, tokens) of prompt slots, to make before the forward.
+    copies: (source slot, target slot, tokens) of prompt slots, to make at once before the forward.
     chunks: tokens of prompts.
     starting: the decoding sequences that run their first token. The last chunk of their prompt may be in the same step.
     """
@@ -146,6 +146,7 @@ class Scheduler:
     def _admit(self) -> list[tuple[int, int, int]]:
         """Assign free slots to waiting requests; return the copies to make."""
         copies: list[tuple[int, int, int]] = []
+        origins: dict[int, int] = {}  # of a target, the slot that has the tokens now
         left = self.prefill_tokens - sum(len(prompt.tokens) - prompt.cached for prompt in self._filling)
         while self._waiting and self._free:
             request, (*tokens, last) = self._waiting[0]
@@ -157,7 +158,8 @@ class Scheduler:
                 source, common = self._longest_cached_prefix(tokens)
                 prompt = self._cached[slot] = CachedPrompt(tokens, slot, common)
                 if common and source != slot:
-                    copies.append((source, slot, common))
+                    origins[slot] = origins.get(source, source)
+                    copies.append((origins[slot], slot, common))
                 left -= len(tokens) - common
             self._waiting.popleft()
             prompt.readers += 1

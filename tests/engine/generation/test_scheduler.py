@@ -67,3 +67,13 @@ def test_a_common_prefix_is_copied_between_prompts() -> None:
     assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
     plan = scheduler.plan()
     assert plan.copies == [(0, 1, 30)] and chunks(plan) == [(1, 30, 32)]
+
+
+def test_copies_of_one_plan_read_slots_that_it_does_not_fill() -> None:
+    """The plan fills slots 0 and 1. Slot 0 is the first one with the beginning of the prompt of slot 1."""
+    scheduler = Scheduler(slots=3, prompt_slots=3, prefill_tokens=200)
+    for request, prompt in enumerate(([91, 92], [93, 94], LONG, [*LONG[:30], 77, 78], [*LONG[:30], 88, 89])):
+        scheduler.add(request, prompt)
+    scheduler.plan()
+    scheduler.finish({0, 1})
+    assert scheduler.plan().copies == [(2, 0, 30), (2, 1, 30)]
