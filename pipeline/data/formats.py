@@ -26,6 +26,7 @@ from pipeline.config.stages import STAGES
 from pipeline.data.files import Table
 from pipeline.data.records import (
     FP32_MAX,
+    NOT_TEXT,
     AssistantFirst,
     BadRow,
     Conversation,
@@ -160,6 +161,7 @@ def to_records(
             except AssistantFirst:
                 record = parse(_from_the_user(named), source)
                 unused[GREETING] += 1
+            _require_text(named, record)
             record = _for_stage(record, stage, labels=labels)
             records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)
         except UnusedRow as reason:
@@ -183,6 +185,14 @@ def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, s
         f"{table.name}: {bad} of {rows} rows cannot be used for {stage}: {reasons}. "
         f"data.bad_row_limit={limit:g} is the largest share: correct the file{skip}."
     )
+
+
+def _require_text(row: Row, record: Record) -> None:
+    """Raise BadRow if the messages refer to the image in another column, as LLaVA's data do."""
+    messages = record.prompt if isinstance(record, Preference) else record.messages
+    has_image = any(row.get(column) for column in ("image", "images"))
+    if has_image and any("<image>" in message.content for message in messages):
+        raise BadRow(NOT_TEXT)
 
 
 def _for_stage(record: Record, stage: str, *, labels: bool) -> Record:

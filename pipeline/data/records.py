@@ -166,6 +166,7 @@ _MESSAGES = re.compile(
     r""".*?["'](?:role|from)["']: ?["'](?:system|user|assistant|human|gpt)["'].*\}\s*\]\s*""",
     re.DOTALL,
 )
+NOT_TEXT = "a message with an image or another part that is not text"
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
@@ -351,7 +352,7 @@ def message_of(item: Any) -> Message:
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
-            raise BadRow("a message with an image or another part that is not text")
+            raise BadRow(NOT_TEXT)
         content = "".join(texts)
     given = next((item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)), "")
     reasoning = replace_surrogates(given).strip() if role == "assistant" else ""

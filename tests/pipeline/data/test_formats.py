@@ -117,6 +117,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         ),
         ({"history": [USER, GOOD], "prompt": "c", "completion": "d"}, chat("a", "g", "c", "d")),
         ({"history": [], "prompt": "a", "completion": "b"}, chat("a", "b")),
+        ({"image": "a.jpg", "prompt": "a", "completion": "b"}, chat("a", "b")),
         ({"history": "a text", "prompt": "a", "completion": "b"}, chat("a", "b")),
         ({"instruction": "a", "context": "x", "response": "b"}, chat("a\n\nx", "b")),
         ({"question": "a", "context": "x", "answer": "b"}, chat("a\n\nx", "b")),
@@ -235,6 +236,10 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "a message with an image"),
         ({"messages": "hello"}, "messages are not a list"),
+        (
+            {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\na"}, GOOD]},
+            "a message with an image",
+        ),
         ({"prompt": "q", "completion": "a", "history": ["x"]}, "history is not a list of [question, answer]"),
         (
             {"prompt": "a", "chosen": str([USER, GOOD]), "rejected": str([USER, BAD])},
