@@ -80,7 +80,7 @@ class ChatTokenizer:
         ids = {text: token for token, text in self._control.items()}
         self.end_id: int = ids[ending] if ending is not None else hf.eos_token_id
         self._end_text = ending or ""
-        self._template.lead = self._lead()
+        self._context, self._template.lead = self._before_answers()
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
         self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
         self.vocab_size: int = max(len(hf), max(hf.get_vocab().values()) + 1)
@@ -103,7 +103,7 @@ class ChatTokenizer:
         """Return the ids of many answers, each with its end token."""
         encoded = []
         answers = [self._template.lead + answer for answer in answers]
-        for ids, answer in zip(self._encode(answers), answers, strict=True):
+        for ids, answer in zip(self._encode_after(self._context, answers), answers, strict=True):
             names = {self._control[token] for token in self._controls(ids)}
             self.divided.update(names)
             encoded.append([*(self._plain(answer) if names else ids), self.end_id])
@@ -218,17 +218,30 @@ class ChatTokenizer:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def _lead(self) -> str:
-        """Return the white space with which answers begin, so that their tokens are those of the rendered conversation.
+    def _before_answers(self) -> tuple[str, str]:
+        """Return the text that precedes answers when they are encoded, and the white space with which they begin.
 
-        The template of Idefics 3, for example, writes "Assistant:" for generation, and "Assistant: " before an answer.
-        The white space is left out if the tokenizer encodes it together with the prompt (sentencepiece writes a space
-        itself), or if the template also writes white space between the answer and its end token.
+        With both, the tokens of an answer are those of the rendered conversation. The template of Idefics 3 writes
+        "Assistant:" for generation, and "Assistant: " before an answer. Some tokenizers (sentencepiece) write a space
+        before each text, so they need the last character of the prompt. Both are empty if the template also writes
+        white space between an answer and its end token (Llama 2), and if no choice gives these tokens.
         """
         prompt, lead = self._template.before_answer()
-        parts = self._encode([prompt, f"{lead}a", f"{prompt}{lead}a"])
-        is_apart = parts[0] + parts[1] == parts[2] and self._template.after_answer().startswith(self._end_text)
-        return lead if is_apart and not self._template.thinks else ""
+        if self._template.thinks or not self._template.after_answer().startswith(self._end_text):
+            return "", ""
+        start, whole = self._encode([prompt, f"{prompt}{lead}a"])
+        for context in ("", prompt[-1:]):
+            if start + self._encode_after(context, [f"{lead}a"])[0] == whole:
+                return context, lead
+        return "", ""
+
+    def _encode_after(self, context: str, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts that follow a context, without those of the context."""
+        start = self._encode([context])[0] if context else []
+        return [
+            ids[len(start) :] if ids[: len(start)] == start else self._encode([text])[0]
+            for ids, text in zip(self._encode([context + text for text in texts]), texts, strict=True)
+        ]
 
     def _prepared(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages whose fields are plain, and whose reasoning is apart from the content if the model thinks."""
@@ -282,7 +295,13 @@ class ChatTokenizer:
 
     def _encode_segments(self, pairs: Sequence[tuple[Segment, Sequence[Message]]]) -> list[list[int]]:
         """Return the ids of segments, each with the messages of its conversation."""
-        encoded = self._encode([segment.text(messages) for segment, messages in pairs])
+        texts = [segment.text(messages) for segment, messages in pairs]
+        encoded = self._encode(texts)
+        if self._context:
+            answers = [index for index, (segment, _) in enumerate(pairs) if segment.is_answer]
+            again = self._encode_after(self._context, [texts[index] for index in answers])
+            for index, ids in zip(answers, again, strict=True):
+                encoded[index] = ids
         return [
             ids if tuple(self._controls(ids)) == segment.control else self._encode_separately(segment, messages)
             for ids, (segment, messages) in zip(encoded, pairs, strict=True)

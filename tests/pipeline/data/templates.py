@@ -62,6 +62,10 @@ SPACE = (  # as Idefics 3: a space between the generation prompt and the answer
     "{{ eos_token if m.role == 'assistant' else '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+NEWLINE = (  # as Zephyr and TinyLlama: a line break between the generation prompt and the answer
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 SWITCH = (  # as Nemotron 3 and Qwen 3.8: reasoning unless it is switched off
     "{{ '/think\n' if enable_thinking | default(true) else '/no_think\n' }}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

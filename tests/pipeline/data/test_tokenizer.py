@@ -20,6 +20,7 @@ from pipeline.errors import UserError
 from tests.pipeline.data.templates import (
     BRACKETS,
     CHATML,
+    NEWLINE,
     NO_GENERATION_PROMPT,
     NO_SYSTEM,
     SPACE,
@@ -80,13 +81,20 @@ def test_a_space_before_answers_belongs_to_the_answers() -> None:
     assert each.decode(each.encode_answer("It is 12.")) == "It is 12."
 
 
-def test_a_tokenizer_that_writes_a_space_before_each_text_adds_no_second_one() -> None:
+@pytest.mark.parametrize("template", [DEFAULT_TEMPLATE, SPACE, NEWLINE])
+def test_a_tokenizer_that_writes_a_space_before_each_text_adds_none_inside_of_a_conversation(template: str) -> None:
     """The tokenizers of Llama 2 and Mistral 7B do so."""
-    own, messages = tokenizer(SPACE), chat("a", "b")
+    own, messages = tokenizer(template), chat("a", "b", "c", "= d")
     own.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
     rendered = own.apply_chat_template([{"role": m.role, "content": m.content} for m in messages], tokenize=False)
     ((ids, _),) = ChatTokenizer(own).encode_conversations([messages])
-    assert ids == own(str(rendered), add_special_tokens=False)["input_ids"]
+    assert ids == own(str(rendered), add_special_tokens=False)["input_ids"][: len(ids)]
+
+
+def test_every_answer_has_its_end_token(trained: ChatTokenizer) -> None:
+    for each in every_kind(trained):
+        rows = each.encode_conversations([chat("a", "b", "c", "d")])
+        assert [run[-1] for row in rows for run in counted_runs(*row)] == [each.end_id] * 2
 
 
 def counted_runs(ids: list[int], counts: list[bool]) -> list[list[int]]:
