@@ -39,7 +39,10 @@ class Ranks:
     agent_store: bool = False
     """Whether torchrun already has a store at address:port."""
     attempt: str = "0"
-    """The restart count of torchrun or Slurm. A restarted job must not read store keys of the earlier attempt."""
+    """The restart count of torchrun or Slurm, after the job and the step of Slurm.
+
+    A restarted job must not read store keys of the earlier attempt, nor a job those of another job at the same port.
+    """
     gpus: int = 0
     """The GPUs of this machine that Slurm gave to the ranks; 0 if it does not report them."""
 
@@ -96,7 +99,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
         address=env.get("MASTER_ADDR") or first_host(hosts),
         port=int(env.get("MASTER_PORT") or SLURM_PORT + int(job) % 1000),
         started_by="Slurm",
-        attempt=env.get("SLURM_RESTART_COUNT", "0"),
+        attempt=f"{job}-{env.get('SLURM_STEP_ID', '0')}-{env.get('SLURM_RESTART_COUNT', '0')}",
         gpus=int(env.get("SLURM_GPUS_ON_NODE") or 0),
     )
 

@@ -357,8 +357,25 @@ def test_the_rank_of_torchrun_is_used():
 
 def test_the_rank_of_slurm_is_used():
     env = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    actual = external_ranks({**env, "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4321"})
-    assert actual == Ranks(8, 5, 1, 1, 4, "gpu07", ranks.SLURM_PORT + 321, "Slurm")
+    env |= {"SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_STEP_ID": "2", "SLURM_RESTART_COUNT": "1"}
+    actual = external_ranks({**env, "SLURM_JOB_ID": "4321"})
+    assert actual == Ranks(8, 5, 1, 1, 4, "gpu07", ranks.SLURM_PORT + 321, "Slurm", attempt="4321-2-1")
+
+
+def test_jobs_of_slurm_at_the_same_port_do_not_meet():
+    """The first launcher of the second job ends, because its port is in use. The other one reaches the first job."""
+    env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(ranks.free_port())
+    jobs = ({**env, "SLURM_PROCID": str(rank), "SLURM_JOB_ID": job} for rank, job in enumerate(("4321", "5321")))
+    first, stray = (Control(external_ranks(job)) for job in jobs)
+    first.begin({"stage": "sft", "number": 0, "hang_seconds": None})
+    for launcher in (first, stray, first):
+        launcher._exchange.flush(10.0)
+        launcher._exchange._changes += 1  # the next exchange reads what the others have written
+        launcher._exchange.flush(10.0)
+    assert first._states() == stray._states() == {}
+    for launcher in (stray, first):
+        launcher.close()
 
 
 def test_a_batch_script_of_slurm_is_not_a_rank():
