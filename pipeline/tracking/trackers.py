@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError, kind_and_line
+from pipeline.files import write_atomically
 from pipeline.installation import pip_install
 
 ONLINE_PATIENCE = 30.0  # seconds that wandb may take to connect, and to upload at the end
@@ -182,7 +183,7 @@ def _stable_id(stage_dir: Path) -> str:
     """Return the id of the stage folder's wandb run, which all starts of the stage share."""
     file = stage_dir / ".wandb-id"
     if not file.exists():
-        file.write_text(secrets.token_hex(8), encoding="utf-8")
+        write_atomically(file, secrets.token_hex(8))  # wandb refuses the empty id that a full disk would leave
     return file.read_text(encoding="utf-8").strip()
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import resource
 import sys
 import termios
 from contextlib import suppress
@@ -14,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from pipeline.tracking import trackers
-from pipeline.tracking.trackers import TensorBoard, Wandb, logged_in, open_wandb
+from pipeline.tracking.trackers import TensorBoard, Wandb, _stable_id, logged_in, open_wandb
 from pipeline.tracking.watchers import ProgressDisplay, SampleTables, _outlook, open_watchers, sample_table
 from tests import composed
 
@@ -112,6 +113,18 @@ def test_a_wandb_that_cannot_start_is_reported(offline_run, capsys, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "sideways")
     assert open_wandb(config_of(), "sft", offline_run) is None
     assert "metrics.jsonl is still written" in capsys.readouterr().err
+
+
+def test_an_id_that_a_full_disk_refused_is_made_by_the_next_start(offline_run):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _stable_id(offline_run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    made = _stable_id(offline_run)
+    assert len(made) == 16 and _stable_id(offline_run) == made
 
 
 def test_the_search_for_a_key_does_not_use_the_network(offline_run, monkeypatch):
