@@ -12,22 +12,15 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("calls itself", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + CONTENT, "RecursionError"),
     ("a range of 10**12", "{% for i in range(1000000000000) %}{% endfor %}" + CONTENT, "OverflowError|Range too big"),
     ("an unknown function", "{{ nope() }}" + CONTENT, "'nope' is undefined"),
-    ("an unknown filter", "{{ 'a' | nope }}" + CONTENT, "No filter named 'nope'"),
     ("an open block", "{% for m in messages %}{{ m.content }}", "Unexpected end of template"),
-    ("omits the contents", "{% for m in messages %}{{ m.role }}{% endfor %}", "omits a content"),
-    ("is empty", "", "the file is empty"),
     ("raises", "{{ raise_exception('never') }}", "never"),
     ("raises with escape sequences", "{{ raise_exception('\x1b[31mred\x07') }}", r"\\x1b\[31mred\\x07"),
-    ("leaves the sandbox", "{{ ''.__class__.__mro__ }}" + CONTENT, "unsafe|access to attribute"),
     ("reads a file", "{% include '/etc/hostname' %}" + CONTENT, "no loader|template"),
-    ("subtracts texts", "{{ 'a' - 'b' }}" + CONTENT, "TypeError|supports neither"),
     ("a key that is missing", "{{ messages[99].content }}" + CONTENT, "undefined|has no element"),
-    ("bytes", b"\xff\xfe{{ messages }}", "UTF-8|utf-8"),
     ("is a list", "{{ messages }}", "omits a content|template"),
 ]
 LEGAL: list[tuple[str, str]] = [
     ("plain", CONTENT),
-    ("a date", "{{ strftime_now('%d %b %Y') }}" + CONTENT),
     ("a long preamble", "{{ 'be kind ' * 4 }}" + CONTENT),
 ]
 

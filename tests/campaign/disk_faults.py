@@ -1,7 +1,6 @@
 """Disks that are full, blocked, slow or broken, and folders that vanish or may not be written."""
 
 import os
-import resource
 import shutil
 import subprocess
 import threading
@@ -12,17 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.hang_faults import GRPO, call, function
-from tests.campaign.scenes import HANG_SECONDS, STEPS, Fault, Missed, NotPossible, Scene
+from tests.campaign.scenes import Fault, Missed, NotPossible, Scene
+from tests.campaign.undisturbed import HANG_SECONDS, STEPS
 
 FULL = "the disk is full|No space left"
-ADVICE_ON_DISKS = "Free some space|free some space"
 DRAWS = 12  # cases that fill the disk at a random moment
-FAILED_SYNC = (
-    "sync = os.fsync; os.fsync = lambda file: sync(file) if not os.readlink(f'/proc/self/fd/{file}').endswith('.jsonl')"
-    " else (_ for _ in ()).throw(OSError(5, 'Input/output error'))"
-)
-"""The disk refuses the log lines that a checkpoint needs. Only rank 0 syncs them, before a save of all ranks."""
 FREE = (0, 0, 4096, 50_000, 300_000, 1_000_000)
 
 
@@ -105,53 +98,6 @@ def full_at_start(free: int, scene: Scene) -> None:
         filler.unlink()
 
 
-def without_inodes(scene: Scene) -> None:
-    """Use all inodes of the disk at a random moment."""
-    with small_disk(scene, "size=64m,nr_inodes=400") as disk:
-        scene.start()
-        scene.reach_any()
-        (disk / "many").mkdir()
-        with suppress(OSError):
-            for number in range(400):
-                (disk / "many" / str(number)).touch()
-        scene.end()
-        shutil.rmtree(disk / "many")
-
-
-def limited_files(limit: int, scene: Scene) -> None:
-    """Limit the size of files (RLIMIT_FSIZE), as some job schedulers do, at a random moment."""
-    scene.start()
-    scene.reach_any()
-    for process in scene.ranks():
-        with suppress(ProcessLookupError):
-            resource.prlimit(process, resource.RLIMIT_FSIZE, (limit, limit))
-    scene.end()
-
-
-def few_open_files(scene: Scene) -> None:
-    """Limit the number of open files at a random moment."""
-    scene.start()
-    scene.reach_any()
-    for process in scene.ranks():
-        with suppress(ProcessLookupError, FileNotFoundError):
-            count = len(list(Path(f"/proc/{process}/fd").iterdir()))
-            resource.prlimit(process, resource.RLIMIT_NOFILE, (count, count))
-    scene.end()
-
-
-def freeze(seconds: float, times: int, scene: Scene) -> None:
-    """Block the disk for some seconds, several times."""
-    with ext4_disk(scene) as disk:
-        scene.start()
-        scene.reach_any()
-        for _ in range(times):
-            run_tool("fsfreeze", "-f", str(disk))
-            time.sleep(seconds)
-            run_tool("fsfreeze", "-u", str(disk))
-            time.sleep(0.3)
-        scene.end()
-
-
 def block(scene: Scene) -> None:
     """Block the disk until the command has printed its error message."""
     with ext4_disk(scene) as disk:
@@ -201,37 +147,6 @@ def thin(scene: Scene) -> None:
             keep(scene)
 
 
-def protected(name: str, scene: Scene) -> None:
-    """Forbid changes of a folder during the steps."""
-    with ext4_disk(scene):
-        scene.start()
-        scene.reach(1)  # the stage has made its folder
-        folder = scene.run_dir / scene.fault.stage / name
-        folder.mkdir(exist_ok=True)
-        run_tool("chattr", "+i", str(folder))
-        scene.end()
-        run_tool("chattr", "-i", str(folder))
-
-
-def removed(name: str, scene: Scene) -> None:
-    """Remove a folder of the run during the steps."""
-    scene.start()
-    scene.reach(1)
-    shutil.rmtree(scene.run_dir / scene.fault.stage / name, ignore_errors=True)
-    scene.end()
-
-
-def full_folder(variable: str, scene: Scene) -> None:
-    """Fill the disk of temporary files or of the cache before the command starts."""
-    with mounted(scene.folder / "other", "-t", "tmpfs", "-o", "size=64k", "tmpfs") as other:
-        fill(other, 0)
-        scene.environment[variable] = str(other)
-        scene.start()
-        scene.end()
-        del scene.environment[variable]
-        scene.complete()
-
-
 def disk(name: str, act: Callable[[Scene], None], says: str, statuses: tuple[int, ...], **more: Any) -> Fault:
     return Fault("disk", name, act, says, statuses, **more)
 
@@ -240,7 +155,6 @@ def cases() -> list[Fault]:
     """Return the cases."""
     stages, survives, both = ("sft", "reward", "ppo"), "^(?!.*error:)", (0, 2)
     broken = f"the disk is full|writing failed|Input/output error|Read-only file system|{survives}"
-    failed, unsynced = "writing failed", r"writing failed \(\[Errno 5\] Input/output error"
     found = [
         disk(f"full at a random moment, {number}", partial(full, number), f"{survives}|{FULL}", both,
              stage=stages[number % 3], ranks=1 + number % 2)
@@ -252,23 +166,8 @@ def cases() -> list[Fault]:
     ]
     return [
         *found,
-        disk("no inodes are left", without_inodes, f"{survives}|{FULL}", both),
-        disk("files of 2 kB at most", partial(limited_files, 2_000), f"File too large|{failed}", (2,), ranks=2),
-        disk("the log cannot be synced on rank 0 of two", call, unsynced, (2,), ranks=2, keys=GRPO,
-             function=function(FAILED_SYNC, "0")),
-        disk("no more open files", few_open_files, f"Too many open files|{survives}", both),
-        disk("blocked for a short time", partial(freeze, HANG_SECONDS / 3, 1), "", (0,)),
-        disk("slow", partial(freeze, 0.5, 10), "", (0,), ranks=2),
         disk("blocked, PPO", block, "rank 0 .host", (5,), ranks=2),
         disk("blocked, SFT", block, "rank 0 .host", (5,), stage="sft"),
         disk("full below the file system, PPO", thin, broken, both),
         disk("full below the file system, SFT", thin, broken, both, stage="sft", ranks=2),
-        disk("the stage's folder is protected", partial(protected, "."), f"{failed}|not permitted", (2,)),
-        disk("the checkpoints are protected", partial(protected, "checkpoints"), f"{failed}|not permitted", both,
-             ranks=2),
-        disk("the stage's folder is removed", partial(removed, "."), f"{failed}|No such file", (2,)),
-        disk("the checkpoints are removed", partial(removed, "checkpoints"), f"{failed}|No such file|{survives}", both,
-             ranks=2),
-        disk("the disk of temporary files is full", partial(full_folder, "TMPDIR"), "", both, stage="sft"),
-        disk("the disk of the cache is full", partial(full_folder, "XDG_CACHE_HOME"), "", both),
     ]  # fmt: skip

@@ -1,24 +1,20 @@
 """Ranks that hang: each rank stopped in each phase, other collectives, and functions of the user that never return."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tests.campaign.scenes import HANG_SECONDS, SECONDS, Fault, NotPossible, Scene
+from tests.campaign.scenes import Fault, Scene
+from tests.campaign.undisturbed import HANG_SECONDS
 
 PHASES = {"ppo": ("generate", "score", "train", "evaluate", "save"), "reward": ("train", "save"), "sft": ("train",)}
 FUNCTION = """
 import os
-import re
 import signal
-import threading
-import time
 
 calls = 0
 
@@ -31,10 +27,7 @@ def f(answer, row):
 """
 LOOPS = {
     "an endless loop": "while True: pass",
-    "an endless regular expression": "re.match('(a|aa)+$', 'a' * 200 + 'b')",
-    "a lock that is never released": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
     "a pipe without a writer": "open('pipe').read()",
-    "a long sleep": "time.sleep(86400)",
 }
 OTHER_COLLECTIVE = "import torch; torch.distributed.all_reduce(torch.zeros(3))"
 BARRIER = "import torch; torch.distributed.barrier()"
@@ -48,38 +41,6 @@ def stop(rank: int, phase: str, scene: Scene) -> None:
     scene.start()
     scene.stop_in(rank, phase)
     scene.end()
-
-
-def freeze(rank: int, scene: Scene) -> None:
-    """Freeze a rank during the steps: it runs no instruction, but it is not stopped by a signal."""
-    group = Path(f"/sys/fs/cgroup/freezer/zerochat-{os.getpid()}")
-    try:
-        group.mkdir()
-    except OSError as problem:
-        raise NotPossible(f"no cgroup can be made: {problem}") from None
-    try:
-        scene.start()
-        scene.reach(1)  # before the first step and after the last one, the limit is half an hour
-        process = scene.ranks()[rank]
-        (group / "cgroup.procs").write_text(str(process))
-        (group / "freezer.state").write_text("FROZEN")
-        until = time.monotonic() + SECONDS
-        while not has_signal(process, signal.SIGKILL) and time.monotonic() < until:
-            time.sleep(0.1)
-        (group / "freezer.state").write_text("THAWED")  # a frozen process does not end
-        scene.end()
-    finally:
-        (group / "freezer.state").write_text("THAWED")
-        scene.worker and scene.worker.poll()
-        while (group / "cgroup.procs").read_text():
-            time.sleep(0.05)
-        group.rmdir()
-
-
-def has_signal(process: int, number: int) -> bool:
-    """Return whether a signal waits for a process that cannot receive it now."""
-    (waiting,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
-    return bool(int(waiting, 16) >> (number - 1) & 1)
 
 
 def call(scene: Scene) -> None:
@@ -141,8 +102,8 @@ def cases() -> list[Fault]:
         reward("another collective on rank 1", OTHER_COLLECTIVE, "1", "different coll|rank [01] ", statuses=(5, 1)),
         reward("a barrier on rank 0", BARRIER, "0", "rank 1 |rank 0 ", statuses=(5, 1)),
         reward("a function stops its process", STOPS_ITSELF, "1", f"rank 1 .*{stopped}"),
-        hang("rank 1 frozen", partial(freeze, 1), "rank 1 .host"),
-        hang("the only rank frozen", partial(freeze, 0), "rank 0 .host", ranks=1),
         hang("rank 1 stopped, one restart", partial(stop, 1, "train"), "restart 1 of 1", statuses=(0,), own_keys=ONCE),
         hang("ranks stopped for a short time", partial(pause, HANG_SECONDS / 3, "ranks"), "", statuses=(0,)),
+        hang("all processes sleep", partial(pause, HANG_SECONDS + 6, "all"), "", statuses=(0,)),
+        hang("the launcher sleeps", partial(pause, HANG_SECONDS + 6, "launcher"), "", statuses=(0,)),
     ]

@@ -1,10 +1,10 @@
 """Hundreds of bad or odd inputs. Each command must end with one clear message, or work if the input is legal.
 
-    python -m tests.campaign inputs [--seed S] [--only PART] [--random N] [--jobs N]
+    python -m tests.campaign inputs [--seed S] [--only PART] [--jobs N]
 
 A case has one fault if its exit status is another one, if it prints a traceback, control characters, no message or two,
-if it does not end, or if a model or a checkpoint that was computed before is lost. The seed orders the cases and makes
-the random ones (`random_inputs.py`). The exit status is 1 if a case has a fault.
+if it does not end, or if a model or a checkpoint that was computed before is lost. The seed orders the cases. The
+exit status is 1 if a case has a fault.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.campaign import bad_configs, bad_data, bad_functions, bad_models, bad_runs, bad_templates, random_inputs
+from tests.campaign import bad_configs, bad_data, bad_functions, bad_models, bad_runs, bad_templates
 from tests.campaign.cases import Case, inside_new, run_case
 from tests.forked_launch import launch
 from tests.ranks import Worker
@@ -30,9 +30,9 @@ SLOW = 60  # seconds of a case that the report names; most take one without othe
 MODULES = (bad_configs, bad_data, bad_models, bad_templates, bad_functions, bad_runs)
 
 
-def all_cases(seed: int, count: int) -> list[Case]:
-    """Return the cases of the tables, and `count` random ones."""
-    return [case for module in MODULES for case in module.cases()] + random_inputs.cases(seed, count)
+def all_cases() -> list[Case]:
+    """Return the cases of the tables."""
+    return [case for module in MODULES for case in module.cases()]
 
 
 def run_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, list[str], float]]:
@@ -73,7 +73,7 @@ def fixtures(names: set[str]) -> Iterator[Path]:
 
 def run_share(options: argparse.Namespace, number: int) -> list[tuple[str, bool]]:
     """Run one job's share of the cases, and print a line for each fault. Return (part, whether it has a fault)."""
-    cases = [case for case in all_cases(options.seed, options.random) if options.only in f"{case.part}: {case.name}"]
+    cases = [case for case in all_cases() if options.only in f"{case.part}: {case.name}"]
     random.Random(options.seed).shuffle(cases)
     results = []
     for case, faults, seconds in run_cases(cases[number :: options.jobs]):
@@ -86,8 +86,7 @@ def run_share(options: argparse.Namespace, number: int) -> list[tuple[str, bool]
 def main(arguments: list[str]) -> int:
     """Run the cases, print a line for each fault and a table of counts, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaign inputs")
-    parser.add_argument("--seed", type=int, default=1, help="order of the cases, and the random ones")
-    parser.add_argument("--random", type=int, default=40, help="number of random cases")
+    parser.add_argument("--seed", type=int, default=1, help="order of the cases")
     parser.add_argument("--only", default="", help="a part, or a part of the name of a case")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     options = parser.parse_args(arguments)

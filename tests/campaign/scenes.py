@@ -11,21 +11,18 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.progress import Moment, Row
-from tests.campaign.kills import COMMAND, HANG_SECONDS, STAGES, before, children, undisturbed
+from tests.campaign.undisturbed import STEPS, before, children, command, undisturbed
 from tests.forked_launch import launch
 from tests.ranks import Worker
 from tests.test_resume import assert_equal_runs
 
 SECONDS = 400  # for one command, on a busy machine; most take ten
-STEPS = 4
-SMALLER = (*(f"{stage}.steps={STEPS}" for stage in STAGES), "ppo.update_epochs=1", "ppo.minibatches=1")
-"""Arguments after those of the kills. Fewer updates are enough: a stage has two checkpoints and all phases."""
 LONGEST_MESSAGE = 2500
 CLEAR = r"[Rr]un the same command again|restart \d of \d|Correct the function|set run_dir="
 """What an error message advises."""
@@ -54,7 +51,6 @@ class Fault:
     own_keys: arguments of the disturbed run only
     function: the source of f.py in the current folder of the command; "" for none. All such functions give the same
         scores to the same answers while they work.
-    resumes: whether the same command must complete the run
     """
 
     part: str
@@ -67,8 +63,6 @@ class Fault:
     keys: tuple[str, ...] = ()
     own_keys: tuple[str, ...] = ()
     function: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    resumes: bool = True
 
 
 class Scene:
@@ -81,13 +75,10 @@ class Scene:
         self.worker: Worker | None = None
         self.status, self.output = 0, ""
         self.resumed, self.resume_status, self.resume_output = False, 0, ""
-        self.environment = {"OMP_NUM_THREADS": "1", **fault.environment}
-        self.starter: Callable[..., None] = launch
 
     def arguments(self) -> list[str]:
         """Return the arguments of the command."""
-        keys = f"run_dir={self.run_dir}", f"ranks={self.fault.ranks}", f"stage={self.fault.stage}"
-        return [*COMMAND, *SMALLER, *keys, *self.fault.keys]
+        return [*command(self.run_dir, self.fault.ranks), f"stage={self.fault.stage}", *self.fault.keys]
 
     def copy(self) -> None:
         """Copy the run as it was before the stage, unless it is there."""
@@ -98,7 +89,7 @@ class Scene:
         """Start the command."""
         self.copy()
         arguments = [*self.arguments(), *self.fault.own_keys]
-        self.worker = Worker(self.starter, self.folder, arguments, {}, environment=self.environment)
+        self.worker = Worker(launch, self.folder, arguments, {}, environment={"OMP_NUM_THREADS": "1"})
         return self.worker
 
     def end(self) -> None:
@@ -113,9 +104,9 @@ class Scene:
 
     def complete(self) -> None:
         """Start the same command again without a fault, if the disturbed one failed."""
-        if self.status and self.fault.resumes and not self.resumed:
+        if self.status and not self.resumed:
             output, status = self.output, self.status
-            self.starter, self.resumed = launch, True
+            self.resumed = True
             self.start()
             self.end()
             self.resume_status, self.resume_output = self.status, self.output
@@ -189,7 +180,7 @@ def row_of(process: int) -> Row | None:
 def undisturbed_of(fault: Fault, folder: Path) -> Path:
     """Return a finished run with the keys of a fault."""
     with locked(folder / f"{fault.ranks}.lock"):
-        base = undisturbed(folder, fault.ranks, *SMALLER)
+        base = undisturbed(folder, fault.ranks)
     if not fault.keys and not fault.function:
         return base
     name = "-".join(re.sub(r"\W+", "", key) for key in fault.keys)[-100:]
@@ -202,7 +193,7 @@ def undisturbed_of(fault: Fault, folder: Path) -> Path:
 def _make_undisturbed(fault: Fault, base: Path, place: Path) -> None:
     if not place.exists():
         plain = Fault(fault.part, fault.name, fault.act, stage=fault.stage, ranks=fault.ranks, keys=fault.keys,
-                      function=fault.function, environment=fault.environment)  # fmt: skip
+                      function=fault.function)  # fmt: skip
         place.mkdir()
         scene = Scene(plain, base, place, "")
         write_function(scene)
@@ -248,11 +239,10 @@ def judge(scene: Scene) -> list[str]:
     scene.complete()
     if scene.resume_status:
         return [*faults, f"does not resume: {scene.resume_output[-1500:]} after {scene.output[-1500:]}"]
-    if fault.resumes:
-        try:
-            assert_equal_runs(scene.whole, scene.run_dir, fault.stage, fault.name)
-        except (AssertionError, OSError) as difference:
-            faults.append(f"lost: {str(difference)[:600]}")
+    try:
+        assert_equal_runs(scene.whole, scene.run_dir, fault.stage, fault.name)
+    except (AssertionError, OSError) as difference:
+        faults.append(f"lost: {str(difference)[:600]}")
     return [*faults[:-1], f"{faults[-1]}: {scene.output[-1500:]}"] if faults else []
 
 
@@ -318,6 +308,3 @@ def adopt_orphans() -> None:
 
     subreaper = 36
     ctypes.CDLL(None).prctl(subreaper, 1)
-
-
-__all__ = ["HANG_SECONDS", "Fault", "NotPossible", "Scene", "adopt_orphans", "run"]

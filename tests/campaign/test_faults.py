@@ -1,15 +1,10 @@
-"""A sample of the campaign of faults with a real stage, and the campaign's judgement of runs."""
-
-from pathlib import Path
-
-import pytest
+"""A sample of the campaign of faults with a real stage."""
 
 from tests.campaign.bad_data import chats, lines
 from tests.campaign.cases import PPO, SHORT
 from tests.campaign.faults import all_cases
-from tests.campaign.hang_faults import GRPO, stop
+from tests.campaign.hang_faults import GRPO
 from tests.campaign.inputs import fixtures
-from tests.campaign.scenes import Fault, Scene, judge
 from tests.forked_launch import launch
 from tests.ranks import Worker
 
@@ -50,35 +45,9 @@ def test_an_endless_loop_of_a_real_reward_function_is_named_and_the_stage_starts
         assert "in loop" in (folder / "runs" / "x" / "ppo" / "error.txt").read_text()
 
 
-MESSAGE = "error: ppo: rank 1 is lost; run the same command again to resume\n"
-
-
-@pytest.mark.parametrize(
-    ("status", "output", "fault"),
-    [
-        (5, MESSAGE, None),
-        (0, "ppo finished\n", None),
-        (1, MESSAGE, "exit status 1, not 0 or 5"),
-        (5, MESSAGE + MESSAGE, "2 error messages"),
-        (0, MESSAGE + "ppo: restart 1 of 1\n", None),
-        (0, MESSAGE, "1 error messages"),
-        (5, "error: ppo: rank 1 is lost\n", "no advice"),
-        (5, "Traceback (most recent call last):\n" + MESSAGE, "a traceback"),
-        (5, MESSAGE.replace("rank 1", "rank 0"), "does not say"),
-        (5, MESSAGE.replace("lost", "lost" * 700), "a long message"),
-    ],
-)
-def test_what_counts_as_a_fault(tmp_path: Path, status: int, output: str, fault: str | None) -> None:
-    expected = Fault("hang", "x", stop, "rank 1|finished", (0, 5), resumes=False)  # type: ignore[arg-type]
-    scene = Scene(expected, tmp_path, tmp_path, "1")
-    scene.status, scene.output = status, output
-    found = judge(scene)
-    assert (found == []) if fault is None else (len(found) == 1 and found[0].startswith(fault))
-
-
 def test_the_table_has_every_rank_in_every_phase_and_names_of_its_own() -> None:
     names = [f"{case.part}: {case.name}" for case in all_cases()]
-    assert len(set(names)) == len(names) > 90
-    assert {case.part for case in all_cases()} == {"hang", "disk", "memory", "clock", "network", "service"}
+    assert len(set(names)) == len(names)
+    assert {case.part for case in all_cases()} == {"hang", "disk"}
     for phase in ("generate", "score", "train", "evaluate", "save"):
         assert {f"hang: ppo: rank {rank} stopped in {phase}" for rank in (0, 1)} <= set(names)
