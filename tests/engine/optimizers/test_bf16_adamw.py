@@ -51,6 +51,25 @@ def test_it_trains_where_rounding_to_nearest_stalls() -> None:
     assert distance(BFloat16AdamW, torch.bfloat16) == pytest.approx(exact, abs=0.02)
 
 
+def test_states_and_weights_are_those_of_adamw() -> None:
+    """Each of three steps rounds a value to a neighbour in bf16, whose spacing is at most 1/128 of the value."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(1000, generator=generator).bfloat16()
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    optimizer = BFloat16AdamW([ours], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    exact = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for _ in range(3):
+        ours.grad = torch.randn(1000, generator=generator).bfloat16()
+        theirs.grad = ours.grad.float()
+        optimizer.step()
+        exact.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(
+            optimizer.state[ours][name].float(), exact.state[theirs][name], atol=4e-3, rtol=3 / 128
+        )
+    torch.testing.assert_close(ours.detach().float(), theirs.detach(), atol=4e-3, rtol=3 / 128)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
