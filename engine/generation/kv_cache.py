@@ -114,15 +114,12 @@ class KVCache:
         return self.layers[index]
 
     def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy the first tokens of prompt slots to others, each (source slot, target slot, tokens), all at once.
-
-        Each target gets the most tokens of any copy. Those behind its own are not read before they are computed.
-        """
-        sources, targets = (upload([copy[end] for copy in copies], self.device) for end in (0, 1))
-        most = max(tokens for _, _, tokens in copies)
+        """Copy the first tokens of prompt slots to others, each (source slot, target slot, tokens), all at once."""
+        tokens = [(source, target, place) for source, target, count in copies for place in range(count)]
+        sources, targets, positions = upload([*zip(*tokens, strict=True)], self.device)
         for layer in self.layers.values():
             for states in (layer.prompt_keys, layer.prompt_values):
-                states[targets, :, :most] = states[sources, :, :most]
+                states[targets, :, positions] = states[sources, :, positions]
 
     @property
     def tensors(self) -> list[Tensor]:
