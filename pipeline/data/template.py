@@ -79,11 +79,13 @@ class Segment:
 
     answer: the index of the message whose answer they are, or None
     control: the ids of the control tokens in the text of the template, which the tokenizer adds
+    context: the end of the text before them, which some tokenizers need
     """
 
     fragments: tuple[Fragment, ...]
     answer: int | None = None
     control: tuple[int, ...] = ()
+    context: str = ""
 
     @property
     def is_answer(self) -> bool:

@@ -103,7 +103,7 @@ class ChatTokenizer:
         """Return the ids of many answers, each with its end token."""
         encoded = []
         answers = [self._template.lead + answer for answer in answers]
-        for ids, answer in zip(self._encode_after(self._context, answers), answers, strict=True):
+        for ids, answer in zip(self._encode_after([self._context] * len(answers), answers), answers, strict=True):
             names = {self._control[token] for token in self._controls(ids)}
             self.divided.update(names)
             encoded.append([*(self._plain(answer) if names else ids), self.end_id])
@@ -149,7 +149,7 @@ class ChatTokenizer:
         if isinstance(fragments[0], str):
             fragments = (fragments[0].removeprefix(self._end_text), *fragments[1:])
         whole = [Message("user", ""), Message("assistant", ""), *messages]
-        return self._encode_segments([(self._segment(Segment(fragments)), whole)])[0]
+        return self._encode_segments([(self._segment(Segment(fragments, context=self._end_text)), whole)])[0]
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts without turns, each with eos, and with bos if the tokenizer writes it."""
@@ -231,17 +231,18 @@ class ChatTokenizer:
             return "", ""
         start, whole = self._encode([prompt, f"{prompt}{lead}a"])
         for context in ("", prompt[-1:]):
-            if start + self._encode_after(context, [f"{lead}a"])[0] == whole:
+            if start + self._encode_after([context], [f"{lead}a"])[0] == whole:
                 return context, lead
         return "", ""
 
-    def _encode_after(self, context: str, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts that follow a context, without those of the context."""
-        start = self._encode([context])[0] if context else []
-        return [
-            ids[len(start) :] if ids[: len(start)] == start else self._encode([text])[0]
-            for ids, text in zip(self._encode([context + text for text in texts]), texts, strict=True)
-        ]
+    def _encode_after(self, contexts: Sequence[str], texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts that follow contexts, without those of the contexts."""
+        starts = {context: self._encode([context])[0] if context else [] for context in set(contexts)}
+        together = self._encode([context + text for context, text in zip(contexts, texts, strict=True)])
+        encoded = []
+        for ids, start, text in zip(together, map(starts.__getitem__, contexts), texts, strict=True):
+            encoded.append(ids[len(start) :] if ids[: len(start)] == start else self._encode([text])[0])
+        return encoded
 
     def _prepared(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages whose fields are plain, and whose reasoning is apart from the content if the model thinks."""
@@ -263,7 +264,12 @@ class ChatTokenizer:
         return self._control_text.sub(lambda name: f"{name[0][0]} {name[0][1:]}", fields) if names else fields
 
     def _make_layout(self, turns: tuple[Turn, ...]) -> list[Segment]:
-        return [self._segment(segment) for segment in self._template.layout(turns, self._end_text)]
+        segments: list[Segment] = []
+        for segment in self._template.layout(turns, self._end_text):
+            follows_answer = bool(segments) and segments[-1].is_answer
+            context = self._context if segment.is_answer else self._end_text if follows_answer else ""
+            segments.append(self._segment(replace(segment, context=context)))
+        return segments
 
     def _segment(self, segment: Segment) -> Segment:
         """Return a segment with the control ids of its text."""
@@ -296,12 +302,7 @@ class ChatTokenizer:
     def _encode_segments(self, pairs: Sequence[tuple[Segment, Sequence[Message]]]) -> list[list[int]]:
         """Return the ids of segments, each with the messages of its conversation."""
         texts = [segment.text(messages) for segment, messages in pairs]
-        encoded = self._encode(texts)
-        if self._context:
-            answers = [index for index, (segment, _) in enumerate(pairs) if segment.is_answer]
-            again = self._encode_after(self._context, [texts[index] for index in answers])
-            for index, ids in zip(answers, again, strict=True):
-                encoded[index] = ids
+        encoded = self._encode_after([segment.context for segment, _ in pairs], texts)
         return [
             ids if tuple(self._controls(ids)) == segment.control else self._encode_separately(segment, messages)
             for ids, (segment, messages) in zip(encoded, pairs, strict=True)

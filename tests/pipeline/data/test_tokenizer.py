@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.records import Message
@@ -79,16 +79,6 @@ def test_a_space_before_answers_belongs_to_the_answers() -> None:
     assert [own.decode(part) for part in counted_runs(ids, counts)] == [" It is </s> 19.<|end|>", " It is 12.<|end|>"]
     assert own.decode(each.encode_prompt(messages[:1])).endswith("Assistant:")
     assert each.decode(each.encode_answer("It is 12.")) == "It is 12."
-
-
-@pytest.mark.parametrize("template", [DEFAULT_TEMPLATE, SPACE, NEWLINE])
-def test_a_tokenizer_that_writes_a_space_before_each_text_adds_none_inside_of_a_conversation(template: str) -> None:
-    """The tokenizers of Llama 2 and Mistral 7B do so."""
-    own, messages = tokenizer(template), chat("a", "b", "c", "= d")
-    own.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
-    rendered = own.apply_chat_template([{"role": m.role, "content": m.content} for m in messages], tokenize=False)
-    ((ids, _),) = ChatTokenizer(own).encode_conversations([messages])
-    assert ids == own(str(rendered), add_special_tokens=False)["input_ids"][: len(ids)]
 
 
 def test_every_answer_has_its_end_token(trained: ChatTokenizer) -> None:
@@ -239,8 +229,7 @@ def test_a_word_of_a_megabyte_is_split_for_training() -> None:
     assert tokenizer.decode(tokenizer.encode_answer(word)) == word
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sentencepiece_models_load(tmp_path: Path, kind: str) -> None:
+def sentencepiece_model(kind: str) -> bytes:
     import sentencepiece
 
     written = io.BytesIO()
@@ -253,9 +242,31 @@ def test_sentencepiece_models_load(tmp_path: Path, kind: str) -> None:
         hard_vocab_limit=False,
         minloglevel=2,
     )
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("template", [DEFAULT_TEMPLATE, SPACE, NEWLINE])
+def test_tokenizers_of_llama_add_no_space_inside_of_a_conversation(tmp_path: Path, template: str, legacy: bool) -> None:
+    """They write a space before each text, and the older ones after each control token, too."""
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model("bpe"))
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    own, messages = load_tokenizer(str(tmp_path)).hf, chat("fruits", "apples", "and plums?", "19 plums")
+    own.chat_template = template
+    rendered = str(own.apply_chat_template([message.to_row() for message in messages], tokenize=False))
+    each = ChatTokenizer(own)
+    ((ids, _),) = each.encode_conversations([messages])
+    assert ids == own(rendered, add_special_tokens=False)["input_ids"][: len(ids)]
+    answered = each.encode_prompt(messages[:1]) + each.encode_answer("apples")  # an episode, which goes on
+    assert answered + each.encode_messages(messages[2:3]) == each.encode_prompt(messages[:3])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece_models_load(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(written.getvalue())
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(kind))
     each = load_tokenizer(str(folder))
     assert each.end_ids == (each.hf.eos_token_id,) and each.pad_id == each.hf.eos_token_id
     messages = chat("Name three fruits", "apples, pears and plums", "and </s> 12?", "plums")
