@@ -233,17 +233,23 @@ class ChatTemplate:
         kinds: list[Callable[[dict[str, Any]], dict[str, Any]]] = [dict, _with_parts]
         if calls:
             kinds += [_with_json_arguments]
+        undefined: jinja2.UndefinedError | None = None
         for kind in kinds:
             try:
                 fragments = _fragments(self._apply(list(map(kind, messages)), tools, generation_prompt))
             except TypeError:  # the template supports only another kind
+                continue
+            except jinja2.UndefinedError as error:  # also if it reads the field of a part in a text
+                undefined = undefined or error
                 continue
             own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
             if expected <= set(fragments) and not all(name in own for name in names):
                 raise jinja2.TemplateRuntimeError("it does not write the tools or their calls")
             if expected <= set(fragments):
                 return fragments
-        raise jinja2.TemplateRuntimeError("it supports neither texts nor content parts, or it omits a content")
+        raise undefined or jinja2.TemplateRuntimeError(
+            "it supports neither texts nor content parts, or it omits a content"
+        )
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool) -> str:
         """Return the rendered text. Raises jinja2.TemplateError for every error of the template except a TypeError."""

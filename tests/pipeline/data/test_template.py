@@ -22,6 +22,10 @@ PARTS = (  # of a multimodal model: for a string, its loop would write nothing
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+FIRST_PART = (  # of LLaVA-NeXT: a string has no such part
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content[0].text + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
 OMITS_SYSTEM = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
 DATE = (
     "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
@@ -61,6 +65,7 @@ DATE = (
             chat("a", "b", "c", system="s"),
             ["<system>s</s><user>a</s><assistant>", "b", "</s><user>c</s><assistant>"],
         ),
+        (FIRST_PART, chat("a", "b"), ["<user>a</s><assistant>", "b"]),
         (
             THINKING,  # earlier answers belong to the prompt
             chat("a", "b", "c", "d"),
@@ -100,6 +105,7 @@ def test_a_template_that_drops_or_refuses_messages_is_refused() -> None:
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ nope() }}", "'nope' is undefined"),
         ("{% for i in range(1000000000000) %}{% endfor %}", "OverflowError: Range too big"),
     ],
 )
