@@ -47,7 +47,7 @@ from pipeline.launch.failure import (
 from pipeline.launch.folder import RunFolder, open_folder, with_stage_shares
 from pipeline.launch.manifest import Manifest, move_aside
 from pipeline.launch.processes import launch_stage
-from pipeline.launch.ranks import Ranks, check_rank_count, count_gpus, external_ranks, own_ranks
+from pipeline.launch.ranks import Ranks, check_rank_count, count_gpus, external_ranks, own_ranks, prints_mistakes
 from pipeline.launch.stage_inputs import judge_files, stage_consumes
 from pipeline.launch.summary import compare_runs, compare_seeds, judge_notice, report_verdict, summarize_run
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     except UserError as problem:
         if any(argument.lower().endswith("debug=true") for argument in arguments):
             traceback.print_exc()
-        elif os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        elif prints_mistakes(os.environ):
             print(f"error: {problem}", file=sys.stderr)
         return USER_ERROR
     except OSError as problem:

@@ -66,6 +66,14 @@ def external_ranks(env: Mapping[str, str]) -> Ranks | None:
     return None
 
 
+def prints_mistakes(env: Mapping[str, str]) -> bool:
+    """Return whether this process prints the user's mistakes, which all launchers of a job find."""
+    with suppress(UserError):  # the environment itself may be the mistake
+        ranks = external_ranks(env)
+        return ranks is None or ranks.leads
+    return True
+
+
 def _from_torchrun(env: Mapping[str, str]) -> Ranks:
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT: start through torchrun")

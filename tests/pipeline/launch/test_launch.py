@@ -499,6 +499,23 @@ def test_only_rank_zero_prints_a_mistake_before_any_work(tmp_path):
     assert output[0].startswith("error: data.path=none.jsonl: there is no such file")
 
 
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"RANK": "1"}, True),  # of another program
+        ({"RANK": "1", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, False),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, True),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, False),
+    ],
+)
+def test_only_launchers_of_a_job_leave_a_mistake_to_the_first_one(environment, shown, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["model=nope"]) == 2
+    assert ("error: model=nope" in capsys.readouterr().err) == shown
+
+
 def test_a_port_in_use_is_one_message(tmp_path, monkeypatch, capsys):
     """For example by processes of an earlier job."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
