@@ -197,7 +197,7 @@ def device_peaks() -> list[tuple[float, int]]:
         config = EngineConfig(dtype="bf16", **{key: value for key, value in layout.items() if key != "adapters"})
         engine = Engine(Net(adapters=adapters > 0), config, optimizer=OptimizerConfig(lr=1e-3))
         predicted = trained_states(shape_of(Net()), Workload(config, dist.world().size, adapters=adapters)).peak
-        for step in range(6):
+        for step in range(20):
             torch.cuda.reset_peak_memory_stats()
             engine.update([x, x], lambda module, row: (module(row).float().square().sum(), {}), 2.0)
             actual = torch.cuda.max_memory_allocated() - before
