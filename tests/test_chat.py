@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RunC
 from pipeline.data.records import Message
 from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
+from pipeline.launch.ranks import free_port
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.source import resolve
 from pipeline.models.stage_models import adopt_special_ids
@@ -421,6 +423,15 @@ def test_prompt_option_prints_one_answer(run: Path, capsys: pytest.CaptureFixtur
     assert command.main([*arguments, "--compare", "sft,ppo"]) == 0
     compared = capsys.readouterr().out
     assert compared.startswith("sft> ") and f"ppo> {first}" in compared
+
+
+def test_a_chat_in_a_job_of_several_ranks_is_one_process(run: Path) -> None:
+    """A shell in the container of a job has the variables of its rank. The engine would wait for the other rank."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", **address}
+    words = [sys.executable, "chat.py", str(run), "--prompt", "hello", "--max-new-tokens", "4"]
+    chat = subprocess.run(words, cwd=Path(__file__).parents[1], env=environment, capture_output=True, timeout=100)
+    assert chat.returncode == 0, chat.stderr
 
 
 def test_arguments_with_invalid_bytes_are_accepted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import os
 import secrets
 import sys
 from pathlib import Path
@@ -45,10 +44,10 @@ def _chat(options: argparse.Namespace) -> int:
         )
     # The folder is searched before torch is imported, so that a wrong path raises an error at once.
     from pipeline.chat.folder import find, find_each
-    from pipeline.launch.ranks import waiting_settings
+    from pipeline.launch.ranks import prepare_single_process
 
     models = find_each(options.path, options.compare) if options.compare else [find(options.path)]
-    os.environ |= waiting_settings(os.environ)  # torch reads them when it is imported
+    prepare_single_process()
     from engine import Sampling
     from pipeline.chat.participant import load
     from pipeline.chat.session import OPTIONS, Session, typed_lines

@@ -26,7 +26,7 @@ from pipeline.doctor.facts import Facts, StageFacts, gather
 from pipeline.errors import exit_status, kind_and_line
 from pipeline.installation import DOCTOR
 from pipeline.launch.folder import named_folder, with_stage_shares
-from pipeline.launch.ranks import count_gpus, own_ranks
+from pipeline.launch.ranks import count_gpus, own_ranks, prepare_single_process
 from pipeline.planning.candidates import predict
 from pipeline.planning.planner import measure, plan
 from pipeline.planning.stage_task import PlanInputs
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_screen(words: Sequence[str]) -> int:
+    prepare_single_process()
     try:
         for job in compose_jobs(parse_command(words)):
             for line in examine(job, words, sys.stdout):

@@ -205,6 +205,17 @@ def waiting_settings(env: Mapping[str, str]) -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "passive"} if busy_cores > BUSY_CORES else {"GOMP_SPINCOUNT": str(SPINS)}
 
 
+def prepare_single_process() -> None:
+    """Set the environment of a command without ranks, before it imports torch.
+
+    Schedulers give the variables of ranks to every process of a job, also to a shell in it. The engine would wait for
+    the other ranks.
+    """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ |= waiting_settings(os.environ)
+
+
 def count_gpus() -> int:
     """Return the number of GPUs that PyTorch can use.
 

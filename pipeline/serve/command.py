@@ -14,7 +14,7 @@ from pipeline.chat.folder import BASE, ChatModel, find, find_each, finished_stag
 from pipeline.errors import UserError, exit_status
 from pipeline.installation import CHAT, SERVE, pip_install
 from pipeline.launch.manifest import Manifest
-from pipeline.launch.ranks import waiting_settings
+from pipeline.launch.ranks import prepare_single_process
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -64,7 +64,7 @@ def find_all(path: Path) -> list[ChatModel]:
 def _serve(options: argparse.Namespace, *, default: Callable[[Path], list[ChatModel]]) -> int:
     listener = Listener.of(options)
     models = find_each(options.path, options.models, "--models") if options.models else default(options.path)
-    os.environ |= waiting_settings(os.environ)  # torch reads them when it is imported
+    prepare_single_process()
     from pipeline.serve.app import create_app
     from pipeline.serve.models import load_all
 
@@ -83,7 +83,7 @@ def _serve_arena(options: argparse.Namespace) -> int:
             f"the arena compares two models of a run, and {options.path} gives {', '.join(m.name for m in models)}: "
             "give a run, and select two models with --models A,B (stages, base, or folders)"
         )
-    os.environ |= waiting_settings(os.environ)
+    prepare_single_process()
     from pipeline.serve.app import create_app
     from pipeline.serve.arena import Arena
     from pipeline.serve.models import load_all

@@ -31,7 +31,11 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_the_screen_shows_the_rows_of_each_stage(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_screen_shows_the_rows_of_each_stage(
+    pairs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():  # as in a shell of a job of several ranks
+        monkeypatch.setenv(name, value)
     assert doctor([*SETTINGS, f"data.path={pairs}", "data.bad_row_limit=0.5", "sft.micro_batch_tokens=256"]) == 0
     screen = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in screen.splitlines() if line.startswith("  ")}
