@@ -279,7 +279,7 @@ class ChatTokenizer:
     def _encode_rendered(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the last message, an answer with calls or reasoning, with its end token."""
         messages = self._prepared(messages)
-        segment = self._segment(Segment(self._template.answer(_turns(messages))))
+        segment = self._segment(Segment(self._template.answer(_turns(messages)), context=self._context))
         ids = self._encode_segments([(segment, messages)])[0]
         return ids if ids and ids[-1] in self._control else [*ids, self.end_id]
 

@@ -260,6 +260,12 @@ def test_tokenizers_of_llama_add_no_space_inside_of_a_conversation(tmp_path: Pat
     assert ids == own(rendered, add_special_tokens=False)["input_ids"][: len(ids)]
     answered = each.encode_prompt(messages[:1]) + each.encode_answer("apples")  # an episode, which goes on
     assert answered + each.encode_messages(messages[2:3]) == each.encode_prompt(messages[:3])
+    if template == DEFAULT_TEMPLATE:
+        call = {"type": "function", "function": {"name": "count", "arguments": {}}}
+        answer = Message("assistant", "plums", json.dumps({"tool_calls": [call]}))
+        messages = [messages[0], answer, Message("tool", "9")]
+        answered = each.encode_prompt(messages[:1]) + each.encode_last_answers([messages[:2]])[0]
+        assert answered == each.encode_prompt(messages)[: len(answered)]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
