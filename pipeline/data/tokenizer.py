@@ -146,8 +146,9 @@ class ChatTokenizer:
         """Return the ids between an answer with its end token and the next answer: messages of the user or of tools."""
         messages = self._prepared(messages)
         fragments = self._template.between(_turns(messages))
-        if isinstance(fragments[0], str):
-            fragments = (fragments[0].removeprefix(self._end_text), *fragments[1:])
+        after = fragments[0].lstrip() if isinstance(fragments[0], str) else ""  # Llama 2: a space before the end token
+        if self._end_text and after.startswith(self._end_text):
+            fragments = (after.removeprefix(self._end_text), *fragments[1:])
         whole = [Message("user", ""), Message("assistant", ""), *messages]
         return self._encode_segments([(self._segment(Segment(fragments, context=self._end_text)), whole)])[0]
 

@@ -229,6 +229,12 @@ def test_a_word_of_a_megabyte_is_split_for_training() -> None:
     assert tokenizer.decode(tokenizer.encode_answer(word)) == word
 
 
+def test_a_conversation_goes_on_after_one_end_token() -> None:
+    """The template of Llama 2 writes a space between an answer and its end token."""
+    own = ChatTokenizer(tokenizer(BRACKETS))
+    assert own.hf.decode(own.encode_answer("a") + own.encode_messages(chat("b"))) == "a</s>[INST] b [/INST]"
+
+
 def sentencepiece_model(kind: str) -> bytes:
     import sentencepiece
 
