@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.host_memory import host_memory, page_aligned, upload
+from engine.host_memory import host_memory, page_aligned, to_device
 from engine.parallel import dist
 
 CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of this
@@ -115,8 +115,10 @@ class KVCache:
 
     def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy the first tokens of prompt slots to others, each (source slot, target slot, tokens), all at once."""
-        tokens = [(source, target, place) for source, target, count in copies for place in range(count)]
-        sources, targets, positions = upload([*zip(*tokens, strict=True)], self.device)
+        counts = torch.tensor([count for *_, count in copies])
+        sources, targets = torch.tensor([slots for *slots, _ in copies]).T.repeat_interleave(counts, dim=1)
+        places = torch.cat([*map(torch.arange, counts.tolist())])
+        sources, targets, positions = to_device(torch.stack([sources, targets, places]), self.device)
         for layer in self.layers.values():
             for states in (layer.prompt_keys, layer.prompt_values):
                 states[targets, :, positions] = states[sources, :, positions]

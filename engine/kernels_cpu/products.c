@@ -3,9 +3,9 @@
    The blocking follows Goto & van de Geijn, 2008 (Anatomy of high-performance matrix multiplication). The inner
    dimension is processed in blocks of DEPTH words. In each block all threads copy b into panels of PANEL columns. Then
    each thread copies up to BLOCK rows of a into tiles and multiplies them by all panels. ROWS x PANEL sums stay in
-   registers. The copies have constant strides: with others, GCC stores the sums after each term. A word is 32 bits: one fp32
-   number, or two neighbouring bf16 numbers, which one instruction multiplies and adds to an fp32 sum. A sum adds its
-   terms in their order, whatever the number of threads and the number of rows. */
+   registers. The copies have constant strides: with others, GCC stores the sums after each term. A word is 32 bits: one
+   fp32 number, or two neighbouring bf16 numbers, which one instruction multiplies and adds to an fp32 sum. A sum adds
+   its terms in their order, whatever the number of threads and the number of rows. */
 
 #ifdef __AVX512F__
 #include "tile.h"

@@ -1,5 +1,6 @@
 """Determine the ranks: from torchrun or Slurm, or one process per GPU of this machine (one process without GPUs)."""
 
+import math
 import os
 import random
 import re
@@ -56,7 +57,7 @@ def external_ranks(env: Mapping[str, str]) -> Ranks | None:
     """Return the rank that torchrun or Slurm assigned to this process; None without them.
 
     A single task of Slurm is no rank: it may be a shell (`srun --pty bash`) on a machine with several GPUs, and starts
-    its own ranks. Raise UserError if RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT.
+    its own ranks. Raise UserError if RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is missing or invalid.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
@@ -77,11 +78,13 @@ def prints_mistakes(env: Mapping[str, str]) -> bool:
 def _from_torchrun(env: Mapping[str, str]) -> Ranks:
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT: start through torchrun")
-    world, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
+    for name, largest in (("WORLD_SIZE", math.inf), ("RANK", math.inf), ("MASTER_PORT", 65535)):
+        if not env[name].isdecimal() or int(env[name]) > largest:
+            raise UserError(f"the environment has {name}={env[name]}: start through torchrun, or unset RANK")
     local_rank = int(env.get("LOCAL_RANK", 0))
     return Ranks(
-        world=world,
-        first=rank,
+        world=int(env["WORLD_SIZE"]),
+        first=int(env["RANK"]),
         local=1,
         local_first=local_rank,
         local_world=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),

@@ -49,4 +49,4 @@ def test_all_prefixes_are_copied_by_a_few_operators(copies: list[tuple[int, int,
         for source, target, tokens in copies:
             expected[target, :, :tokens] = old[source, :, :tokens]
         assert torch.equal(new, expected)
-    assert seen.count <= 12
+    assert seen.count <= 15 + len(copies)  # one range for each copy, on the host

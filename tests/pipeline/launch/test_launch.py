@@ -309,6 +309,15 @@ def test_a_launcher_that_is_stopped_before_the_start_stops_the_stage(launchers):
     assert end.status == STOPPED and "rank 1" in end.message
 
 
+@pytest.mark.parametrize("changed", [{"RANK": "abc"}, {"WORLD_SIZE": ""}, {"MASTER_PORT": "70000"}])
+def test_invalid_variables_of_torchrun_are_named(changed):
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"} | changed
+    ((name, value),) = changed.items()
+    with pytest.raises(UserError, match=f"{name}={value}: start through torchrun"):
+        external_ranks(env)
+    assert ranks.prints_mistakes(env)
+
+
 def test_a_launcher_that_never_connects_ends_the_stage(launchers, monkeypatch):
     """Its process ended before, for example because a package is missing on its machine."""
     first, second, _ = launchers
