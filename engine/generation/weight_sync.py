@@ -49,12 +49,15 @@ def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
     for path, layer in lora.items():
         _check_lora(path, layer)
     live: dict[str, LiveParameter] = {}
+    replaced = tuple(_replaced_copies(source))
     tied: dict[tuple[int, int], LiveParameter] = {}
     for name, parameter in source.named_parameters(remove_duplicate=False):
         layer = lora.get(name.removesuffix(WRAPPED)) if name.endswith(WRAPPED) else None
         layer = None if layer is None or layer.merged else layer
         first = tied.setdefault((id(parameter), id(layer)), LiveParameter(parameter, layer))
-        live |= dict.fromkeys((name, name.removeprefix(WRAPPER), base_name(name)), first)
+        live |= dict.fromkeys((name, name.removeprefix(WRAPPER)), first)
+        if not name.startswith(replaced):
+            live[base_name(name)] = first
     return live
 
 
@@ -156,7 +159,7 @@ def lora_update(layer: nn.Module, device: torch.device) -> Tensor:
 
 
 def _replaced_copies(module: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules that peft's `modules_to_save` has replaced by trained copies."""
+    """Yield the paths of modules that the copy of peft's active `modules_to_save` replaces."""
     for path, wrapper in module.named_modules():
         copies = getattr(wrapper, "modules_to_save", None)
         if isinstance(copies, nn.ModuleDict):

@@ -164,6 +164,17 @@ def test_a_model_in_a_peft_wrapper_is_merged(trained: dict[str, Any]) -> None:
     assert answers(model.module) == expected != answers(build("llama"))
 
 
+def test_of_the_trained_copies_of_a_layer_the_active_one_generates() -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    wrapped: Any = get_peft_model(build("llama"), config)
+    wrapped.add_adapter("second", config)
+    copies = wrapped.base_model.model.lm_head.modules_to_save
+    torch.nn.init.constant_(copies["default"].weight, 1.0)
+    model = InferenceModel(build("llama"), wrapped, torch.float32)
+    model.sync()
+    assert bool((model.module.lm_head.weight == 1).all())
+
+
 def test_the_inference_model_is_in_eval_mode_while_the_live_module_trains() -> None:
     live = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, use_cache=False)
     live.train()
