@@ -42,9 +42,9 @@ MASKED_QUERIES = 256  # queries that share one mask, which keeps masks and unfus
 class DecodeRows(NamedTuple):
     """The rows that run one token each; int64 tensors (B,).
 
-    slots: answer slots. tokens and positions: the inputs of the forward. seeds and counts: the seed of each sequence,
-    and the number of its sampled tokens. offsets: the index of each new token in its slot. lengths: tokens of each
-    sequence with the new one (0: attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence,
+    slots: answer slots. tokens and positions: the inputs of the forward. counts: the number of sampled tokens of each
+    sequence. offsets: the index of each new token in its slot. lengths: tokens of each sequence with the new one (0:
+    attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence,
     and the number of its tokens in this slot. firsts: the first of the neighbouring rows with the same prompt, which is
     read once for all of them.
     """
@@ -52,7 +52,6 @@ class DecodeRows(NamedTuple):
     slots: Tensor
     tokens: Tensor
     positions: Tensor
-    seeds: Tensor
     counts: Tensor
     offsets: Tensor
     lengths: Tensor

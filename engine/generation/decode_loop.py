@@ -162,7 +162,7 @@ class DecodeLoop:
         count = len(prompt)
         cache = KVCache(CacheSize(1, count, count + 1, 1), device)
         token_ids, at, zeros = upload([prompt, [*range(count)], [0] * count], device)
-        rows = DecodeRows(at, token_ids, at, zeros, zeros, zeros, at + 1, zeros, at, zeros)
+        rows = DecodeRows(at, token_ids, at, zeros, zeros, at + 1, zeros, at, zeros)
         no_rows = DecodeRows(*(each[:0] for each in rows))
         try:
             if count > 1:

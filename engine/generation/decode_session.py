@@ -197,14 +197,14 @@ class DecodeSession:
 
     def _start(self, sequences: Sequence[ActiveSequence]) -> None:
         """Write the table rows of sequences that run their first token, the last one of their prompt."""
-        table_rows = []
+        rows, seeds = [], []
         for sequence in sequences:
             prompt, request = sequence.prompt, self._requests[sequence.request]
             cached = len(prompt.tokens)
-            table_rows.append([sequence.last, cached, request.seed, 0, request.limit, 0, prompt.slot, cached])
+            rows.append([sequence.last, cached, 0, request.limit, prompt.slot, cached])
+            seeds.append(request.seed)
             request.sampler.start(sequence.slot, [*prompt.tokens, sequence.last])
-        state, slots = self._step.state, [sequence.slot for sequence in sequences]
-        state.rows.index_copy_(0, upload(slots, state.rows.device), upload(table_rows, state.rows.device))
+        self._step.state.start([sequence.slot for sequence in sequences], rows, seeds)
 
 
 def _slots_and_firsts(rows: Sequence[ActiveSequence]) -> tuple[list[int], list[int]]:

@@ -1,8 +1,8 @@
 """One decode step: the forward, the sampling, and the update of the table of sequences on the device.
 
-A row of the table is the state of a sequence: eight int64 columns, one row per answer slot. A step reads the rows of
-its slots, runs the model's own forward with attention over the key-value cache, samples, tests for the end of each
-answer and writes the rows back. A step without chunks of prompts reads no number on the host
+A row of the table is the state of a sequence: six int64 columns, one row per answer slot. A step reads the rows of its
+slots, runs the model's own forward with attention over the key-value cache, samples, tests for the end of each answer
+and writes the rows back. A step without chunks of prompts reads no number on the host
 and allocates nothing that outlives it, so a CUDA graph can replay it.
 
 Shapes: B rows of a step, V vocabulary.
@@ -22,10 +22,10 @@ from engine.generation.scheduler import Chunk
 from engine.host_memory import upload
 from engine.kernels import sample
 
-# TOKEN: the newest token, which the next step runs. CACHED: the number of tokens in the cache. SEED: the sample seed.
-# COUNT: the tokens sampled so far. LIMIT: the largest COUNT. ENDED: 1 after the end of the answer. PROMPT: prompt slot.
-# SHARED: the number of tokens that are in the prompt slot; the others are in the row's own slot.
-COLUMNS = TOKEN, CACHED, SEED, COUNT, LIMIT, ENDED, PROMPT, SHARED = range(8)
+# TOKEN: the newest token, which the next step runs. CACHED: the number of tokens in the cache. COUNT: the tokens that
+# were sampled. LIMIT: the largest COUNT; 0 after an end token. PROMPT: prompt slot. SHARED: the number of tokens that
+# are in the prompt slot; the others are in the row's own slot.
+COLUMNS = TOKEN, CACHED, COUNT, LIMIT, PROMPT, SHARED = range(6)
 NOTHING = -1  # the token of a row whose answer ended before this step
 
 
@@ -51,16 +51,18 @@ class SlotModel:
 
 
 class DecodeState:
-    """The table of the sequences on the device, and the tokens of the last steps.
+    """The table of the sequences on the device, their random numbers, and the tokens of the last steps.
 
-    rows: (slots + 1, 8) int64, with the columns COLUMNS; the last row is scratch. tokens: (steps, slots + 1) int64,
-    NOTHING where a step sampled no token. logprobs: (steps, slots + 1) fp32. step: () int64, the index of the newest
-    step.
+    rows: (slots + 1, 6) int64, with the columns COLUMNS; the last row is scratch. uniforms: (slots + 1, capacity + 1)
+    fp32, the number of each token of an answer; an answer that has ended reads the last one, which is not used. tokens:
+    (steps, slots + 1) int64, NOTHING where a step sampled no token. logprobs: (steps, slots + 1) fp32. step: () int64,
+    the index of the newest step.
     """
 
-    def __init__(self, slots: int, steps: int, device: torch.device) -> None:
+    def __init__(self, slots: int, steps: int, capacity: int, device: torch.device) -> None:
+        """`capacity`: the most tokens of an answer."""
         self.rows = torch.zeros(slots + 1, len(COLUMNS), dtype=torch.int64, device=device)
-        self.rows[:, ENDED].fill_(1)
+        self.uniforms = torch.zeros(slots + 1, capacity + 1, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(steps, slots + 1, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(steps, slots + 1, dtype=torch.float32, device=device)
         self.step = torch.full((), -1, dtype=torch.int64, device=device)
@@ -70,6 +72,13 @@ class DecodeState:
             for _ in range(2)
         ]
 
+    def start(self, slots: Sequence[int], rows: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """Write the rows of starting sequences, and their random numbers. seeds: results of `combine_seeds`."""
+        device = self.rows.device
+        indices, positions = upload(slots, device), torch.arange(self.uniforms.shape[1], device=device)
+        self.rows.index_copy_(0, indices, upload(rows, device))
+        self.uniforms.index_copy_(0, indices, uniforms(upload(seeds, device)[:, None], positions))
+
     def clear(self) -> None:
         """Clear the tokens of the last steps."""
         self.tokens.fill_(NOTHING)
@@ -78,11 +87,10 @@ class DecodeState:
     def read(self, chosen: Tensor) -> DecodeRows:
         """Return the rows of the next step, and advance `step`. chosen (2, B): as in `DecodeStep.run`."""
         self.step.add_(1)
-        row = self.rows.index_select(0, chosen[0]).t().contiguous()
-        live = 1 - row[ENDED]  # a full answer that has ended writes to the first place of its slot, not behind the last
-        lengths, offsets = (row[CACHED] + 1) * live, (row[CACHED] - row[SHARED]) * live
-        inputs = row[TOKEN], row[CACHED], row[SEED], row[COUNT]
-        return DecodeRows(chosen[0], *inputs, offsets, lengths, row[PROMPT], row[SHARED], chosen[1])
+        tokens, cached, counts, limits, prompts, shared = self.rows.index_select(0, chosen[0]).t().contiguous().unbind()
+        live = counts < limits  # an answer that has ended writes to the first place of its slot, not behind the last
+        lengths, offsets = (cached + 1) * live, (cached - shared) * live
+        return DecodeRows(chosen[0], tokens, cached, counts, offsets, lengths, prompts, shared, chosen[1])
 
     def write(self, slots: Tensor, tokens: Tensor, logprobs: Tensor, end_ids: Tensor, seen: Tensor | None) -> None:
         """Store the sampled tokens (B,) int64 and log-probabilities (B,) fp32 of slots (B,).
@@ -92,11 +100,10 @@ class DecodeState:
         tokens of a sequence. A slot may occur twice in `slots` if its answer has ended.
         """
         row = self.rows.index_select(0, slots)
-        live = row[:, ENDED] == 0
+        live = row[:, COUNT] < row[:, LIMIT]
         row[:, TOKEN] = tokens
-        row[:, CACHED] += live
-        row[:, COUNT] += live
-        row[:, ENDED] = (tokens[:, None] == end_ids).any(1) | (row[:, COUNT] >= row[:, LIMIT]) | ~live
+        row[:, CACHED:LIMIT] += live[:, None]  # CACHED and COUNT
+        row[:, LIMIT] *= (tokens[:, None] != end_ids).all(1)
         self.rows.index_copy_(0, slots, row)
         indices = self.step * self.tokens.shape[1] + slots
         self.tokens.view(-1).index_copy_(0, indices, torch.where(live, tokens, NOTHING))
@@ -125,7 +132,7 @@ class DecodeState:
 class Sampler:
     """Sampling settings with the tensors that they need. A step may sample its rows under several settings.
 
-    A sampler ignores the seed of the settings, which is part of the seeds of the sequences (`combine_seeds`).
+    A sampler ignores the seed of the settings, which is part of the seeds of the sequences (`DecodeState.start`).
     """
 
     def __init__(self, sampling: Sampling, state: DecodeState, vocabulary: int) -> None:
@@ -146,8 +153,8 @@ class Sampler:
         if self._seen is not None:
             self._seen[slot].fill_(False).index_fill_(0, upload(prompt, self._seen.device), True)
 
-    def __call__(self, slots: Tensor, seeds: Tensor, counts: Tensor, logits: Tensor) -> None:
-        """Sample a token of each slot (B,) from logits (B, V), and write it into the table."""
+    def __call__(self, slots: Tensor, counts: Tensor, logits: Tensor) -> None:
+        """Sample a token of each slot (B,) from logits (B, V) with counts (B,), and write it into the table."""
         raw = logits
         if self._forbidden is not None:
             too_short = counts < self.sampling.min_new_tokens
@@ -156,7 +163,7 @@ class Sampler:
             logits = penalise(logits, self._seen.index_select(0, slots), self.sampling.repetition_penalty)
         settings = self.sampling
         tokens, logprobs = sample(
-            logits, uniforms(seeds, counts),
+            logits, self.state.uniforms[slots, counts],
             temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p,
         )  # fmt: skip
         self.state.write(slots, tokens, logprobs, self._end_ids, self._seen)
@@ -171,7 +178,7 @@ class DecodeStep:
     def __init__(self, model: SlotModel, cache: KVCache, steps: int) -> None:
         """`steps`: the most steps between two reads of their tokens."""
         self.model, self.cache = model, cache
-        self.state = DecodeState(cache.size.sequences, steps, model.device)
+        self.state = DecodeState(cache.size.sequences, steps, cache.size.answer_capacity, model.device)
 
     def run(self, chosen: Tensor, chunks: Sequence[Chunk], samplers: Sequence[Sampler]) -> None:
         """Run chunks of prompts and one token of each row in one forward, and sample. Needs inference mode.
@@ -185,7 +192,7 @@ class DecodeStep:
             of_chunks = upload([token for chunk in chunks for token in chunk.tokens], self.model.device)
             token_ids = torch.cat([of_chunks, token_ids])
             positions = torch.cat([step.chunk_positions[1], positions])
-        drawn = rows.slots, rows.seeds, rows.counts, self.model(token_ids, positions, step)
+        drawn = rows.slots, rows.counts, self.model(token_ids, positions, step)
         different = dict.fromkeys(samplers)
         for sampler in different:
             if len(different) == 1:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from engine.generation.decode_step import COUNT, ENDED, LIMIT, NOTHING, DecodeState, Sampler
+from engine.generation.decode_step import COLUMNS, COUNT, LIMIT, NOTHING, DecodeState, Sampler
 from engine.generation.model_support import NEW_TOKENS, counts_from_zero, fixed_prompts, logits_differ, plain_logits
 from engine.generation.sampling import SampledToken, Sampling, combine_seeds
 from engine.internals import attention_name, inputs_of_next_step
@@ -72,7 +72,7 @@ class TransformersFallback:
         for requests in batches(lengths, batch_size, sampling.max_new_tokens, pads=self.batching.pads):
             seeds = [combine_seeds(sampling.seed, sample_seeds[request]) for request in requests]
             batch = {request: prompts[request] for request in requests}
-            yield from self._run_batch(batch, sampling, torch.tensor(seeds, device=self.device), ends)
+            yield from self._run_batch(batch, sampling, seeds, ends)
 
     def refresh(self) -> None:
         """Do nothing: nothing is derived from the weights."""
@@ -89,14 +89,15 @@ class TransformersFallback:
         self,
         prompts: dict[int, Sequence[int]],
         sampling: Sampling,
-        seeds: Tensor,
+        seeds: Sequence[int],
         ends: Callable[[int, int], bool],
     ) -> Iterator[list[SampledToken]]:
-        """Answer the prompts of one batch, by request; yield the tokens of each step. seeds: (b,)."""
-        count, state = len(prompts), DecodeState(len(prompts), 1, self.device)
-        table = state.rows[:count]
-        table[:, LIMIT], table[:, ENDED] = sampling.max_new_tokens, 0
-        slots = torch.arange(count, device=self.device)
+        """Answer the prompts of one batch, by request; yield the tokens of each step. seeds: one per prompt."""
+        count, limit = len(prompts), sampling.max_new_tokens
+        state, slots = DecodeState(count, 1, limit, self.device), torch.arange(count, device=self.device)
+        row = [limit if column == LIMIT else 0 for column in COLUMNS]
+        state.start(range(count), [row] * count, seeds)
+        counts, limits = state.rows[:count, COUNT], state.rows[:count, LIMIT]
         steps = self._generate([*prompts.values()], self.batching, sampling.max_new_tokens)
         logits = next(steps)
         sampler = Sampler(sampling, state, logits.shape[1])
@@ -104,20 +105,20 @@ class TransformersFallback:
             sampler.start(slot, prompt)
         state.step.fill_(0)
         while True:
-            sampler(slots, seeds, table[:, COUNT], logits)
-            tokens, logprobs, at_limit = (
-                each.tolist() for each in (state.tokens[0, :count], state.logprobs[0, :count], table[:, ENDED])
+            sampler(slots, counts, logits)
+            tokens, logprobs, ended = (
+                each.tolist() for each in (state.tokens[0, :count], state.logprobs[0, :count], counts >= limits)
             )
             sampled = []
             for slot, request in enumerate(prompts):
                 if tokens[slot] != NOTHING:
                     is_end = ends(request, tokens[slot])
                     if is_end:
-                        table[slot, ENDED] = 1
-                    finish = "stop" if is_end else "length" if at_limit[slot] else None
+                        limits[slot] = 0
+                    finish = "stop" if is_end else "length" if ended[slot] else None
                     sampled.append(SampledToken(request, tokens[slot], logprobs[slot], finish))
             yield sampled
-            if bool(table[:, ENDED].all()):
+            if bool((counts >= limits).all()):
                 return
             logits = steps.send(state.tokens[0, :count].clamp(min=0))
 

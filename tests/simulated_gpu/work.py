@@ -150,7 +150,7 @@ def test_prompt_chunks_in_one_kernel_call_equal_one_call_each(
         cache.layer(0, *heads[1:]).prompt_keys.fill_(0.5)
         if one_by_one:
             monkeypatch.setattr(attention, "varlen_fits", lambda *_: False)
-        step = StepTokens(cache, DecodeRows(*torch.zeros(10, 0, dtype=torch.int64, device="cuda")), chunks)
+        step = StepTokens(cache, DecodeRows(*torch.zeros(9, 0, dtype=torch.int64, device="cuda")), chunks)
         out, _ = attention.slot_attention(module, *heads, step=step, sliding_window=window)  # type: ignore[arg-type]
         results.append(out)
         assert ("chunk_bounds" in vars(step)) != one_by_one

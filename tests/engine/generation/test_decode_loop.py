@@ -35,7 +35,7 @@ SEEDS = [4, 9, 2, 7, 0, 11, 3, 5]
 STREAMS = list(range(len(PROMPTS)))
 GREEDY = Sampling(12, temperature=0, end_ids=ENDS)
 RANDOM = Sampling(12, temperature=0.8, end_ids=ENDS, seed=6)
-NO_ROWS = DecodeRows(*torch.zeros(10, 0, dtype=torch.int64))
+NO_ROWS = DecodeRows(*torch.zeros(9, 0, dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")
