@@ -194,7 +194,7 @@ class CompletionRequest(SharedFields):
         elif not isinstance(prompts, list) or not all(isinstance(p, str) or _are_token_ids(p) for p in prompts):
             problem = "send a text, a list of token ids, or a list of texts or of lists of token ids"
         elif not all(prompts):
-            problem = "prompt is empty; send at least one token"
+            problem = "empty; send at least one token"
         else:
             return [replace_surrogates(each) if isinstance(each, str) else each for each in prompts]
         raise ServeError(400, f"prompt: {problem}", param="prompt")
