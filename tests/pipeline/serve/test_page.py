@@ -109,6 +109,19 @@ def test_two_models_answer_next_to_each_other(page: Page) -> None:
 
 
 @needs_chromium
+def test_the_second_list_does_not_offer_the_model_of_the_first(page: Page) -> None:
+    offered = page.locator("#other option:enabled")
+    expect(offered).to_have_text(["one model", "and sft"])
+    page.select_option("#other", "sft")
+    page.select_option("#model", "sft")
+    expect(offered).to_have_text(["one model", "and ppo"])
+    expect(page.locator("#other")).to_have_value("")
+    page.reload()
+    expect(page.locator("#model")).to_have_value("sft")
+    expect(page.locator("#other")).to_have_value("")
+
+
+@needs_chromium
 def test_a_reload_in_the_middle_of_an_answer_keeps_its_beginning(
     page: Page, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
