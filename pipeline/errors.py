@@ -45,8 +45,8 @@ def kind_and_line(problem: BaseException) -> str:
 def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
     """Run a command and return its exit status: 2 after an error that the user can solve, and 130 after Ctrl-C.
 
-    Such an error is a UserError or an OSError with advice. It is printed, with `debug` as a traceback. The status is 1
-    if the program that reads the output has ended (for example `head`).
+    Such an error is a UserError or an OSError with advice. It is printed, with `debug` after its traceback. The status
+    is 1 if the program that reads the output has ended (for example `head`).
     """
     try:
         status = command()
@@ -62,8 +62,7 @@ def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
             raise
         if debug:
             traceback.print_exc()
-        else:
-            print(f"error: {advice}", file=sys.stderr)
+        print(f"error: {advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

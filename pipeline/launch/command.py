@@ -75,16 +75,13 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     except BrokenPipeError:  # the program that reads the output has ended (for example `head`)
         discard_output()
         return CRASHED
-    except UserError as problem:
+    except (UserError, OSError) as problem:
+        if (advice := advise(problem)) is None:
+            raise
         if any(argument.lower().endswith("debug=true") for argument in arguments):
             traceback.print_exc()
-        elif prints_mistakes(os.environ):
-            print(f"error: {problem}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as problem:
-        if advise(problem) is None:
-            raise
-        print(f"error: {advise(problem)}", file=sys.stderr)
+        if prints_mistakes(os.environ) or isinstance(problem, OSError):
+            print(f"error: {advice}", file=sys.stderr)
         return USER_ERROR
     except StageFailed as problem:
         return problem.status

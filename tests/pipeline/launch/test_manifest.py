@@ -442,7 +442,9 @@ def test_a_full_disk_is_one_message(train_here, monkeypatch):
     monkeypatch.setattr("pipeline.files.os.fsync", full)
     status, output = train_here("name=x", "stage=sft")
     assert status == 2
-    assert "the disk is full" in output
+    assert "the disk is full" in output and "Traceback" not in output
+    status, output = train_here("name=x", "stage=sft", "debug=true")
+    assert status == 2 and output.index("Traceback") < output.index("error: the disk is full")
     Path("runs/mine").mkdir()
     train_here("name=mine", "stage=sft")
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]  # existing files remain
