@@ -240,7 +240,7 @@ def _with_columns(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...
 
 
 def _prompt_of(row: Row) -> tuple[Message, ...]:
-    """Return the prompt of a row, after the turns of a list `history`.
+    """Return the prompt of a row, after the turns of the column `history`.
 
     `input` or `context` follows an instruction or a question after an empty line.
     """
@@ -249,8 +249,8 @@ def _prompt_of(row: Row) -> tuple[Message, ...]:
     extra = _first(row, CONTEXT_COLUMNS)
     if column in ("instruction", "question") and isinstance(extra, str) and extra.strip():
         messages = (*messages[:-1], Message("user", f"{messages[-1].content}\n\n{text_of(extra, 'context')}"))
-    if isinstance(row.get("history"), list):
-        messages = in_order(history_of(row["history"]) + messages)
+    if history := history_of(row.get("history")):
+        messages = in_order(history + messages)
     return _with_columns(row, messages)
 
 

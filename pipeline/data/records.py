@@ -296,11 +296,14 @@ def answer_of(value: Any) -> tuple[Message, ...]:
 
 
 def history_of(value: Any) -> tuple[Message, ...]:
-    """Parse the turns before a prompt: a list of [question, answer], or of messages."""
-    if isinstance(value, Sequence) and all(isinstance(each, Mapping) for each in value):
-        return messages_of(value) if value else ()
-    if not all(isinstance(each, list) and len(each) == 2 for each in value):
-        raise BadRow("history is not a list of [question, answer]")
+    """Parse the turns before a prompt: a list of [question, answer], or of messages, also as JSON text."""
+    value = _list_of(value)
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        return ()
+    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        return messages_of(value)
+    if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 2 for each in value):
+        raise BadRow("history is neither a list of [question, answer] nor a list of messages")
     return tuple(message for question, answer in value for message in (*question_of(question), *answer_of(answer)))
 
 
