@@ -159,9 +159,12 @@ def suggest_changes(config: RunConfig, stage: str, inputs: PlanInputs, *, ranks:
 def more_memory(config: RunConfig, stage: str, *, ranks: int, capacity: Capacity, fits: Callable[[int], bool]) -> str:
     """Return advice with the smallest of RANK_COUNTS above `ranks` that `fits` accepts, or with those it refused.
 
-    Each rank has `capacity`. Numbers that do not divide the batches or the groups of ranks are not tried.
+    Each rank has `capacity`. Numbers that do not divide the batches or the groups of ranks are not tried. Ranks on CPUs
+    divide the memory of their machine.
     """
     others = f"adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
+    if not capacity.is_gpu:
+        return f"use a machine with more memory, {others}"
     key = "ranks" if config.plan.device is None else "plan.ranks"
     counts = [count for count in RANK_COUNTS if count > ranks and _are_divisible(config, count)]
     if not counts:

@@ -65,11 +65,11 @@ def test_auto_chooses_once_for_each_stage(
     assert "the setting that this stage started with" in capsys.readouterr().out
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
-    with pytest.raises(UserError, match=r"no setting fits in .*; 2, 4 or 8 ranks with 0 MiB each do not fit either"):
+    with pytest.raises(UserError, match=r"no setting fits in .*use a machine with more memory, adapters"):
         announce(config, "reward", tmp_path / "other", PlanInputs(source()))
     configured = tiny_config(ppo={"minibatches": 1})
     announce(configured, "reward", tmp_path, PlanInputs(source()))
-    assert "No engine setting fits; use adapters (reward.lora.rank=16)" in capsys.readouterr().out
+    assert "No engine setting fits; use a machine with more memory" in capsys.readouterr().out
 
 
 def test_a_gpu_decodes_as_many_sequences_as_fit_with_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,9 @@ def test_the_remedy_names_the_smallest_number_of_ranks_that_fits() -> None:
     assert advice(GIB // 100) == f"use {others}; 2, 4 or 8 ranks with 10 MiB each do not fit either"
     assert advice(GIB // 100, ranks=4) == f"use {others}; 8 ranks with 10 MiB each do not fit either"
     assert advice(GIB // 100, ranks=8) == f"use more ranks (ranks=N), {others}"
+    cpu = Capacity(GIB // 100, GIB // 100, GIB, is_gpu=False)  # more ranks would divide the memory of the machine
+    on_cpu = suggest_changes(config, "ppo", PlanInputs(source()), ranks=1, capacity=cpu)
+    assert on_cpu == f"use a machine with more memory, {others}"
 
 
 def test_ppo_shares_forwards_if_those_of_a_step_fit() -> None:
