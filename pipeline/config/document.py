@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.config.messages import as_written, inner_section
+from pipeline.config.messages import as_written, description_of, inner_section
 from pipeline.config.overrides import default_options, groups
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
@@ -114,7 +114,7 @@ def help_text() -> str:
     lines += ["", "Main keys (docs/reference/configuration.md lists all keys):"]
     for key in MAIN_KEYS:
         field = _field(key)
-        lines += _wrapped(f"  {key:<24}", f"{field.description} [{_default(field)}]")
+        lines += _wrapped(f"  {key:<24}", f"{description_of(field)} [{_default(field)}]")
     return "\n".join(lines)
 
 
@@ -181,7 +181,7 @@ def _table(title: str, section: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _row(key: str, field: FieldInfo, default: str) -> str:
-    return f"| {key} | {_kind(field)}{_bounds(field)} | {default} | {field.description} |"
+    return f"| {key} | {_kind(field)}{_bounds(field)} | {default} | {description_of(field)} |"
 
 
 def _kind(field: FieldInfo) -> str:

@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipeline.config.schema import EngineSettings
@@ -191,11 +192,16 @@ def describe(section: type[BaseModel], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
-        found[key] = field.description or ""
+        found[key] = description_of(field)
         inner = inner_section(field.annotation)
         if inner is not None:
             found.update(describe(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}."))
     return found
+
+
+def description_of(field: FieldInfo) -> str:
+    """Return the description of a key on one line. A section may have none."""
+    return " ".join((field.description or "").split())
 
 
 def indivisible(key: str, size: int, parts: int, over: str) -> str:
