@@ -8,7 +8,6 @@ side.
 """
 
 import hashlib
-import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -24,8 +23,6 @@ from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.config.schema import DataConfig
-
-log = logging.getLogger(__name__)
 
 RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
 HELD_OUT = "prompt is held out"  # the first turn of the row is that of a held-out row
@@ -44,17 +41,6 @@ class StageRecords:
     train: list[Any]
     held_out: list[Any]
     skipped: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """The held-out first turns: those with a digest in `turns` or a hash below `share`."""
-
-    turns: frozenset[bytes]
-    share: float
-
-    def __contains__(self, turn: bytes) -> bool:
-        return held_out_point(turn) < self.share or turn in self.turns
 
 
 def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False, labels: bool = False) -> StageRecords:
@@ -91,57 +77,63 @@ class _Loading:
     def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str, seed: int, labels: bool = False) -> None:
         self.data, self.stage, self.kind, self.rows, self.seed = data, stage, kind, rows, seed
         self.labels = labels
+        self.own_shares = STAGES[stage].shares  # the keys of data.stage_shares whose prompts this stage reads
         self.skipped: Counter[str] = Counter()
         self.unused: list[Table] = []
         self.sources = _open(data, self.kind, seed)
-        self.evaluation = _held_out_turns(self.sources, data)
 
     def records(self) -> StageRecords:
-        parts: list[tuple[Source, list[Record]]] = []
-        held_out: list[Record] = []
-        for each, rows, rest in self._split_sources():
-            parts.append((each, self._share(each, rows, len(rest))))
-            held_out += rest
+        parts = self._split_sources()
         if not parts:
             raise UserError(_no_data(self.data, self.stage, self.unused))
-        held_out = sorted(held_out, key=digest)
-        train = self._mixed(self._without(parts, held_out))
+        train = self._mixed([(each, self._share(each, rows, len(rest))) for each, rows, rest in parts])
+        held_out = sorted((record for *_, rest in parts for record in rest), key=digest)
         return StageRecords(train, held_out, dict(self.skipped))
 
     def held_out(self) -> list[Prompt]:
         prompts = (record for *_, rest in self._split_sources() for record in rest if isinstance(record, Prompt))
         return sorted(prompts, key=digest)
 
-    def _split_sources(self) -> Iterator[tuple[Source, list[_Row], list[Record]]]:
-        """Yield each source with its training rows (of all stages) and its held-out records."""
+    def _split_sources(self) -> list[tuple[Source, list[_Row], list[Record]]]:
+        """Return each source with its training rows (of all stages) and its held-out records."""
+        read: list[tuple[Source, list[_Row]]] = []
         for each in self.sources:
-            if self.kind not in each.config.stages:
-                continue
-            tables = each.train(self.kind)
+            tables = each.train(self.kind) if self.kind in each.config.stages else []
             used = [table for table in tables if self.kind in self._form_stages(each, table)]
             self.unused += [table for table in tables if table not in used]
             if used:
-                yield each, *self._split(each, used)
+                rows = [(record, first_turn(record), table) for table in used for record in self._parse(each, table)]
+                read.append((each, rows))
+        turns = self._held_out_turns(read)
+        return [(each, *self._split(each, rows, turns)) for each, rows in read]
 
-    def _split(self, each: Source, tables: list[Table]) -> tuple[list[_Row], list[Record]]:
+    def _held_out_turns(self, read: Sequence[tuple[Source, list[_Row]]]) -> set[bytes]:
+        """Return the held-out first turns.
+
+        They are those of the held-out rows of all sources. If a source has no such rows, they also include a share of
+        all first turns by hash, and at least one first turn of the source.
+        """
+        turns = {first_turn(record) for each in self.sources for record in _every_held_out(each)}
+        if any(each.held_out is None for each in self.sources):
+            every = {turn for _, rows in read for _, turn, _ in rows}
+            turns |= {turn for turn in every if held_out_point(turn) < self.data.eval_fraction}
+        return turns.union(*(_at_least_one(turns, each, rows) for each, rows in read if each.held_out is None))
+
+    def _split(self, each: Source, rows: list[_Row], turns: set[bytes]) -> tuple[list[_Row], list[Record]]:
         """Return the training rows and the held-out records of one source."""
-        rows = [(record, first_turn(record), table) for table in tables for record in self._parse(each, table)]
-        evaluation = self.evaluation
-        if each.held_out is not None:
-            own = [t for t in each.held_out(self.kind) if self.kind in self._form_stages(each, t)]
-            held_out = [record for table in own for record in self._parse(each, table)]
+        train = [row for row in rows if row[1] not in turns]
+        if each.held_out is None:
+            held_out = [record for record, turn, _ in rows if turn in turns]
         else:
-            evaluation = _at_least_one(evaluation, {turn for _, turn, _ in rows}, each.name)
-            held_out = [record for record, turn, _ in rows if turn in evaluation]
-        train = [row for row in rows if row[1] not in evaluation]
-        if each.held_out is not None:
             self._count(HELD_OUT, len(rows) - len(train))
+            own = [table for table in each.held_out(self.kind) if self.kind in self._form_stages(each, table)]
+            held_out = [record for table in own for record in self._parse(each, table)]
         return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
 
     def _share(self, each: Source, train: list[_Row], held_out: int) -> list[Record]:
         """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
         shares = {name: self._shares(each, table) for name, table in {t.name: t for _, _, t in train}.items()}
-        records = [record for record, turn, table in train if self._trains_on(shares[table.name], turn)]
+        records = [record for record, turn, table in train if stage_of(turn, shares[table.name]) in self.own_shares]
         self._count(RESERVED, len(train) - len(records))
         if not records:
             raise UserError(
@@ -169,36 +161,18 @@ class _Loading:
         self._count(reason, len(records) - len(unique))
         return unique
 
-    def _shares(self, each: Source, table: Table) -> dict[str, float] | None:
-        """Return the shares of a table by stage; None if this stage reads the complete table."""
+    def _shares(self, each: Source, table: Table) -> dict[str, float]:
+        """Return the shares of a table by stage."""
         stages = self._form_stages(each, table)
         if each.dedicated or stages == [self.kind]:
-            return None
+            return {self.own_shares[0]: 1.0}  # this stage reads the complete table
         shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
-        if sum(shares.get(name, 0.0) for name in self._own) <= 0:
+        if sum(shares.get(name, 0.0) for name in self.own_shares) <= 0:
             raise UserError(
                 f"data.stage_shares gives {self.stage} no row of {each.name}: set a share above 0 for "
-                f"{' or '.join(self._own)}."
+                f"{' or '.join(self.own_shares)}."
             )
         return shares
-
-    def _trains_on(self, shares: dict[str, float] | None, turn: bytes) -> bool:
-        return shares is None or stage_of(turn, shares) in self._own
-
-    @property
-    def _own(self) -> tuple[str, ...]:
-        """The keys of data.stage_shares whose prompts this stage reads."""
-        return STAGES[self.stage].shares
-
-    def _without(
-        self, parts: list[tuple[Source, list[Record]]], held_out: list[Record]
-    ) -> list[tuple[Source, list[Record]]]:
-        """Return the training records without conversations that start like a held-out one of another source."""
-        turns = {first_turn(record) for record in held_out}
-        remaining = [(each, [record for record in train if first_turn(record) not in turns]) for each, train in parts]
-        removed = sum(len(train) for _, train in parts) - sum(len(train) for _, train in remaining)
-        self._count(HELD_OUT, removed)
-        return remaining
 
     def _mixed(self, parts: list[tuple[Source, list[Record]]]) -> list[Record]:
         sizes = [len(train) for _, train in parts]
@@ -206,10 +180,9 @@ class _Loading:
         used = sizes if len(parts) == 1 or len(weights) < len(parts) else mixed_sizes(sizes, weights)
         self._count("more than the source's weight", sum(sizes) - sum(used))
         mixed: list[Record] = []
-        for index, ((each, train), size) in enumerate(zip(parts, used, strict=True)):
+        for index, ((_, train), size) in enumerate(zip(parts, used, strict=True)):
             chosen = random.Random(f"{self.seed} {index}").sample(range(len(train)), size)
             mixed += [train[row] for row in sorted(chosen)]
-            log.info("%s: %d of %d rows of %s", self.stage, size, len(train), each.name)
         return mixed
 
     def _count(self, reason: str, rows: int) -> None:
@@ -221,21 +194,8 @@ def _open(data: "DataConfig", kind: str, seed: int) -> list[Source]:
     """Open the sources. A missing file is skipped if no stage `kind` reads it."""
     configs = configured_sources(data)
     keys = ["data.path" if data.path is not None else f"data.sources.{i}.path" for i in range(len(configs))]
-    opened = []
-    for config, key in zip(configs, keys, strict=True):
-        if kind not in config.stages and is_absent(config):
-            log.info(
-                "%s=%s does not exist: skipped, because only %s read it", key, config.path, ", ".join(config.stages)
-            )
-        else:
-            opened.append(open_source(config, data, seed=seed, key=key))
-    return opened
-
-
-def _held_out_turns(sources: Sequence[Source], data: "DataConfig") -> _Evaluation:
-    """Return the held-out first turns of all sources: of their held-out rows, or a share by hash without such rows."""
-    turns = frozenset(first_turn(record) for each in sources for record in _every_held_out(each))
-    return _Evaluation(turns, data.eval_fraction if any(each.held_out is None for each in sources) else 0.0)
+    read = [pair for pair in zip(configs, keys, strict=True) if kind in pair[0].stages or not is_absent(pair[0])]
+    return [open_source(config, data, seed=seed, key=key) for config, key in read]
 
 
 def _every_held_out(each: Source) -> Iterator[Record]:
@@ -247,16 +207,17 @@ def _every_held_out(each: Source) -> Iterator[Record]:
             yield from to_records(table, "ppo", each.name, bad_row_limit=1.0)[0]  # every row has a first turn
 
 
-def _at_least_one(evaluation: _Evaluation, turns: Set[bytes], name: str) -> _Evaluation:
-    """Return `evaluation` with at least one of `turns`: the one with the smallest hash if it has none."""
-    if not turns or any(turn in evaluation for turn in turns):
-        return evaluation
+def _at_least_one(held_out: Set[bytes], each: Source, rows: Sequence[_Row]) -> set[bytes]:
+    """Return the first turn with the smallest hash if none of the rows is held out, otherwise an empty set."""
+    turns = {turn for _, turn, _ in rows}
+    if not turns or turns & held_out:
+        return set()
     if len(turns) == 1:
         raise UserError(
-            f"{name}: all usable rows have the same text or first message, or there is only one row. Such rows are "
-            "held out together, so no row is left for training. Add rows with other texts or first messages."
+            f"{each.name}: all usable rows have the same text or first message, or there is only one row. Such rows "
+            "are held out together, so no row is left for training. Add rows with other texts or first messages."
         )
-    return _Evaluation(evaluation.turns | {min(turns, key=held_out_point)}, evaluation.share)
+    return {min(turns, key=held_out_point)}
 
 
 def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
