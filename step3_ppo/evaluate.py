@@ -141,7 +141,7 @@ def evaluate_policy(
     for name, value in (metrics_of(evaluations) | guard.selection(evaluations)).items():
         may_be_best = name != guard.best_metric or guard.may_be_best(line, [*findings, *more])
         if may_be_best and stage.note_best(step, name, value, higher=True) and name == guard.best_metric:
-            guard.compare_with(step, evaluations)
+            guard.best_step = step
     write_grades(stage.folder, step, evaluations)
     return evaluations, more
 

@@ -23,13 +23,12 @@ from typing import Any
 from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import GuardAction, PpoSection
-from pipeline.evaluation.evaluator import Evaluations
+from pipeline.evaluation.evaluator import Evaluation, Evaluations
 from pipeline.stages.restart import Rollback, read_rollbacks
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.guard_rules import (
     WINDOW,
     Finding,
-    Grades,
     check_evaluation,
     check_rollouts,
     fall_at_the_end,
@@ -59,9 +58,8 @@ class Guard:
     rollbacks: the earlier rollbacks of the stage
     watched: the metrics of a rollout that the rules may use
     rows: the watched metrics of the first rollout (with later ones for those that it lacks) and of the last ones
-    evaluations: the grades of the SFT model (step 0) and of the best step, by step and temperature
-    previous: the grades of the last evaluation by temperature
-    history: (step, the mean over the temperatures of each prompt's grade) of all evaluations
+    evaluations: those of all evaluated steps, without the answers; step 0 is the SFT model
+    best_step: the best evaluated step, with which later ones are compared
     found: the findings as {"step", "sign", "sentence"}, the first of each sign
     stopped_step: the step at which the guard stopped the stage
     """
@@ -72,9 +70,8 @@ class Guard:
     rollbacks: Sequence[Rollback] = ()
     watched: Sequence[str] = WATCHED
     rows: list[dict[str, float]] = field(default_factory=list)
-    evaluations: dict[int, dict[float, Grades]] = field(default_factory=dict)
-    previous: dict[float, Grades] = field(default_factory=dict)
-    history: list[tuple[int, list[float]]] = field(default_factory=list)
+    evaluations: dict[int, dict[float, Evaluation]] = field(default_factory=dict)
+    best_step: int | None = None
     found: list[dict[str, Any]] = field(default_factory=list)
     stopped_step: int | None = None
 
@@ -95,28 +92,25 @@ class Guard:
     def state(self) -> dict[str, Any]:
         """Return the history for a checkpoint, as JSON."""
         evaluations = [
-            [step, temperature, asdict(grades)]
+            [step, temperature, graded.scores, graded.gold]
             for step, by_temperature in self.evaluations.items()
-            for temperature, grades in by_temperature.items()
+            for temperature, graded in by_temperature.items()
         ]
         return {
             "rows": self.rows,
             "evaluations": evaluations,
-            "previous": [[temperature, asdict(grades)] for temperature, grades in self.previous.items()],
-            "history": self.history,
+            "best_step": self.best_step,
             "found": self.found,
             "stopped_step": self.stopped_step,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the history from a checkpoint. A checkpoint of a version without a guard has no history."""
-        self.rows, self.found = [*state.get("rows", [])], [*state.get("found", [])]
-        self.stopped_step = state.get("stopped_step")
+        """Set the history from a checkpoint."""
+        self.rows, self.found = state["rows"], state["found"]
+        self.stopped_step, self.best_step = state["stopped_step"], state["best_step"]
         self.evaluations = {}
-        for step, temperature, grades in state.get("evaluations", []):
-            self.evaluations.setdefault(step, {})[temperature] = Grades(**grades)
-        self.previous = {temperature: Grades(**grades) for temperature, grades in state.get("previous", [])}
-        self.history = [(step, grades) for step, grades in state.get("history", [])]
+        for step, temperature, scores, gold in state["evaluations"]:
+            self.evaluations.setdefault(step, {})[temperature] = Evaluation([], scores, gold)
 
     def watch(self, step: int, metrics: Mapping[str, float], answers: int) -> list[Finding]:
         """Add the metrics of a rollout with this number of answers, and return the findings."""
@@ -131,25 +125,24 @@ class Guard:
 
         `is_last` says whether it is the evaluation of the last step.
         """
-        now, previous = _grades(evaluations), self.previous
-        self.previous = now
-        kind = "gold" if self.has_judge else "rewards"
-        by_temperature = [values for each in now.values() if (values := getattr(each, kind)) is not None]
-        if by_temperature:
-            self.history.append((step, [statistics.fmean(grades) for grades in zip(*by_temperature, strict=True)]))
+        self.evaluations.pop(step, None)  # a stage that resumes at step 0 evaluates the SFT model again
+        self.evaluations[step] = {at: Evaluation([], each.scores, each.gold) for at, each in evaluations.items()}
         if self.action == "off":
             return []
-        findings = check_evaluation(now, self.evaluations, previous)
-        return self._compare_with_the_best(now) if is_last and not findings else findings
+        findings = check_evaluation(self.evaluations, self.best_step)
+        return self._compare_with_the_best() if is_last and not findings else findings
 
-    def _compare_with_the_best(self, last: Mapping[float, Grades]) -> list[Finding]:
+    def _compare_with_the_best(self) -> list[Finding]:
         """Return the finding about the last step if it is below the best step, which would be exported instead."""
-        best = max(self.evaluations, default=None)
-        if best is None or max(self.history, key=lambda each: statistics.fmean(each[1]))[0] != best:
+        kind = "gold" if self.has_judge else "scores"
+        means = {step: _mean_of_temperatures(grades, kind) for step, grades in self.evaluations.items()}
+        history = [(step, grades) for step, grades in means.items() if grades is not None]
+        if self.best_step is None or max(history, key=lambda each: statistics.fmean(each[1]))[0] != self.best_step:
             return []  # without a judge, a step with a higher reward may be outside of the KL budget
-        before, now = _mean_reward(self.evaluations[best]), _mean_reward(last)
-        rise = None if before is None or now is None else now - before
-        finding = fall_at_the_end(self.history, rise, judged=self.has_judge)
+        last = next(reversed(self.evaluations.values()))
+        before, now = (_mean_of_temperatures(each, "scores") for each in (self.evaluations[self.best_step], last))
+        rise = None if before is None or now is None else statistics.fmean(now) - statistics.fmean(before)
+        finding = fall_at_the_end(history, rise, judged=self.has_judge)
         return [] if finding is None else [finding]
 
     def may_be_best(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> bool:
@@ -158,11 +151,6 @@ class Guard:
         The gold score decides alone. A reward counts only without findings and with a KL within the budget.
         """
         return self.has_judge or (not findings and metrics.get("kl", 0.0) <= self.kl_budget)
-
-    def compare_with(self, step: int, evaluations: Evaluations) -> None:
-        """Compare later evaluations with this one, and with that of step 0."""
-        first = {0: self.evaluations[0]} if 0 in self.evaluations else {}
-        self.evaluations = {**first, step: _grades(evaluations)}
 
     def report(self, step: int, findings: Sequence[Finding]) -> str:
         """Record the findings and return one line for the log: new signs, and a rollback to the step before."""
@@ -200,7 +188,7 @@ class Guard:
             "findings": self.found,
             "stopped_step": self.stopped_step,
             "rollbacks": [asdict(each) for each in self.rollbacks],
-            "selects_by": selects_by if self.evaluations else None,
+            "selects_by": None if self.best_step is None else selects_by,
         }
 
 
@@ -250,17 +238,14 @@ def _weakness(ppo: PpoSection) -> str:
 def evaluation_metrics(evaluations: Evaluations) -> dict[str, float]:
     """Return the rank correlation of reward and judge of an evaluation, by the names of metrics.jsonl."""
     found = {}
-    for number, (temperature, grades) in enumerate(_grades(evaluations).items()):
-        correlation = judge_correlation(grades)
+    for number, (temperature, evaluation) in enumerate(evaluations.items()):
+        correlation = judge_correlation(evaluation)
         if correlation is not None:
             found["judge_correlation" if number == 0 else f"judge_correlation_at_{temperature:g}"] = correlation
     return found
 
 
-def _grades(evaluations: Evaluations) -> dict[float, Grades]:
-    return {temperature: Grades(each.scores, each.gold) for temperature, each in evaluations.items()}
-
-
-def _mean_reward(by_temperature: Mapping[float, Grades]) -> float | None:
-    means = [statistics.fmean(each.rewards) for each in by_temperature.values() if each.rewards is not None]
-    return statistics.fmean(means) if means else None
+def _mean_of_temperatures(by_temperature: Evaluations, kind: str) -> list[float] | None:
+    """Return one grade per prompt, the mean over the temperatures; None without grades of this kind."""
+    columns = [values for each in by_temperature.values() if (values := getattr(each, kind)) is not None]
+    return [statistics.fmean(grades) for grades in zip(*columns, strict=True)] if columns else None

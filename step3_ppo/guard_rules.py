@@ -12,12 +12,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.evaluation.evaluator import Evaluation, Evaluations
 from pipeline.evaluation.intervals import best_against_last, paired_difference, rank_correlation
 
 WINDOW = 3
 FEWEST_ANSWERS = 64  # of a window; with fewer answers, noise is too large
 FEWEST_PROMPTS = 32  # of an evaluation
 CONFIDENCE = 0.998
+Z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # half of an interval is Z standard errors
 
 CLIP_FRACTION = 0.35
 UPDATE_KL = 0.1
@@ -49,18 +51,6 @@ class Finding:
     lr_helps: bool = True
 
 
-@dataclass(frozen=True)
-class Grades:
-    """The grades of one answer per held-out prompt at one temperature. A missing kind of grade is None.
-
-    rewards: the scores that PPO is trained on
-    gold: the grades of the judge
-    """
-
-    rewards: Sequence[float] | None
-    gold: Sequence[float] | None
-
-
 def check_rollouts(rows: Sequence[Row]) -> list[Finding]:
     """Return the findings about the last rollouts. `rows` are the first rollout and at least `WINDOW` last ones."""
     if sum(row["answers"] for row in rows[-WINDOW:]) < FEWEST_ANSWERS:
@@ -68,38 +58,30 @@ def check_rollouts(rows: Sequence[Row]) -> list[Finding]:
     return [finding for rule in ROLLOUT_RULES if (finding := rule(rows)) is not None]
 
 
-def check_evaluation(
-    now: Mapping[float, Grades],
-    earlier: Mapping[int, Mapping[float, Grades]],
-    previous: Mapping[float, Grades] | None = None,
-) -> list[Finding]:
-    """Return the findings about an evaluation, at most one of each sign.
+def check_evaluation(evaluations: Mapping[int, Evaluations], best: int | None) -> list[Finding]:
+    """Return the findings about the newest evaluation, at most one of each sign.
 
-    now: the grades by temperature
-    earlier: evaluations of earlier steps to compare with, by step
-    previous: the evaluation directly before `now`, by temperature
+    It is compared with those of step 0 and of the step `best`.
+    evaluations: those of all steps, the newest last
     """
+    *earlier, newest = evaluations
     found: dict[str, Finding] = {}
-    for temperature, grades in now.items():
-        comparable = {step: before[temperature] for step, before in earlier.items() if temperature in before}
-        initial = comparable.get(0)
-        candidates = [against_judge(grades, temperature, initial)]
-        directly_before = (previous or {}).get(temperature)
-        candidates += [
-            fall(before, grades, step, temperature, initial, directly_before) for step, before in comparable.items()
-        ]
-        for finding in candidates:
-            if finding is not None:
-                found.setdefault(finding.sign, finding)
+    for temperature, now in evaluations[newest].items():
+        before = {step: evaluations[step][temperature] for step in earlier if temperature in evaluations[step]}
+        initial, previous = before.get(0), before.get(max(earlier, default=0))
+        compared = [(step, grades) for step, grades in before.items() if step in (0, best)]
+        falls = (fall(grades, now, step, temperature, initial, previous) for step, grades in compared)
+        for finding in filter(None, (against_judge(now, temperature, initial), *falls)):
+            found.setdefault(finding.sign, finding)
     return [*found.values()]
 
 
-def judge_correlation(grades: Grades) -> float | None:
+def judge_correlation(graded: Evaluation) -> float | None:
     """Return Spearman's rank correlation of reward and gold score over the answers; None if it is undefined."""
-    return None if grades.rewards is None or grades.gold is None else rank_correlation(grades.rewards, grades.gold)
+    return None if graded.scores is None or graded.gold is None else rank_correlation(graded.scores, graded.gold)
 
 
-def against_judge(grades: Grades, temperature: float, initial: Grades | None = None) -> Finding | None:
+def against_judge(now: Evaluation, temperature: float, initial: Evaluation | None = None) -> Finding | None:
     """Find a reward that ranks answers against the judge: the correlation is below 0 beyond its noise.
 
     A gold score that has clearly risen above that of the evaluation `initial` of step 0 excludes this finding. The
@@ -108,13 +90,13 @@ def against_judge(grades: Grades, temperature: float, initial: Grades | None = N
     The interval is Fisher's: atanh of the correlation has a standard error of 1 / sqrt(n - 3). For ranks the variance
     is larger by a factor of 1.06 (Fieller, Hartley & Pearson, 1957).
     """
-    correlation, count = judge_correlation(grades), len(grades.gold or ())
+    correlation, count = judge_correlation(now), len(now.gold or ())
     if correlation is None or count < FEWEST_PROMPTS:
         return None
-    gain = _change(initial.gold, grades.gold) if initial is not None else None
+    gain = _change(initial.gold, now.gold) if initial is not None else None
     if gain is not None and gain[1] > 0:
         return None
-    half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(1.06 / (count - 3))
+    half = Z * math.sqrt(1.06 / (count - 3))
     if correlation >= -math.tanh(half):
         return None
     return Finding(
@@ -126,12 +108,12 @@ def against_judge(grades: Grades, temperature: float, initial: Grades | None = N
 
 
 def fall(
-    before: Grades,
-    now: Grades,
+    before: Evaluation,
+    now: Evaluation,
     step: int,
     temperature: float,
-    initial: Grades | None = None,
-    previous: Grades | None = None,
+    initial: Evaluation | None = None,
+    previous: Evaluation | None = None,
 ) -> Finding | None:
     """Find a fall of the gold score (of the reward if there is no judge) below an earlier step, paired by prompt.
 
@@ -141,22 +123,19 @@ def fall(
 
     A reward that rises while the gold score falls is over-optimized (Gao, Schulman & Hilton, 2022, arXiv:2210.10760).
     """
-    reward = _change(before.rewards, now.rewards)
+    reward = _change(before.scores, now.scores)
     gold = _change(before.gold, now.gold)
     decides, name = (gold, "gold score") if gold is not None else (reward, "held-out reward")
     if decides is None or decides[2] >= 0:
         return None
     if initial is not None and step:
-        kind = "rewards" if gold is None else "gold"
+        kind = "scores" if gold is None else "gold"
         gain = _change(getattr(initial, kind), getattr(before, kind))
         earlier = None if previous is None else _change(getattr(before, kind), getattr(previous, kind))
         share = LOST_TWICE if _loses(earlier, gain, LOST_TWICE) else LOST_GAIN
         if not _loses(decides, gain, share):
             return None
-    text = (
-        f"the {name} at temperature {temperature:g} is below that of {_model(step)} by {-decides[0]:.2f} (at least "
-        f"{-decides[2]:.2f} with {CONFIDENCE:.1%} confidence)"
-    )
+    text = f"the {name} at temperature {temperature:g} {_below(step, decides[0], decides[2], f'{CONFIDENCE:.1%}')}"
     return _fallen(text, None if gold is None or reward is None else reward[0], judged=gold is not None)
 
 
@@ -180,15 +159,15 @@ def fall_at_the_end(
     if first_step == 0 and -found.mean <= LOST_AT_THE_END * (found.best_mean - statistics.fmean(first)):
         return None
     name = "gold score" if judged else "held-out reward"
-    text = (
-        f"in the mean over the temperatures, the {name} of the last step is below that of {_model(found.best)} by "
-        f"{-found.mean:.2f} (at least {-found.high:.2f} with 95% confidence)"
-    )
+    below = _below(found.best, found.mean, found.high, "95%")
+    text = f"in the mean over the temperatures, the {name} of the last step {below}"
     return replace(_fallen(text, reward_rise, judged=judged), lr_helps=False)
 
 
-def _model(step: int) -> str:
-    return f"step {step}" if step else "the SFT model"
+def _below(step: int, mean: float, high: float, confidence: str) -> str:
+    """Return how far grades are below those of a step, by the mean and the upper end of the difference's interval."""
+    model = f"step {step}" if step else "the SFT model"
+    return f"is below that of {model} by {-mean:.2f} (at least {-high:.2f} with {confidence} confidence)"
 
 
 def _fallen(text: str, reward_rise: float | None, *, judged: bool) -> Finding:
@@ -304,7 +283,7 @@ def _score_rose(rows: Sequence[Row]) -> bool:
         return False
     answers = sum(row["answers"] for row in rows[-WINDOW:])
     error = math.hypot(rows[0]["score_std"] / math.sqrt(rows[0]["answers"]), deviation / math.sqrt(answers))
-    return score - rows[0]["score"] > statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
+    return score - rows[0]["score"] > Z * error
 
 
 def length(rows: Sequence[Row]) -> Finding | None:
@@ -355,16 +334,10 @@ def critic(rows: Sequence[Row]) -> Finding | None:
     )
 
 
-ROLLOUT_RULES: Sequence[Callable[[Sequence[Row]], Finding | None]] = (
-    large_updates,
-    update_kl,
-    far_from_reference,
-    fast_drift,
-    entropy,
-    length,
-    finished,
-    critic,
-)
+Rule = Callable[[Sequence[Row]], Finding | None]
+ROLLOUT_RULES: Sequence[Rule] = [
+    large_updates, update_kl, far_from_reference, fast_drift, entropy, length, finished, critic
+]  # fmt: skip
 
 
 def _mean(

@@ -103,4 +103,4 @@ def run(config: RunConfig, folder: Path) -> None:
 def restore(ppo: Ppo, guard: Guard, state: dict[str, Any]) -> None:
     """Restore the KL coefficient and the history of the guard from a checkpoint."""
     ppo.set_kl_coef(state["kl_coef"])
-    guard.restore(state.get("guard", {}))
+    guard.restore(state["guard"])

@@ -75,13 +75,13 @@ def test_a_resumed_guard_has_the_same_findings() -> None:
         return results
 
     full = Guard("warn", has_judge=True, kl_budget=10.0)
-    full.compare_with(0, evaluation(0.1, 0.3))
+    full.watch_evaluation(0, evaluation(0.1, 0.3), is_last=False)
     expected = steps(full, 1)
     assert [step for step, signs, _ in expected if signs == ["clip fraction"]] == [10, 11, 12]
     assert expected[9][2].startswith("guard: updates are too large: 50%") and expected[10][2] == ""  # once
     for killed in range(1, 12):
         first = Guard("warn", has_judge=True, kl_budget=10.0)
-        first.compare_with(0, evaluation(0.1, 0.3))
+        first.watch_evaluation(0, evaluation(0.1, 0.3), is_last=False)
         steps_before = [first.watch(s, line(s, clip_fraction=0.04 if s < 8 else 0.5), 64) for s in range(1, killed + 1)]
         for step, findings in enumerate(steps_before, 1):
             first.report(step, findings)
@@ -93,15 +93,14 @@ def test_a_resumed_guard_has_the_same_findings() -> None:
 
 def test_later_evaluations_are_compared_with_the_best_and_the_first() -> None:
     guard = Guard("stop", has_judge=True, kl_budget=10.0)
-    guard.compare_with(0, evaluation(0.0, 0.5))
-    guard.compare_with(4, evaluation(1.0, 0.6))
-    guard.compare_with(8, evaluation(1.0, 0.9))
-    assert [*guard.evaluations] == [0, 8]
+    for step, reward, gold in ((0, 0.0, 0.5), (4, 1.0, 0.6), (8, 1.0, 0.9)):
+        assert guard.watch_evaluation(step, evaluation(reward, gold), is_last=False) == []
+        guard.best_step = step
     assert guard.watch_evaluation(12, evaluation(2.0, 0.95), is_last=False) == []
     assert guard.watch_evaluation(16, evaluation(2.0, 0.8), is_last=False) == []  # a quarter of the gain is lost
     (finding,) = guard.watch_evaluation(20, evaluation(2.0, 0.65), is_last=False)
     assert finding.sign == "gaming" and "step 8" in finding.sentence
-    unwatched = Guard("off", True, 10.0, evaluations=guard.evaluations)
+    unwatched = Guard("off", True, 10.0, evaluations=guard.evaluations, best_step=8)
     assert unwatched.watch_evaluation(24, evaluation(2.0, 0.1), is_last=True) == []
 
 
@@ -117,7 +116,7 @@ def test_the_last_step_is_compared_with_the_best_one_also_after_a_resume(has_jud
         for step, grade in ((0, 0.5), (4, 0.9), (8, 0.8)):
             assert guard.watch_evaluation(step, graded(grade), is_last=False) == []
             if step in (0, first_best):
-                guard.compare_with(step, graded(grade))
+                guard.best_step = step
         resumed = Guard("rollback", has_judge, kl_budget=10.0)
         resumed.restore(json.loads(json.dumps(guard.state())))
         return resumed
@@ -135,7 +134,7 @@ def test_a_fall_counts_in_the_second_evaluation_also_after_a_resume() -> None:
     guard = Guard("stop", has_judge=True, kl_budget=10.0)
     for step, gold in ((0, 0.5), (8, 0.9)):
         assert guard.watch_evaluation(step, evaluation(1.0, gold), is_last=False) == []
-        guard.compare_with(step, evaluation(1.0, gold))
+        guard.best_step = step
     assert guard.watch_evaluation(12, evaluation(2.0, 0.75), is_last=False) == []
     resumed = Guard("stop", has_judge=True, kl_budget=10.0)
     resumed.restore(json.loads(json.dumps(guard.state())))
@@ -234,7 +233,7 @@ def test_without_grades_no_step_is_the_best(tmp_path: Path, capsys: pytest.Captu
         "No step can be the best, so a stage that the guard stops exports its last step: set" in capsys.readouterr().out
     )
     assert guard.summary()["selects_by"] is None
-    open_guard(tiny_config(), tmp_path, has_judge=False).compare_with(0, evaluation(1.0, None))
+    open_guard(tiny_config(), tmp_path, has_judge=False)
     assert "the best step is the one with the highest held-out reward and a KL of at most" in capsys.readouterr().out
 
 

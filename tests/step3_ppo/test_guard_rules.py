@@ -1,13 +1,14 @@
 """The rules of the training guard against numbers computed by hand."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 
+from pipeline.evaluation.evaluator import Evaluation
 from step3_ppo.guard_rules import (
     Finding,
-    Grades,
     against_judge,
     check_evaluation,
     check_rollouts,
@@ -15,6 +16,7 @@ from step3_ppo.guard_rules import (
     fall_at_the_end,
 )
 
+Grades = partial(Evaluation, [])  # without answers: scores and gold scores
 HEALTHY = {
     "answers": 64.0, "kl": 1.0, "approx_kl": 0.01, "clip_fraction": 0.1, "entropy": 0.8, "response_length": 10.0,
     "length_correlation": 0.2, "eos_rate": 0.9, "explained_variance": 0.3,
@@ -94,7 +96,7 @@ def test_a_reward_against_the_judge() -> None:
     """With 103 answers, the limit is -tanh(3.090 * sqrt(1.06 / 100)) = -tanh(0.3181) = -0.3078."""
     gold = [float(i) for i in range(103)]
 
-    def correlated(swapped: int) -> Grades:
+    def correlated(swapped: int) -> Evaluation:
         """Reverse the first s = `swapped` ranks: 1 - 6 sum d^2 / (n (n^2 - 1)), sum d^2 = (s^3 - s) / 3."""
         return Grades([*gold[:swapped][::-1], *gold[swapped:]], gold)
 
@@ -117,8 +119,8 @@ def test_a_gold_score_that_rose_clears_the_reward() -> None:
     risen = Grades(None, [value - (1.0 if value % 2 else 0.5) for value in gold])
     unclear = Grades(None, gold[::-1])  # mean change 0
     assert against_judge(against, 0.0, risen) is None and against_judge(against, 0.0, unclear) is not None
-    assert check_evaluation({0.0: against}, {0: {0.0: risen}}) == []
-    assert signs(check_evaluation({0.0: against}, {0: {0.0: unclear}})) == ["judge"]
+    assert check_evaluation({0: {0.0: risen}, 4: {0.0: against}}, best=0) == []
+    assert signs(check_evaluation({0: {0.0: unclear}, 4: {0.0: against}}, best=0)) == ["judge"]
 
 
 def test_a_fall_of_the_gold_score() -> None:
@@ -144,7 +146,7 @@ def test_a_fall_from_a_later_step_counts_if_it_loses_more_than_half_of_the_gain(
 ) -> None:
     """Of 64 prompts, 48 gained 1 until step 4. Half of this gain are 24 prompts."""
 
-    def graded(right: int) -> Grades:
+    def graded(right: int) -> Evaluation:
         values = [1.0] * right + [0.0] * (64 - right)
         return Grades([0.0] * 64, values) if judged else Grades(values, None)
 
@@ -163,15 +165,15 @@ def test_a_second_fall_in_a_row_counts_if_both_lose_more_than_a_third_of_the_gai
 ) -> None:
     """Of 64 prompts, 48 gained 1 until step 4. A third of this gain are 16 prompts."""
 
-    def graded(right: int) -> dict[float, Grades]:
+    def graded(right: int) -> dict[float, Evaluation]:
         values = graded_values(right)
         return {0.0: Grades([0.0] * 64, values) if judged else Grades(values, None)}
 
-    previous = None if earlier is None else graded(64 - earlier)
-    actual = check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, previous)
-    assert bool(actual) is is_found
-    if previous is not None:  # the best step is compared at each temperature with its own previous grades
-        assert check_evaluation(graded(64 - lost), {0: graded(16), 4: graded(64)}, {1.0: previous[0.0]}) == []
+    previous = {} if earlier is None else {8: graded(64 - earlier)}
+    before, now = {0: graded(16), 4: graded(64)}, {12: graded(64 - lost)}
+    assert bool(check_evaluation({**before, **previous, **now}, best=4)) is is_found
+    if earlier is not None:  # the best step is compared at each temperature with its own previous grades
+        assert check_evaluation({**before, 8: {1.0: previous[8][0.0]}, **now}, best=4) == []
 
 
 @pytest.mark.parametrize(("lost", "is_found"), [(3, False), (4, True)])
@@ -208,8 +210,10 @@ def test_without_a_judge_the_reward_falls() -> None:
 
 def test_an_evaluation_is_compared_at_each_temperature_with_each_step() -> None:
     high, low = Grades([0.0] * 64, [1.0] * 64), Grades([1.0] * 64, [0.0] * 32 + [1.0] * 32)
-    assert check_evaluation({1.0: high, 0.0: high}, {0: {1.0: high, 0.0: low}}) == []
-    actual = check_evaluation({1.0: high, 0.0: low}, {0: {1.0: high, 0.0: high}, 4: {0.0: high}})
+    rises = {0: {1.0: high, 0.0: low}, 4: {1.0: high, 0.0: high}}
+    assert check_evaluation(rises, best=0) == []
+    falls = {0: {1.0: high, 0.0: high}, 4: {0.0: high}, 8: {1.0: high, 0.0: low}}
+    actual = check_evaluation(falls, best=4)
     assert signs(actual) == ["gaming"]
     assert "at temperature 0 is below that of the SFT model by 0.50" in actual[0].sentence
-    assert check_evaluation({1.0: low}, {}) == []
+    assert check_evaluation({0: {1.0: low}}, best=None) == []
