@@ -117,7 +117,7 @@ def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> Non
         guard.act(stage, 0, findings)
         stage.save(0)  # the SFT model is the best so far
     elif guard.stopped_step is not None:
-        stage.stop_after(guard.stopped_step)
+        stage.last_step = guard.stopped_step
     stage.find_micro_batch_size(ppo.dry_run)  # after the evaluation: the generator has its memory
 
 

@@ -24,7 +24,7 @@ from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import GuardAction, PpoSection
 from pipeline.evaluation.evaluator import Evaluation, Evaluations
-from pipeline.stages.restart import Rollback, read_rollbacks
+from pipeline.stages.restart import Rollback, read_rollbacks, roll_back
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.guard_rules import (
     WINDOW,
@@ -166,16 +166,16 @@ class Guard:
         """Stop the stage after this step, or raise RestartStage to roll back, if the findings require it."""
         if not findings or self.action not in ("stop", "rollback"):
             return
-        can_return = stage.best_step is not None and stage.best_step < step and len(self.rollbacks) < MOST_ROLLBACKS
-        if self.action == "rollback" and can_return and all(finding.lr_helps for finding in findings):
-            raise stage.roll_back(step, "; ".join(finding.sentence for finding in findings))
-        self.stopped_step = step
-        stage.stop_after(step)
+        best, may_return = stage.best_step, self.action == "rollback" and len(self.rollbacks) < MOST_ROLLBACKS
+        if may_return and best is not None and best < step and all(finding.lr_helps for finding in findings):
+            reason = "; ".join(finding.sentence for finding in findings)
+            raise roll_back(stage.folder, stage.checkpoints, Rollback(step, best, reason))
+        self.stopped_step = stage.last_step = step
         if distributed.is_rank_zero():
             otherwise = "training continues" if step < stage.steps else "the last step is exported"
             print(
                 f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports "
-                f"{exported_model(stage.best_step, step, evaluates=stage.evaluates_between)}. Change the key that the "
+                f"{exported_model(best, step, evaluates=stage.evaluates_between)}. Change the key that the "
                 f"sign names, and run again; with ppo.guard=warn {otherwise}",
                 flush=True,
             )

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from engine import Checkpointer, Engine, checkpoint, distributed, oom
+from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RestartStage, UserError
 from pipeline.files import explained_disk, read_record, write_json
@@ -87,7 +88,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk."""
-        with self._explained():
+        with self._explained(), progress.own().allow(progress.UNMEASURED):
             self._checkpointer.wait()
 
     def remove_after(self, step: int) -> None:
@@ -182,6 +183,7 @@ def roll_back(folder: Path, checkpoints: Checkpoints, rollback: Rollback) -> Res
     Every rank calls. A stage that is killed before the record is written resumes with the learning rates before, comes
     to the same step, and rolls back again.
     """
+    checkpoints.wait()
     if distributed.is_rank_zero():
         checkpoints.remove_after(rollback.to)
         with explained_disk(folder):

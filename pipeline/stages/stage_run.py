@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from engine.memory import bytes_per_trained_parameter
 from pipeline import progress
 from pipeline.config.schema import ProfileSection
 from pipeline.config.stage_sections import StageSection
-from pipeline.errors import RestartStage, SharedError, Stopped, UserError, delay_stop
+from pipeline.errors import SharedError, Stopped, UserError, delay_stop
 from pipeline.files import explained_disk, sync, write_json
-from pipeline.stages.restart import Checkpoints, Rollback, read_limits, restart, roll_back, write_limits
+from pipeline.stages.restart import Checkpoints, read_limits, restart, write_limits
 from pipeline.tracking import metrics
-from pipeline.tracking.metrics import Clock, Profile, measured_memory, peak_memory
+from pipeline.tracking.metrics import Clock, measured_memory, peak_memory
 from pipeline.tracking.watchers import Watcher
 
 METRICS = "metrics.jsonl"
@@ -60,7 +61,7 @@ class StageRun:
         take: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.folder, self.steps = folder, steps
-        self.last_step = steps  # lower after `stop_after`
+        self.last_step = steps  # lower if the stage is to end with an earlier step
         self.clock = Clock()
         self.predicted: Mapping[str, Mapping[str, int]] = {}
         self.best: dict[str, float] = {}
@@ -70,7 +71,7 @@ class StageRun:
         self._extra, self._take = extra, take
         self._engines = engines
         self._trained = {name: engine for name, engine in engines.items() if engine.optimizer_config is not None}
-        self._checkpoints = Checkpoints(folder, self._trained, newest=section.keep_checkpoints)
+        self.checkpoints = Checkpoints(folder, self._trained, newest=section.keep_checkpoints)
         self._save_every = section.save_every or (steps if self._is_large() else max(1, math.ceil(steps / 10)))
         self._seconds_before = 0.0
         self._began = time.monotonic()
@@ -81,7 +82,7 @@ class StageRun:
         self._exported_step: int | None = None  # set by `take_best`; None for the last step
         self._begun = 0  # the number of finished steps when this process started
         self._sent = distributed.bytes_sent()
-        self._profile = _profile_of(folder, profile)
+        self._profile = profile or ProfileSection()
 
     @property
     def seconds(self) -> float:
@@ -92,7 +93,7 @@ class StageRun:
 
         Raises UserError if there are checkpoints and all of them are damaged.
         """
-        loaded = self._checkpoints.load_newest()
+        loaded = self.checkpoints.load_newest()
         step = 0
         if loaded is not None:
             shared, mine = loaded
@@ -100,7 +101,7 @@ class StageRun:
             self._seconds_before = shared["seconds"]
             self.clock.seconds, self.clock.tokens = shared["phases"], shared["tokens"]
             self.best, self.last = shared["best"], shared["last"]
-            self.best_step = shared.get("best_step")
+            self.best_step = shared["best_step"]
             if mine is not None:
                 checkpoint.restore_random_state(mine["random"])
             self._take(shared["extra"])
@@ -110,7 +111,7 @@ class StageRun:
             if step:
                 print(f"{self.folder.name}: resumes after step {step} of {self.steps}", flush=True)
             metrics.cut(self.folder / METRICS, step)
-            self._checkpoints.remove_incomplete()
+            self.checkpoints.remove_incomplete()
         distributed.barrier()
         self._began = self._saved_at = time.monotonic()
         return step
@@ -136,26 +137,15 @@ class StageRun:
 
         After a stop signal, `save` raises Stopped at the end of the step.
         """
-        if self._profile is not None:
-            self._profile.expect(self._begun + 1, self.steps)
         took: float | None = None
+        steps = takewhile(lambda step: step <= self.last_step, range(self._begun + 1, self.steps + 1))
         with delay_stop(distributed.request_stop):
-            for step in range(self._begun + 1, self.steps + 1):
-                if step > self.last_step:
-                    break
+            for step in metrics.profiled(steps, self.folder, self._profile):
                 progress.own().begin_step(step, took)
                 began = time.monotonic()
-                if self._profile is not None:
-                    self._profile.begin(step)
                 yield step
-                if self._profile is not None:
-                    self._profile.end(step, final=step == self.last_step)
                 took = time.monotonic() - began
         progress.own().begin_step(0, took)
-
-    def stop_after(self, step: int) -> None:
-        """End the stage with this step, which is the current one, instead of its last step."""
-        self.last_step = step
 
     def log(self, step: int, values: Mapping[str, float], note: str = "") -> None:
         """Write the metrics of a step. Every rank passes the same metrics; rank 0 writes.
@@ -207,7 +197,7 @@ class StageRun:
         if step != self._saved and (stops or regular or step in (self.last_step, self.best_step)):
             self._write(step)
         if stops:
-            self.settle()
+            self.checkpoints.wait()
             if distributed.is_rank_zero():
                 after_bar = "\n" if sys.stderr.isatty() else ""
                 print(f"{after_bar}{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
@@ -230,7 +220,7 @@ class StageRun:
             if distributed.is_rank_zero():
                 with explained_disk(self.folder):  # a resumed run needs the log up to its checkpoint
                     sync(self.folder.glob("*.jsonl"))
-            self._checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self.best_step)
+            self.checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self.best_step)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
@@ -249,17 +239,12 @@ class StageRun:
             size += trained * bytes_per_trained_parameter(config, optimizer, has_average=engine.average.runs)
         return distributed.max_over_ranks(float(size)) > LARGE
 
-    def settle(self) -> None:
-        """Wait until the last checkpoint is on disk."""
-        with progress.own().allow(progress.UNMEASURED):
-            self._checkpoints.wait()
-
     def __enter__(self) -> "StageRun":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
         if kind is None or issubclass(kind, SharedError | Stopped):
-            self.settle()
+            self.checkpoints.wait()
         elif isinstance(problem, oom.PassOutOfMemory):
             raise restart(self.folder, problem, tokens=self.budget, longest=self._longest) from problem
 
@@ -276,14 +261,14 @@ class StageRun:
         if self.best_step in (None, self.last_step):
             self._exported_step = self.best_step
             return
-        self.settle()
-        path = self._checkpoints.path(self.best_step)
+        self.checkpoints.wait()
+        path = self.checkpoints.path(self.best_step)
         exported = f"step {self.best_step} of {self.steps}, the best by {self._decides}"
         if not distributed.broadcast_object(path.is_dir()):
             exported = f"the last step, because the checkpoint of {exported}, is gone"
         else:
             try:
-                self._checkpoints.load(path)
+                self.checkpoints.load(path)
             except checkpoint.Damaged as problem:
                 raise UserError(
                     f"{path}, the checkpoint of {exported}, is damaged ({problem.reason}). Restore a copy of it; or "
@@ -292,16 +277,6 @@ class StageRun:
             self._exported_step = self.best_step
         if distributed.is_rank_zero():
             print(f"{self.folder.name}: exports {exported}", flush=True)
-
-    def roll_back(self, step: int, reason: str) -> RestartStage:
-        """Return the exception that makes the launcher start again from the best step, with smaller learning rates.
-
-        Every rank calls, and raises the exception. A stage that is killed in this method resumes with the learning
-        rates before, and rolls back again.
-        """
-        assert self.best_step is not None and self.best_step < step, "no earlier step to return to"
-        self.settle()
-        return roll_back(self.folder, self._checkpoints, Rollback(step, self.best_step, reason))
 
     def require_finite(self, step: int, loss: float, batch: Any) -> None:
         """Raise SharedError if the loss is not finite. This rank's batch (lists, tensors) is saved as JSON."""
@@ -365,11 +340,3 @@ def _no_step_taken(engine: Engine) -> str:
         "steps, start lower with engine.loss_scale_power= (in a DeepSpeed file fp16.initial_scale_power), or use "
         "engine.dtype=bf16, which needs no loss scale"
     )
-
-
-def _profile_of(folder: Path, section: ProfileSection | None) -> Profile | None:
-    """Return the recorder of this rank's steps; None unless `profile.steps` is set."""
-    if section is None or section.steps is None or (section.ranks == "first" and not distributed.is_rank_zero()):
-        return None
-    first, last = section.steps
-    return Profile(folder, first, last)

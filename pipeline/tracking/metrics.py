@@ -17,6 +17,7 @@ from torch.autograd.profiler import record_function
 
 from engine import Engine, distributed
 from pipeline import progress
+from pipeline.config.schema import ProfileSection
 from pipeline.files import explained_disk, write_atomically
 
 WORK = ("flip", "generate", "score", "train")  # the phases that count for tokens per second
@@ -157,53 +158,59 @@ def peak_memory() -> dict[str, int]:
     return {"rank": distributed.world().rank, "device_bytes": device_bytes, "host_bytes": host_bytes}
 
 
-class Profile:
-    """Records this rank with torch.profiler, from the beginning of step `first` to the end of step `last`.
+def profiled(steps: Iterator[int], folder: Path, section: ProfileSection) -> Iterator[int]:
+    """Yield the steps of a stage. Record those of `profile.steps` with torch.profiler, on the first rank or on all.
 
     folder/profile/steps-5-8-rank-0.json.gz: the trace, for ui.perfetto.dev or chrome://tracing
     folder/profile/steps-5-8-rank-0.txt: the slowest operators, and kernels on a GPU
 
-    Phases of the stage (train, generate, ...) are spans of the trace. The own time of a span is the time outside of
-    PyTorch's operators: Python, waiting, and kernels that are called without PyTorch. Recording slows a step down.
+    A stage that resumes between the two steps, or ends there, records fewer of them. Phases of the stage (train,
+    generate, ...) are spans of the trace. The own time of a span is the time outside of PyTorch's operators: Python,
+    waiting, and kernels that are called without PyTorch. Recording slows a step down.
     """
+    if section.steps is None or (section.ranks == "first" and not distributed.is_rank_zero()):
+        yield from steps
+        return
+    first, last = section.steps
+    recorder: Any = None
+    recorded: list[int] = []
+    for step in steps:
+        if first <= step <= last:
+            recorder = recorder or _start_recorder()
+            recorded.append(step)
+        yield step
+        if step == last:
+            break
+    if recorder is not None:
+        _write_profile(recorder, folder / "profile", f"{recorded[0]}-{recorded[-1]}")
+    elif distributed.is_rank_zero():
+        print(f"{folder.name}: none of the steps {first} to {last} (profile.steps) is left to record", flush=True)
+    yield from steps
 
-    def __init__(self, folder: Path, first: int, last: int) -> None:
-        self._folder, self._first, self._last = folder / "profile", first, last
-        self._began = 0
-        self._recorder: Any = None
 
-    def expect(self, first: int, last: int) -> None:
-        """Print a message on rank 0 if none of the steps [first, last] that the stage will run is to be recorded."""
-        if (first > self._last or last < self._first) and distributed.is_rank_zero():
-            steps = f"{self._first} to {self._last} (profile.steps)"
-            print(f"{self._folder.parent.name}: none of the steps {steps} is left to record", flush=True)
+def _start_recorder() -> Any:
+    from torch.profiler import ProfilerActivity, profile
 
-    def begin(self, step: int) -> None:
-        """Start the recorder if `step` is to be recorded. A stage that resumes between the two steps starts there."""
-        if self._recorder is None and self._first <= step <= self._last:
-            from torch.profiler import ProfilerActivity, profile
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences its library, which reads this at first use
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    recorder = profile(activities=kinds)
+    recorder.start()
+    return recorder
 
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences its library, which reads this at first use
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            self._began, self._recorder = step, profile(activities=kinds)
-            self._recorder.start()
 
-    def end(self, step: int, *, final: bool) -> None:
-        """Stop the recorder and write the files after the last step to record, or after the stage's `final` step."""
-        if self._recorder is None or (step < self._last and not final):
-            return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        recorder, self._recorder = self._recorder, None
-        recorder.stop()
-        name = f"steps-{self._began}-{step}-rank-{distributed.world().rank}"
-        with explained_disk(self._folder):
-            self._folder.mkdir(exist_ok=True)
-            recorder.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
-            (self._folder / f"{name}.txt").write_text(_tables(recorder.key_averages()), encoding="utf-8")
-        if distributed.is_rank_zero():
-            recorded = f"steps {self._began} to {step} recorded, {self._folder / name}.txt"
-            print(f"{self._folder.parent.name}: {recorded}", flush=True)
+def _write_profile(recorder: Any, folder: Path, steps: str) -> None:
+    """Stop torch.profiler and write the files of some steps."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    recorder.stop()
+    name = f"steps-{steps}-rank-{distributed.world().rank}"
+    with explained_disk(folder):
+        folder.mkdir(exist_ok=True)
+        recorder.export_chrome_trace(str(folder / f"{name}.json.gz"))
+        (folder / f"{name}.txt").write_text(_tables(recorder.key_averages()), encoding="utf-8")
+    if distributed.is_rank_zero():
+        recorded = steps.replace("-", " to ")
+        print(f"{folder.parent.name}: steps {recorded} recorded, {folder / name}.txt", flush=True)
 
 
 def _tables(averages: Any) -> str:

@@ -172,7 +172,7 @@ def trained(stage: StageRun, engine: Any) -> None:
     for step in (1, 2, 3):
         stage.note_best(step, "gold_score", [0, 0.5, 0.9, 0.4][step], higher=True)
         work(stage, engine, step, step)
-    stage.settle()
+    stage.checkpoints.wait()
 
 
 @pytest.mark.parametrize(

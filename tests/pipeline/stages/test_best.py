@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from engine import Engine
 from pipeline.errors import RestartStage, UserError
-from pipeline.stages.restart import Rollback, read_limits, read_rollbacks, within_limits
+from pipeline.stages.restart import Rollback, read_limits, read_rollbacks, roll_back, within_limits
 from pipeline.stages.stage_run import StageRun
 from tests.pipeline.stages.test_stage_run import lines, names, stage_of, work
 from tests.tiny import finish, metrics, start_worker, tiny_config, write_stage_configs
@@ -36,7 +36,7 @@ def train(stage: StageRun, engine: Engine, last: int) -> dict[int, torch.Tensor]
         stage.save(step)
         if step == last:
             break
-    stage.settle()
+    stage.checkpoints.wait()
     return results
 
 
@@ -152,14 +152,14 @@ def test_a_stage_that_stops_early_exports_its_best_step(tmp_path: Path) -> None:
         if step in LOSSES:
             stage.note_best(step, "eval_loss", LOSSES[step], higher=False)
         if step == 7:
-            stage.stop_after(step)
+            stage.last_step = step
         stage.save(step)
     assert [*weights] == [1, 2, 3, 4, 5, 6, 7]
-    stage.settle()
+    stage.checkpoints.wait()
     assert names(stage.folder) == ["step-4", "step-7"]
     again, other = begin(tmp_path / "sft", export="last", guard="stop", seed=7)
     assert again.restore() == 7
-    again.stop_after(7)
+    again.last_step = 7
     assert list(again.steps_left()) == []
     again.take_best()
     assert torch.equal(other.module.weight, weights[4])
@@ -174,7 +174,7 @@ def test_a_rollback_restores_the_best_step_with_a_smaller_learning_rate(tmp_path
     stage.restore()
     weights = train(stage, engine, 7)
     assert names(stage.folder) == ["step-3", "step-4", "step-6"]
-    message = stage.roll_back(7, "the KL rose")
+    message = roll_back(stage.folder, stage.checkpoints, Rollback(7, 4, "the KL rose"))
     assert isinstance(message, RestartStage) and "rolls back from step 7 to step 4 with 0.3 times" in str(message)
     assert names(stage.folder) == ["step-3", "step-4"]
     assert read_rollbacks(stage.folder) == [Rollback(7, 4, "the KL rose")]
@@ -185,7 +185,7 @@ def test_a_rollback_restores_the_best_step_with_a_smaller_learning_rate(tmp_path
     assert (limited.lr, limited.critic_lr) == pytest.approx((3e-4, 3e-3))
     assert within_limits(config, "ppo", tmp_path).ppo.lr == 1e-3
     train(again, other, 6)
-    again.roll_back(6, "again")
+    roll_back(again.folder, again.checkpoints, Rollback(6, 4, "again"))
     assert within_limits(config, "ppo", stage.folder).ppo.lr == pytest.approx(9e-5)
 
 

@@ -102,7 +102,7 @@ def test_checkpoints_are_saved_periodically_by_the_clock_and_at_the_end(
         stage._saved_at -= stage_run.SECONDS_BETWEEN_SAVES if step == late else 0.0
         stage.save(step)
         stage.save(step)  # a second save of the same step has no effect
-    stage.settle()
+    stage.checkpoints.wait()
     assert names(tmp_path) == [f"step-{n}" for n in saved]
 
 
@@ -116,9 +116,9 @@ def test_a_checkpoint_that_a_slow_disk_writes_is_no_hang(tmp_path: Path, monkeyp
         stage.save(1)
         progress.own().begin_step(2, 1.0)
         for name in ("save", "wait"):
-            monkeypatch.setattr(stage._checkpoints, name, lambda *_, **__: limits.append(row.read().limit))
+            monkeypatch.setattr(stage.checkpoints._checkpointer, name, lambda *_, **__: limits.append(row.read().limit))
         stage.save(2)
-        stage.settle()
+        stage.checkpoints.wait()
         assert row.read().limit == progress.SHORTEST
     assert limits[:2] == [progress.UNMEASURED] * 2
 
@@ -137,10 +137,10 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     through, engine = stage_of(tmp_path / "a", save_every=2)
     work(through, engine, 1, 6)
-    through.settle()
+    through.checkpoints.wait()
     killed, engine = stage_of(tmp_path / "b", save_every=2)
     work(killed, engine, 1, 5)  # killed here: two checkpoints, five lines
-    killed.settle()
+    killed.checkpoints.wait()
     (tmp_path / "b" / "checkpoints" / "step-6.tmp").mkdir()
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
@@ -149,7 +149,7 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "b")] == [1, 2, 3, 4]
     assert names(tmp_path / "b") == ["step-2", "step-4"]
     work(fresh, engine, 5, 6)
-    fresh.settle()
+    fresh.checkpoints.wait()
     ours, theirs = lines(tmp_path / "b"), lines(tmp_path / "a")
     assert [(x["step"], x["loss"], x["tokens"]) for x in ours] == [(x["step"], x["loss"], x["tokens"]) for x in theirs]
     assert [x["seconds"] for x in ours] == sorted(x["seconds"] for x in ours)
@@ -161,10 +161,10 @@ def test_a_damaged_checkpoint_is_reported_and_the_older_one_used(
     through, engine = stage_of(tmp_path / "a", save_every=2)
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     work(through, engine, 1, 6)
-    through.settle()
+    through.checkpoints.wait()
     killed, engine = stage_of(tmp_path / "b", save_every=2, keep_checkpoints=3)
     work(killed, engine, 1, 6)
-    killed.settle()
+    killed.checkpoints.wait()
     places = {n: tmp_path / "b" / "checkpoints" / f"step-{n}" for n in (2, 4, 6)}
     (places[6] / "tensors-0.safetensors").unlink()
     (places[4] / "state.json").write_text("{}")
@@ -174,17 +174,17 @@ def test_a_damaged_checkpoint_is_reported_and_the_older_one_used(
     assert f"{places[6]} is damaged (tensors-0.safetensors is missing)" in output and "step-4.damaged" in output
     assert "resumes after step 2 of 6" in output
     work(fresh, engine, 3, 4)
-    fresh.settle()
+    fresh.checkpoints.wait()
     assert sorted(p.name for p in places[4].parent.iterdir()) == ["step-4", "step-4.damaged", "step-6.damaged"]
     work(fresh, engine, 5, 6)
-    fresh.settle()
+    fresh.checkpoints.wait()
     assert [x["loss"] for x in lines(tmp_path / "b")] == [x["loss"] for x in lines(tmp_path / "a")]
 
 
 def test_a_stage_with_only_damaged_checkpoints_does_not_restart(tmp_path: Path) -> None:
     stage, engine = stage_of(tmp_path, save_every=2)
     work(stage, engine, 1, 4)
-    stage.settle()
+    stage.checkpoints.wait()
     for place in (tmp_path / "checkpoints").iterdir():
         (place / "tensors-0.safetensors").unlink()
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_all_state_besides_weights_is_restored(tmp_path: Path) -> None:
     stage, engine = stage_of(tmp_path, save_every=2, extra=lambda: {"kl_coef": 0.07})
     stage.note_best(1, "eval_loss", 2.0, higher=False)
     work(stage, engine, 1, 2)
-    stage.settle()
+    stage.checkpoints.wait()
     fresh, _ = stage_of(tmp_path, save_every=2, take=taken.append)
     fresh.restore()
     assert taken == [{"kl_coef": 0.07}]
@@ -333,7 +333,7 @@ def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
 
     stage, engine = stage_of(tmp_path, save_every=1)
     work(stage, engine, 1, 1)
-    stage.settle()
+    stage.checkpoints.wait()
     monkeypatch.setattr(Writer, "write_data", full)
     stage.save(2)
     with pytest.raises(UserError, match="the disk is full") as error:
@@ -420,5 +420,5 @@ def test_a_checkpoint_waits_until_the_disk_has_the_log(tmp_path: Path, monkeypat
     for step in stage.steps_left():
         stage.log(step, {"loss": 1.0})
         stage.save(step)
-    stage.settle()
+    stage.checkpoints.wait()
     assert synced == [{"metrics.jsonl": 1}, {"metrics.jsonl": 2}]

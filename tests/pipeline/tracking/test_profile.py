@@ -31,7 +31,7 @@ def run(folder: Path, steps: list[int], *, ranks: str = "first") -> Any:
     stage.restore()
     for step in stage.steps_left():
         work(stage, engine, step, step)
-    stage.settle()
+    stage.checkpoints.wait()
     return stage
 
 
@@ -54,7 +54,7 @@ def test_shorter_and_resumed_stages_record_their_steps(tmp_path: Path, capsys: p
     assert stage.restore() == 6
     for step in stage.steps_left():
         work(stage, engine, step, step)
-    stage.settle()
+    stage.checkpoints.wait()
     assert (tmp_path / "a" / "profile" / "steps-7-7-rank-0.txt").exists()
     capsys.readouterr()
     run(tmp_path / "b", [7, 9])
