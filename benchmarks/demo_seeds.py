@@ -11,16 +11,15 @@ Brackets contain 95 % intervals of the change from SFT (or from the best of four
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from benchmarks.measure import BenchFailed, run_command
 from benchmarks.record import ROOT, Result
 from pipeline.evaluation.intervals import SeedEffect, mean_over_seeds
 from pipeline.evaluation.samples import BEST_OF
+from pipeline.report.changes import Change, change, change_over
 from pipeline.report.data import RunReading, read_run
-from pipeline.report.seed_verdict import effect
-from pipeline.report.verdict import Change, change, guard_signs
+from pipeline.report.verdict import guard_signs
 
 CASES = tuple(f"seed-{seed}" for seed in range(1, 11))
 FOLDER = ROOT / "runs" / "demo-seeds"
@@ -116,13 +115,13 @@ def pooled_result(method: str, runs: Sequence[RunReading], demos: Sequence[RunRe
     policy = runs[0].policy
     detail: dict[str, float | str] = {"seeds": len(runs)}
     for name, temperature in zip(("sampled", "greedy"), TEMPERATURES, strict=True):
-        found = effect(runs, "gold", "sft", policy, temperature)
+        found = change_over(runs, "gold", "sft", policy, temperature)
         if found is None:
             raise BenchFailed(f"{method}: the runs have no gold scores at temperature {temperature:g}")
-        overall, changes = found.over_seeds, [one.mean for one in found.changes]
-        detail[f"SFT_{name}"] = fmean(one.old_mean for one in found.changes)
-        detail[name] = fmean(one.new_mean for one in found.changes)
-        detail[f"change_{name}"] = describe(overall)
+        changes = [one.mean for one in found.by_seed]
+        detail[f"SFT_{name}"] = found.old_mean
+        detail[name] = found.new_mean
+        detail[f"change_{name}"] = describe(found)
         detail[f"seeds_{name}"] = f"{min(changes):+.2f} to {max(changes):+.2f}"
         ahead = [above_best(run, demo, temperature) for run, demo in zip(runs, demos, strict=True)]
         detail[f"from_best_{name}"] = describe(mean_over_seeds(ahead))

@@ -26,8 +26,9 @@ from benchmarks.measure import BenchFailed, run_command
 from benchmarks.record import ROOT, Result
 from pipeline.demo import rows_of
 from pipeline.evaluation.intervals import paired_difference
+from pipeline.report.changes import change
 from pipeline.report.data import RunReading, StageReading, read_run
-from pipeline.report.verdict import change, guard_signs, judge
+from pipeline.report.verdict import guard_signs, judge
 
 FOLDER = ROOT / "runs" / "guard-cases"
 FLIPPED = FOLDER / "flipped-reward"

@@ -8,11 +8,12 @@ from pipeline.config.stages import POLICIES
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_signed
+from pipeline.report.changes import Change, Measure, change_over, shared_temperatures, standings
 from pipeline.report.charts import histogram_chart, interval_chart, meter
 from pipeline.report.data import SHOWN_MODELS, RunReading
 from pipeline.report.html import Child, Markup, element, grid, section, table
 from pipeline.report.svg import Series
-from pipeline.report.verdict import Change, Measure, Verdict, change, judge, standings
+from pipeline.report.verdict import Verdict, judge
 from pipeline.report.win_rate import WinRate, win_rate
 
 LONGEST_TEXT = 4000
@@ -63,24 +64,40 @@ def page_header(kind: str, verdict: Verdict, facts: Child, charts: Sequence[Mark
 
 def changes_section(run: RunReading) -> Markup | None:
     """Build the table of paired changes between models. Return None without scores."""
-    wins = wins_table("Models", _wins(run))
-    rows = [
-        (f"{run.labels[before]} to {run.labels[after]}", title, f"{temperature:g}", *_change_cells(found, measure))
-        for measure, title in MEASURES.items()
-        for before, after in (("base", "sft"), *(("sft", policy) for policy in POLICIES), (BEST_OF, "ppo"))
-        for temperature in run.temperatures
-        if (found := change(run.samples(temperature), measure, before, after))
-    ]
-    if not rows:
+    changes, wins = changes_table([run]), wins_table("Models", _wins(run))
+    if changes is None:
         return section("changes", "What each stage changed", WINS_LEAD, wins) if wins else None
-    head = ("Change", "Measure", "Temperature", "Mean difference", "95% interval", "Prompts better", "same", "worse")
     lead = (
         f"The same {_prompts(run)} held-out prompts, answered by each model with the same sampling noise. "
         "Differences are paired by prompt, so they can be clear although the intervals of the models overlap."
     )
-    changes = table(head, rows, numbers=range(2, 8))
     more = [element("p", WINS_LEAD, class_="lead"), wins] if wins else None
     return section("changes", "What each stage changed", lead, changes, grid(_histograms(run)), more)
+
+
+def changes_table(runs: Sequence[RunReading]) -> Markup | None:
+    """Build the table of paired changes between models, of one run or over several seeds. Return None without rows."""
+    labels, is_one = runs[0].labels, len(runs) == 1
+    rows = [
+        (f"{labels[before]} to {labels[after]}", title, f"{temperature:g}", *_change_cells(found, measure))
+        for measure, title in MEASURES.items()
+        for before, after in (("base", "sft"), *(("sft", policy) for policy in POLICIES), (BEST_OF, runs[0].policy))
+        for temperature in shared_temperatures(runs)
+        if (found := change_over(runs, measure, before, after, temperature))
+    ]
+    spread = ("Prompts better", "same", "worse") if is_one else ("SD, seeds", "SD, prompts", "Seeds that rose")
+    head = ("Change", "Measure", "Temperature", "Mean difference", "95% interval", *spread)
+    return table(head, rows, numbers=range(2, 8)) if rows else None
+
+
+def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
+    # A higher reward score alone is no success, so only gold is coloured.
+    outcome = found.outcome if measure == "gold" else "open"
+    interval = "one prompt only" if found.prompts < 2 else format_interval(found.low, found.high)
+    mean = element("strong", format_signed(found.mean), class_=f"outcome-{outcome}")
+    if found.by_seed:
+        return mean, interval, f"{found.seed_deviation:.3f}", f"{found.prompt_deviation:.3f}", found.risen
+    return mean, interval, found.better, found.same, found.worse
 
 
 def _histograms(run: RunReading) -> Iterator[Markup | None]:
@@ -137,14 +154,6 @@ def wins_table(name: str, rows: Iterable[tuple[str, float, WinRate]]) -> Markup 
 
 def _prompts(run: RunReading) -> int:
     return len(run.samples(run.temperatures[0]))
-
-
-def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
-    # A higher reward score alone is no success, so only gold is coloured.
-    outcome = found.outcome if measure == "gold" else "open"
-    interval = "one prompt only" if found.prompts < 2 else format_interval(found.low, found.high)
-    mean = element("strong", format_signed(found.mean), class_=f"outcome-{outcome}")
-    return mean, interval, found.better, found.same, found.worse
 
 
 def answers_section(run: RunReading) -> Markup | None:

@@ -19,13 +19,14 @@ from pipeline.evaluation.intervals import (
 )
 from pipeline.evaluation.samples import Sample
 from pipeline.report.axes import MINUS, format_interval, format_signed
+from pipeline.report.changes import FEWEST_PROMPTS, Outcome, change
 from pipeline.report.charts import scatter_chart
 from pipeline.report.comparison import answer_card
 from pipeline.report.curves import line_chart
 from pipeline.report.data import RunReading
 from pipeline.report.html import Markup, element, grid, section
 from pipeline.report.svg import Series
-from pipeline.report.verdict import FEWEST_PROMPTS, Outcome, Verdict, change, combine
+from pipeline.report.verdict import Verdict, combine
 
 DISAGREEMENTS = 6  # answers on the page
 LOST_GAIN = 0.5  # of the gain from SFT to PPO: a loss from the best to the last step that "no sign" must exclude

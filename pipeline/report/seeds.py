@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.evaluation.samples import BEST_OF
 from pipeline.files import write_atomically
 from pipeline.launch.fingerprint import flatten
 from pipeline.report.axes import format_interval, format_number, format_signed
+from pipeline.report.changes import Measure, change, change_over, shared_temperatures
 from pipeline.report.charts import Interval, interval_chart
-from pipeline.report.comparison import MEASURES, WINS_LEAD, page_header, wins_table
+from pipeline.report.comparison import MEASURES, WINS_LEAD, changes_table, page_header, wins_table
 from pipeline.report.curves import line_chart
 from pipeline.report.data import SHOWN_MODELS, RunReading, read_run
 from pipeline.report.html import Markup, element, grid, page, section, table
-from pipeline.report.seed_verdict import effect, judge_seeds, shared_temperatures
 from pipeline.report.svg import Point, Series
-from pipeline.report.verdict import Measure, Verdict, change, format_temperatures
+from pipeline.report.verdict import Verdict, format_temperatures, judge_seeds
 from pipeline.report.win_rate import WinRate, pool_wins
 
 OWN_KEYS = {"seed", "name", "run_dir"}
@@ -111,15 +110,14 @@ def _difference_charts(runs: Sequence[RunReading], measure: Measure) -> list[Mar
     """Draw the change from start to final model at each temperature: one row per seed, and one over all seeds."""
     charts, labels = [], runs[0].labels
     for temperature in shared_temperatures(runs):
-        found = effect(runs, measure, "sft", runs[0].policy, temperature)
+        found = change_over(runs, measure, "sft", runs[0].policy, temperature)
         if found is None:
             continue
-        over = found.over_seeds
         rows = [
             Interval(f"seed {seed_of(run)}", one.mean, one.low, one.high, "plain")
-            for run, one in zip(runs, found.changes, strict=True)
+            for run, one in zip(runs, found.by_seed, strict=True)
         ]
-        rows.append(Interval("all seeds", over.mean, over.low, over.high, runs[0].policy))
+        rows.append(Interval("all seeds", found.mean, found.low, found.high, runs[0].policy))
         title = f"{MEASURES[measure]}: change at temperature {temperature:g}"
         note = "A seed's interval covers its prompts. The last interval also covers other seeds."
         chart = interval_chart(
@@ -130,37 +128,16 @@ def _difference_charts(runs: Sequence[RunReading], measure: Measure) -> list[Mar
 
 
 def _changes(runs: Sequence[RunReading]) -> Markup | None:
-    policy, labels = runs[0].policy, runs[0].labels
-    rows = []
-    for measure, title in MEASURES.items():
-        for before, after in (("base", "sft"), ("sft", policy), (BEST_OF, policy)):
-            for temperature in shared_temperatures(runs):
-                found = effect(runs, measure, before, after, temperature)
-                if found is None:
-                    continue
-                over, tone = found.over_seeds, found.outcome if measure == "gold" else "open"
-                rows.append(
-                    (
-                        f"{labels[before]} to {labels[after]}",
-                        title,
-                        f"{temperature:g}",
-                        element("strong", format_signed(over.mean), class_=f"outcome-{tone}"),
-                        format_interval(over.low, over.high),
-                        f"{over.seed_deviation:.3f}",
-                        f"{over.prompt_deviation:.3f}",
-                        f"{found.risen} of {len(found.changes)}",
-                    )
-                )
-    if not rows:
+    changes = changes_table(runs)
+    if changes is None:
         return None
     lead = (
         "The spread between seeds is the standard deviation of the seeds' true changes. The spread between prompts is "
         "that of the changes of single prompts within a seed."
     )
-    if runs[0].rewarder in ("reward model", "reward") and any(row[1] == MEASURES["scores"] for row in rows):
+    if runs[0].policy == "ppo" and runs[0].rewarder in ("reward model", "reward"):
         lead += " Reward models that were trained with different seeds have no common scale of scores."
-    head = ("Change", "Measure", "Temperature", "Mean", "95% interval", "SD, seeds", "SD, prompts", "Seeds that rose")
-    return section("changes", "What each stage changed", lead, table(head, rows, numbers=range(2, 8)))
+    return section("changes", "What each stage changed", lead, changes)
 
 
 def _wins(runs: Sequence[RunReading]) -> Markup | None:

@@ -1,9 +1,10 @@
-"""Decide whether RLHF improved the model: the headline of the report, with its evidence and uncertainty.
+"""Decide whether RLHF improved the model, in one run or over several seeds: the headline of the report, with its
+evidence and uncertainty.
 
 If there is a gold score, it decides, because it was never used for training. The score of a reward model alone decides
 nothing, because PPO was trained on it. The score of a reward function shows whether answers improved by its own
-criteria. The verdict is "helped" only if it holds at each temperature of the evaluation. Intervals are over the
-held-out prompts of one run. They do not cover other training seeds, and the text of the report states this.
+criteria. The verdict is "helped" only if it holds at each temperature of the evaluation. Intervals of one run are over
+its held-out prompts. They do not cover other training seeds, and the text of the report states this.
 """
 
 import math
@@ -11,24 +12,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.config.stages import STAGES
-from pipeline.evaluation.intervals import grade_interval, paired_difference
-from pipeline.evaluation.samples import BEST_OF, Sample
+from pipeline.evaluation.samples import BEST_OF
 from pipeline.report.axes import format_interval, format_number, format_signed
-from pipeline.report.charts import Interval
+from pipeline.report.changes import FEWEST_PROMPTS, Change, Measure, Outcome, change_over, shared_temperatures
 from pipeline.report.data import RunReading, StageReading, read_run
-from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, win_rate
-
-Measure = Literal["gold", "scores", "function"]
-Outcome = Literal["good", "bad", "open"]
+from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, pool_wins
 
 ONE_RUN = (
     "The intervals are paired t-intervals over the prompts of this one run. Another training seed would change the "
     "figures too: compare several runs before relying on a small difference."
 )
-FEWEST_PROMPTS = 8
+SEVERAL_RUNS = (
+    "The model is y = mean + seed + prompt + error, where seeds and prompts are random samples. The intervals are 95% "
+    "t-intervals from its mean squares, and cover other seeds and other prompts (Searle, Casella & McCulloch, 1992)."
+)
+BIAS = "which biases the result upwards."
 SELECTED = "The same prompts selected the model, so a gain is not proven."
 TOO_FEW = (
     f"There are too few prompts for a verdict: at least {FEWEST_PROMPTS} are needed. Raise evaluation.prompts, or "
@@ -38,6 +39,9 @@ NO_GOLD = (
     "data has no gold score to judge by: read the answers to see whether they are better, or set evaluation.judge to a "
     "function that grades them."
 )
+TRAINED_FUNCTION = (
+    "PPO was trained on this function with other prompts. Read the answers to judge what the function does not check."
+)
 SCORE = {
     "reward model": "The reward score",
     "reward function": "The reward function's score",
@@ -45,37 +49,6 @@ SCORE = {
     "teacher": "The log-ratio of teacher and student",
 }
 MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not clearly change"}
-
-
-@dataclass(frozen=True)
-class Change:
-    """The change of a measure between two models on the same prompts. `low` to `high` is its 95% interval."""
-
-    after: str
-    old_mean: float
-    new_mean: float
-    mean: float
-    low: float
-    high: float
-    better: int
-    same: int
-    worse: int
-
-    @property
-    def prompts(self) -> int:
-        return self.better + self.same + self.worse
-
-    @property
-    def outcome(self) -> Outcome:
-        """See `outcome_of`."""
-        return outcome_of(self.low, self.high, self.prompts)
-
-
-def outcome_of(low: float, high: float, prompts: int) -> Outcome:
-    """Return "good" or "bad" if the interval of a change excludes zero and there are enough prompts, else "open"."""
-    if prompts < FEWEST_PROMPTS or not (low > 0 or high < 0):
-        return "open"
-    return "good" if low > 0 else "bad"
 
 
 @dataclass(frozen=True)
@@ -91,55 +64,58 @@ class Verdict:
     caveat: str = ""
 
 
-def standings(samples: Sequence[Sample], measure: Measure, labels: Mapping[str, str]) -> list[Interval]:
-    """Return the mean of each model in `labels` over the prompts that have a value, with its interval."""
-    rows = []
-    for model, label in labels.items():
-        values = [value for sample in samples if (value := getattr(sample, measure).get(model)) is not None]
-        if values:
-            rows.append(Interval(label, *grade_interval(values), tone=model))
-    return rows
-
-
-def change(samples: Sequence[Sample], measure: Measure, before: str, after: str) -> Change | None:
-    """Return the paired difference between two models; None if no prompt has a value for both."""
-    pairs = [
-        (values[before], values[after])
-        for sample in samples
-        if before in (values := getattr(sample, measure)) and after in values
-    ]
-    if not pairs:
-        return None
-    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    mean, low, high = paired_difference(old, new)
-    better = sum(b > a for a, b in pairs)
-    worse = sum(b < a for a, b in pairs)
-    means = sum(old) / len(old), sum(new) / len(new)
-    return Change(after, *means, mean, low, high, better, len(pairs) - better - worse, worse)
-
-
 def judge(run: RunReading) -> Verdict:
     """Return the verdict on `run`, which may be unfinished."""
     policy = run.stage(run.policy)
     if not policy.finished:
         return _unfinished(run)
-    verdicts = {at: verdict for at in run.temperatures if (verdict := _judge_at(run, at)) is not None}
-    verdict = combine(verdicts) if verdicts else _without_grades(policy)
+    verdict = _judge([run]) or _without_grades(policy)
     step, guard = policy.number("exported_step"), policy.guard
     if is_selected(run):
         selects_by = guard.get("selects_by", "score")
-        chosen = (
-            f"The model of rollout {step:.0f} was selected by its {selects_by} on these prompts, which biases the "
-            "result upwards."
+        verdict = _not_proven(
+            verdict,
+            SELECTED,
+            f"The model of rollout {step:.0f} was selected by its {selects_by} on these prompts, {BIAS}",
         )
-        verdict = not_proven(replace(verdict, evidence=f"{verdict.evidence} {chosen}"))
     return _guarded(verdict, guard, step, run.labels["sft"])
 
 
-def not_proven(verdict: Verdict) -> Verdict:
-    """Return the verdict on a model that was selected on the prompts of the verdict: it is never good."""
-    headline = f"{verdict.headline} {SELECTED}"
-    return replace(verdict, headline=headline, outcome="open" if verdict.outcome == "good" else verdict.outcome)
+def judge_seeds(runs: Sequence[RunReading], failed: Sequence[str] = ()) -> Verdict:
+    """Return the verdict over all seeds: "helped" only if the interval over seeds excludes 0 at each temperature.
+
+    The verdict is never good if runs failed: the seeds of the other runs are no random sample.
+    """
+    verdict = _judge(runs)
+    if verdict is None:
+        return Verdict("open", f"{len(runs)} runs have finished.", "They have no graded held-out answers in common.")
+    selected = [run.name for run in runs if is_selected(run)]
+    if selected:
+        chosen = f"The models of {len(selected)} of {len(runs)} runs ({', '.join(selected)}) were selected"
+        verdict = _not_proven(verdict, SELECTED, f"{chosen} by their scores on these prompts, {BIAS}")
+    if failed:
+        count = f"{len(failed)} of {len(runs) + len(failed)} runs failed, so a gain over all seeds is not proven."
+        verdict = _not_proven(verdict, count, f"Not included, because they failed: {', '.join(failed)}.")
+    signs = {run.name: text for run in runs if (text := guard_signs(run.stage(run.policy).guard))}
+    if not signs:
+        return verdict
+    found_signs = "; ".join(f"{name} {text}" for name, text in signs.items())
+    return replace(
+        verdict,
+        headline=f"Training went wrong in {len(signs)} of {len(runs)} runs ({', '.join(signs)}).",
+        evidence=f"Signs of the training guard: {found_signs}.\n{verdict.evidence}",
+        outcome=_never_good(verdict.outcome),
+    )
+
+
+def _never_good(outcome: Outcome) -> Outcome:
+    return "open" if outcome == "good" else outcome
+
+
+def _not_proven(verdict: Verdict, headline: str, evidence: str) -> Verdict:
+    """Return a verdict with a reason why a gain is not proven: it is never good."""
+    headline, evidence = f"{verdict.headline} {headline}", f"{verdict.evidence}\n{evidence}"
+    return replace(verdict, headline=headline, evidence=evidence, outcome=_never_good(verdict.outcome))
 
 
 def guard_signs(guard: Mapping[str, Any]) -> str:
@@ -173,8 +149,8 @@ def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | 
         model = f"model of rollout {exported_step:.0f}" if exported_step else f"{start} model"
         headline += f" The guard stopped it and exported the {model}."
     sentences = "; ".join(each["sentence"] for each in findings)
-    outcome: Outcome = "bad" if verdict.outcome == "bad" else "open"
-    return Verdict(outcome, headline, "\n".join([f"Guard: {sentences}.", *evidence]), verdict.caveat)
+    evidence = [f"Guard: {sentences}.", *evidence]
+    return Verdict(_never_good(verdict.outcome), headline, "\n".join(evidence), verdict.caveat)
 
 
 def combine(verdicts: Mapping[float, Verdict]) -> Verdict:
@@ -210,27 +186,29 @@ def format_temperatures(temperatures: Sequence[float]) -> str:
     return f"temperatures {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"temperature {names[0]}"
 
 
-def _judge_at(run: RunReading, temperature: float) -> Verdict | None:
+def _judge(runs: Sequence[RunReading]) -> Verdict | None:
+    """Return the verdict on finished runs over all temperatures; None without grades to decide by."""
+    verdicts = {at: found for at in shared_temperatures(runs) if (found := _judge_at(runs, at)) is not None}
+    return combine(verdicts) if verdicts else None
+
+
+def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
     """Return the verdict at one temperature; None if the answers at this temperature have no grades to decide by."""
-    policy, samples = run.stage(run.policy), run.samples(temperature)
-    start, label = run.labels["sft"], run.labels[policy.name]
-    reward = change(samples, "scores", "sft", policy.name)
-    gold, wins = change(samples, "gold", "sft", policy.name), win_rate(samples, policy.name)
+
+    def changed(measure: Measure, before: str = "sft") -> Change | None:
+        return change_over(runs, measure, before, run.policy, temperature)
+
+    run = runs[0]
+    start, label = run.labels["sft"], "Distillation" if run.rewarder == "teacher" else run.labels[run.policy]
+    gold, scores = changed("gold"), changed("scores")
+    wins = pool_wins([each.samples(temperature) for each in runs], run.policy)
     if gold is not None:
-        verdict = _by_gold(gold, reward, change(samples, "gold", BEST_OF, policy.name), run)
-        return (
-            verdict
-            if wins is None
-            else replace(verdict, evidence=f"{verdict.evidence} {describe_wins(wins, label, start)}")
-        )
+        verdict = _by_gold(run, gold, scores, changed("gold", BEST_OF), label)
+        more = "" if wins is None else f" {describe_wins(wins, label, start)}"
+        return replace(verdict, evidence=verdict.evidence + more)
     if wins is not None:
-        return verdict_by_pairs(wins, label, start)
-    if policy.name == "dpo" or reward is None:
-        return None
-    if run.rewarder == "reward function":
-        before, after = standings(samples, "scores", {"sft": start, "ppo": "PPO"})
-        return _by_function(reward, before, after)
-    return _by_reward(reward, change(samples, "function", "sft", "ppo"), run.rewarder, start)
+        return _by_pairs(wins, label, start)
+    return None if scores is None else _by_scores(run, scores, changed("function"))
 
 
 def conclusion(run_dir: Path) -> str | None:
@@ -245,80 +223,80 @@ def conclusion(run_dir: Path) -> str | None:
     return f"{verdict.headline}\n{verdict.evidence}"
 
 
-def _by_gold(gold: Change, reward: Change | None, best_of: Change | None, run: RunReading) -> Verdict:
-    start, label, rewarder = run.labels["sft"], run.labels[gold.after], run.rewarder
-    method = "RLHF" if gold.after == "ppo" else label
-    if rewarder == "teacher":
-        method = label = "Distillation"
-    evidence = (
-        f"On the same {gold.prompts} held-out prompts the mean gold score went from {gold.old_mean:.2f} after {start} "
-        f"to {gold.new_mean:.2f} after {label}: {_interval(gold)}."
-    )
-    if reward:
-        evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(reward)}."
+def _scope(seeds: Sequence[object]) -> tuple[str, str]:
+    """Return the end of a headline and the caveat of a verdict: over several seeds, or on one run."""
+    return (f" over {len(seeds)} seeds", SEVERAL_RUNS) if seeds else ("", ONE_RUN)
+
+
+def _by_gold(run: RunReading, gold: Change, scores: Change | None, best_of: Change | None, label: str) -> Verdict:
+    start, rewarder, (over, caveat) = run.labels["sft"], run.rewarder, _scope(gold.by_seed)
+    method = "RLHF" if run.policy == "ppo" and rewarder != "teacher" else label
+    evidence = _went(gold, "gold score", (f"{gold.old_mean:.2f}", f"{gold.new_mean:.2f}"), (start, label))
+    if scores:
+        evidence += f" {SCORE[rewarder]}, which PPO was trained on, changed by {_interval(scores)}."
     if best_of:
         evidence += (
             f" The best of {run.best_of} {start} answers by the {rewarder} has a mean gold score of "
             f"{best_of.old_mean:.2f}; {label} differs from it by {_interval(best_of)}."
         )
     if gold.outcome == "good":
-        return Verdict("good", f"{method} helped", evidence, ONE_RUN)
+        return Verdict("good", f"{method} helped{over}", evidence, caveat)
     if gold.outcome == "bad":
-        gamed = reward is not None and reward.outcome == "good"
-        headline = f"{method} hurt (the {rewarder} was gamed)" if gamed else f"{method} hurt"
-        return Verdict("bad", headline, evidence, ONE_RUN)
-    few = gold.prompts < FEWEST_PROMPTS
-    reason = TOO_FEW if few else "The interval of the change contains zero."
-    return Verdict("open", f"No clear difference between {start} and {label}", f"{evidence} {reason}", ONE_RUN)
+        gamed = f" (the {rewarder} was gamed)" if scores is not None and scores.outcome == "good" else ""
+        return Verdict("bad", f"{method} hurt{gamed}{over}", evidence, caveat)
+    reason = _few(gold) or " The interval of the change contains zero."
+    return Verdict("open", f"No clear difference between {start} and {label}{over}", f"{evidence}{reason}", caveat)
 
 
-def verdict_by_pairs(wins: WinRate, label: str, start: str, caveat: str = ONE_RUN) -> Verdict:
+def _by_pairs(wins: WinRate, label: str, start: str) -> Verdict:
     """Return the verdict by a pair judge: good only if the judge prefers the model also at equal length."""
-    evidence, plain = describe_wins(wins, label, start), wins.plain
-    runs = f" over {len(wins.by_seed)} seeds" if wins.by_seed else ""
+    evidence, plain, (over, caveat) = describe_wins(wins, label, start), wins.plain, _scope(wins.by_seed)
     each_run = wins.by_seed or [wins]
     few = min(one.pairs for one in each_run) < FEWEST_PROMPTS
     if few or any(one.unusable > MOST_UNUSABLE * (one.pairs + one.unusable) for one in each_run):
         doubt = (
             TOO_FEW if few else f"The judge gave no verdict for more than {MOST_UNUSABLE:.0%} of the pairs of a run."
         )
-        return Verdict("open", f"No verdict of the judge on {label}{runs}", f"{evidence} {doubt}", caveat)
+        return Verdict("open", f"No verdict of the judge on {label}{over}", f"{evidence} {doubt}", caveat)
     if plain.high < 0.5:
-        return Verdict("bad", f"The judge prefers {start} to {label}{runs}", evidence, caveat)
+        return Verdict("bad", f"The judge prefers {start} to {label}{over}", evidence, caveat)
     if plain.low <= 0.5:
-        headline = f"The judge sees no clear difference between {start} and {label}{runs}"
+        headline = f"The judge sees no clear difference between {start} and {label}{over}"
         return Verdict("open", headline, evidence, caveat)
     if wins.controlled.low > 0.5:
-        return Verdict("good", f"The judge prefers {label} to {start}{runs}", evidence, caveat)
+        return Verdict("good", f"The judge prefers {label} to {start}{over}", evidence, caveat)
     reason = "Among answers of equal length the difference is not clear."
-    headline = f"The judge prefers {label} to {start}{runs}, but not at equal length"
+    headline = f"The judge prefers {label} to {start}{over}, but not at equal length"
     return Verdict("open", headline, f"{evidence} {reason}", caveat)
 
 
-def _by_function(reward: Change, before: Interval, after: Interval) -> Verdict:
-    """Return the verdict by the reward function: whether held-out answers score higher after PPO.
-
-    before, after: the mean scores of the model that PPO started from, and of PPO
-    """
-    means = " to ".join(f"{_mean_of(each)} after {each.label}" for each in (before, after))
-    still = "" if reward.better or reward.worse else " No answer's score changed."
-    evidence = (
-        f"On the same {reward.prompts} held-out prompts the mean went from {means}: "
-        f"{_interval(reward)}.{still}{_few(reward)} PPO was trained on this function with other prompts. Read the "
-        "answers to judge what the function does not check."
+def _by_scores(run: RunReading, scores: Change, function: Change | None) -> Verdict:
+    """Return the verdict without a judge: good only by the scores of a reward function alone."""
+    rewarder, (over, caveat) = run.rewarder, _scope(scores.by_seed)
+    by_function, outcome = rewarder == "reward function", scores.outcome
+    means = format_number(scores.old_mean), format_number(scores.new_mean)
+    evidence = _went(scores, "score", means, (run.labels["sft"], "PPO"))
+    if function:
+        evidence += f" The reward function's share of the score changed by {_interval(function)}."
+    if not scores.better and not scores.worse:
+        evidence += " No answer's score changed."
+    trained = TRAINED_FUNCTION if by_function else f"PPO was trained on this score, and this {NO_GOLD}"
+    headline = f"{SCORE[rewarder]} {MOVED[outcome]} with PPO{over}"
+    return Verdict(
+        outcome if by_function else _never_good(outcome), headline, f"{evidence}{_few(scores)} {trained}", caveat
     )
-    headline = f"{SCORE['reward function']} {MOVED[reward.outcome]} with PPO"
-    return Verdict(reward.outcome, headline, evidence, ONE_RUN)
 
 
-def _by_reward(reward: Change, function: Change | None, rewarder: str, start: str) -> Verdict:
-    part = f" The reward function's share of the score changed by {_interval(function)}." if function else ""
-    evidence = (
-        f"From {start} to PPO the score changed by {_interval(reward)} on the same {reward.prompts} held-out "
-        f"prompts.{part}{_few(reward)} PPO was trained on this score, and this {NO_GOLD}"
+def _went(found: Change, measure: str, means: tuple[str, str], names: tuple[str, str]) -> str:
+    """Return the sentences that a measure went from one mean to another one, after the stages with these names."""
+    seeds = len(found.by_seed)
+    opening = f"Over {seeds} seeds" if seeds else f"On the same {found.prompts} held-out prompts"
+    old, new = (f"{mean} after {name}" for mean, name in zip(means, names, strict=True))
+    spread = (
+        f" It rose in {found.risen} seeds. The standard deviation of this change is {found.seed_deviation:.2f} between "
+        f"seeds and {found.prompt_deviation:.2f} between prompts."
     )
-    outcome: Outcome = "bad" if reward.outcome == "bad" else "open"
-    return Verdict(outcome, f"{SCORE[rewarder]} {MOVED[reward.outcome]} with PPO", evidence, ONE_RUN)
+    return f"{opening} the mean {measure} went from {old} to {new}: {_interval(found)}.{spread if seeds else ''}"
 
 
 def _without_grades(policy: StageReading) -> Verdict:
@@ -355,12 +333,6 @@ def _unfinished(run: RunReading) -> Verdict:
         parts.append("Run the same command with stage=all for the other stages; it also writes this page again.")
     word = "finished" if run.stage(run.policy).started else "run"
     return Verdict("open", f"No verdict yet: {STAGES[run.policy].title} has not {word}.", " ".join(parts))
-
-
-def _mean_of(one: Interval) -> str:
-    if math.isnan(one.low):
-        return format_number(one.mean)
-    return f"{format_number(one.mean)} (95% interval {format_number(one.low)} to {format_number(one.high)})"
 
 
 def _interval(one: Change) -> str:

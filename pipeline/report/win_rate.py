@@ -105,10 +105,15 @@ def _judged(samples: Sequence[Sample], model: str) -> list[Sample]:
 
 
 def pool_wins(samples_by_seed: Sequence[Sequence[Sample]], model: str) -> WinRate | None:
-    """Return the win rate of `model` over all seeds; None unless each of several seeds has two pairs with verdicts."""
+    """Return the win rate of `model` over all seeds, or in one run.
+
+    Return None unless each of several seeds has two pairs with verdicts.
+    """
     by_seed = [found for samples in samples_by_seed if (found := win_rate(samples, model)) is not None]
-    if len(by_seed) < 2 or len(by_seed) < len(samples_by_seed) or min(found.pairs for found in by_seed) < 2:
+    if len(by_seed) < len(samples_by_seed) or (len(by_seed) > 1 and min(found.pairs for found in by_seed) < 2):
         return None
+    if len(by_seed) == 1:
+        return by_seed[0]
     outcomes = [outcomes_by_prompt(samples, model) for samples in samples_by_seed]
     over = mean_over_seeds(outcomes)
     mean, low, high = mean_interval([found.controlled.mean for found in by_seed])

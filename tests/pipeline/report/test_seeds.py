@@ -14,9 +14,9 @@ from pipeline.data.records import Message
 from pipeline.errors import UserError
 from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import compare_seeds
+from pipeline.report.changes import change_over
 from pipeline.report.data import read_run
 from pipeline.report.report import main
-from pipeline.report.seed_verdict import effect
 from pipeline.report.seeds import write_seed_report
 from pipeline.report.win_rate import pool_wins
 from tests.pipeline.report.example_runs import CONFIG, update_json, update_lines, write_demo_run
@@ -49,16 +49,15 @@ def test_three_agreeing_seeds_give_a_verdict(tmp_path: Path) -> None:
 
 def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -> None:
     runs = [read_run(path) for path in write_runs(tmp_path)]
-    actual = effect(runs, "gold", "sft", "ppo", 0.0)
+    actual = change_over(runs, "gold", "sft", "ppo", 0.0)
     means = []
     for run in runs:
         by_prompt = {sample.prompt: sample.gold["ppo"] - sample.gold["sft"] for sample in run.samples(0.0)}
         means.append(statistics.fmean(by_prompt.values()))
     assert actual is not None
     half = 4.302653 * statistics.stdev(means) / 3**0.5
-    over = actual.over_seeds
     middle = statistics.fmean(means)
-    assert (over.mean, over.low, over.high) == pytest.approx((middle, middle - half, middle + half), rel=1e-3)
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((middle, middle - half, middle + half), rel=1e-3)
 
 
 def test_a_gamed_seed_prevents_success(tmp_path: Path) -> None:

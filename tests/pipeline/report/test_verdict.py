@@ -9,9 +9,10 @@ import pytest
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import summarize_run
+from pipeline.report.changes import change, standings
 from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.report import render_report
-from pipeline.report.verdict import change, conclusion, judge, standings
+from pipeline.report.verdict import conclusion, judge
 from tests.pipeline.report.example_runs import write_demo_run, write_stage
 
 PROMPT = (Message("user", "hi"),)
@@ -139,19 +140,19 @@ def test_a_functions_score_on_held_out_prompts_is_a_verdict(gain: float, outcome
         outcome,
         f"The reward function's score {moved} with PPO at temperature 1.",
     )
-    # Deviation sqrt(20 / 19 * 0.02), half width 2.093 * 0.1451 / sqrt(20).
-    assert "20 held-out prompts the mean went from 0.200 (95% interval 0.132 to 0.268) after SFT" in verdict.evidence
+    assert "20 held-out prompts the mean score went from 0.200 after SFT" in verdict.evidence
     assert ("No answer's score changed." in verdict.evidence) == (gain == 0.0)
     assert "trained on this function with other prompts" in verdict.evidence and "reward model" not in verdict.evidence
 
 
-def test_shares_of_right_answers_have_wilsons_intervals() -> None:
-    """With 0 right answers of 16, the upper end is z^2 / (16 + z^2); with 1, it is 0.283."""
-    rows = [Sample(PROMPT, {}, {"sft": 0.0, "ppo": float(n == 0)}) for n in range(16)]
-    verdict = judge(run_of(rows, BY_FUNCTION))
-    assert verdict.outcome == "open"
-    means = "0 (95% interval 0 to 0.194) after SFT to 0.0625 (95% interval 0.0111 to 0.283) after PPO"
-    assert f"the mean went from {means}" in verdict.evidence
+def test_the_mean_of_a_model_has_an_interval() -> None:
+    """Deviation sqrt(20 / 19 * 0.02), half width 2.093 * 0.1451 / sqrt(20). Shares of right answers: Wilson's."""
+    labels = {"sft": "SFT", "ppo": "PPO"}
+    old, _ = standings(scored(0.0), "scores", labels)
+    assert (old.mean, old.low, old.high) == pytest.approx((0.2, 0.132, 0.268), abs=5e-4)
+    shares = standings([Sample(PROMPT, {}, {"sft": 0.0, "ppo": float(n == 0)}) for n in range(16)], "scores", labels)
+    assert [(row.low, row.high) for row in shares] == [pytest.approx((0, 0.194), abs=5e-4),
+                                                       pytest.approx((0.0111, 0.283), abs=5e-4)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
