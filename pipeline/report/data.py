@@ -26,7 +26,6 @@ class StageReading:
     grades: the grades of every evaluation
     rollouts: (step, score, KL) of the logged answers that have these numbers
     card: the report card of the reward model
-    card_file: the file of the card; None if the stage has none
     """
 
     name: str
@@ -38,7 +37,6 @@ class StageReading:
     grades: Sequence[StepGrades] = ()
     rollouts: Sequence[tuple[float, float, float]] = ()
     card: Mapping[str, Any] = field(default_factory=dict)
-    card_file: Path | None = None
 
     @property
     def started(self) -> bool:
@@ -176,7 +174,6 @@ def _read_stage(folder: Path, name: str) -> StageReading:
         grades=read_grades(folder / GRADES),
         rollouts=_read_rollouts(folder / ROLLOUTS),
         card=read_object(folder / CARD),
-        card_file=folder / CARD if (folder / CARD).exists() else None,
     )
 
 

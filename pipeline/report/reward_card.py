@@ -5,9 +5,7 @@ A part without data is left out.
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pipeline.report.axes import format_interval, format_number
@@ -32,24 +30,6 @@ KINDS = {
 
 SAMPLED = ("sft", "base")
 """The kinds of answers that a model generated, at the temperatures of the evaluation."""
-
-
-def accuracy_and_card(stage: StageReading) -> tuple[Markup | None, Markup | None]:
-    """Return the chart of accuracies and the report card. Print a warning if card.json is damaged, and ignore it."""
-    if stage.card_file is None:
-        return accuracy_chart(stage), None
-    reason = "it contains no JSON object"
-    if stage.card:
-        try:
-            return accuracy_chart(stage), reward_card(stage.card)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # values of another form
-            reason = f"{type(error).__name__}: {error}"
-    print(
-        f"warning: {stage.card_file} is truncated or was edited ({reason}), so the report leaves out the report card: "
-        "restore the file from a copy, or delete the file to omit this warning",
-        file=sys.stderr,
-    )
-    return accuracy_chart(replace(stage, card={})), None
 
 
 def reward_card(card: Mapping[str, Any]) -> Markup | None:

@@ -7,7 +7,7 @@ from pipeline.config.stages import STAGES
 from pipeline.report.curves import line_chart
 from pipeline.report.data import StageReading
 from pipeline.report.html import Markup, grid, section
-from pipeline.report.reward_card import accuracy_and_card
+from pipeline.report.reward_card import accuracy_chart, reward_card
 from pipeline.report.svg import Point, Series
 
 Bounds = tuple[float | None, float | None]
@@ -77,8 +77,7 @@ REWARD_PLOTS = (
         "Margin",
         "Mean score of the chosen answers minus that of the rejected answers.",
         [Curve("margin")],
-        (None, None),
-        0.0,
+        reference=0.0,
     ),
     GRADIENT,
     RATE,
@@ -103,8 +102,7 @@ DPO_PLOTS = (
         "Margin",
         "Mean reward of the chosen answers minus that of the rejected answers.",
         _pair("margin", "eval_margin"),
-        (None, None),
-        0.0,
+        reference=0.0,
     ),
     Plot(
         "Rewards",
@@ -116,8 +114,7 @@ DPO_PLOTS = (
             Curve("eval_chosen_reward", "held-out", "strong", sparse=True),
             Curve("eval_rejected_reward", "held-out", sparse=True),
         ),
-        (None, None),
-        0.0,
+        reference=0.0,
     ),
     Plot(
         "Log-probability, nats per answer",
@@ -192,8 +189,7 @@ PPO_PLOTS = (
             Curve("first_ratio", "mean", minus=1.0),
             Curve("first_ratio_max_deviation", "largest", "strong"),
         ),
-        (None, None),
-        0.0,
+        reference=0.0,
     ),
     Plot(
         "Clipped tokens",
@@ -267,6 +263,5 @@ def stage_section(stage: StageReading, title: str, lead: str, wanted: Sequence[P
         if exported:
             notes.append("Its held-out figures look better than they are, because they selected the model.")
     text = " ".join([lead, *notes])
-    accuracies, card = accuracy_and_card(stage)
-    figures = grid([*(_plot(stage, plot) for plot in wanted), accuracies])
-    return section(stage.name, title, text, figures, card)
+    figures = grid([*(_plot(stage, plot) for plot in wanted), accuracy_chart(stage)])
+    return section(stage.name, title, text, figures, reward_card(stage.card))

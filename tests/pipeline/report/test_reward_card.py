@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.report.data import StageReading, read_run
-from pipeline.report.report import main, render_report
+from pipeline.report.report import render_report
 from pipeline.report.reward_card import accuracy_chart, reward_card
 from tests.pipeline.report.example_runs import HOSTILE, write_demo_run
 from tests.pipeline.report.test_report import check
@@ -58,26 +58,3 @@ def test_without_a_card_there_is_no_part_and_without_pairs_no_chart() -> None:
     shares = {"all": None, "by_source": {}, "chosen_longer": None, "rejected_longer": None}
     assert accuracy_chart(StageReading("reward", card={"accuracy": shares})) is None
     assert accuracy_chart(StageReading("sft")) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (json.dumps(CARD)[:100], "it contains no JSON object"),
-        (json.dumps({**CARD, "accuracy": {"all": 0.75}}), "Error: "),
-        (json.dumps({**CARD, "temperatures": "high"}), "Error: "),
-        (json.dumps({key: value for key, value in CARD.items() if key != "scores"}), "KeyError: 'scores'"),
-    ],
-)
-def test_a_damaged_card_is_left_out_with_a_warning(
-    content: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_demo_run(tmp_path)
-    file = tmp_path / "reward" / "card.json"
-    file.write_text(content)
-    assert main([str(tmp_path)]) == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {file} ") and line.endswith("delete the file to omit this warning")
-    assert reason in line
-    text = check((tmp_path / "report.html").read_text()).text
-    assert "Report card" not in text and "Held-out accuracy" in text
