@@ -8,17 +8,7 @@ import numpy as np
 
 from pipeline.report.axes import MINUS, Axis, axis, format_number
 from pipeline.report.html import Child, Markup, element
-from pipeline.report.svg import (
-    BOTTOM,
-    TOP,
-    WIDTH,
-    Series,
-    figure,
-    polyline,
-    scaffold,
-    x_pixel,
-    y_pixel,
-)
+from pipeline.report.svg import BOTTOM, TOP, WIDTH, Frame, Series, figure, polyline
 
 MOST_DOTS = 400
 
@@ -52,16 +42,16 @@ def scatter_chart(
         return None
     across = axis([x for one in shown for x, _ in one.points])
     up = axis([y for one in shown for _, y in one.points], bounds=y_bounds)
-    right = WIDTH - 16
-    parts: list[Child] = [scaffold(across, up, right, x_name, y_name)]
+    frame = Frame(across, up)
+    parts: list[Child] = [frame.draw(x_name, y_name)]
     for one in shown:
-        pixels = [(x_pixel(across, x, right), y_pixel(up, y)) for x, y in one.points[:MOST_DOTS]]
+        pixels = [frame.pixel(*point) for point in one.points[:MOST_DOTS]]
         if one.sparse:
             parts.append(polyline(pixels, f"curve tone-{one.tone} faint"))
         parts += [
             element("circle", cx=x, cy=y, r=3, class_=f"dot tone-{one.tone}", fill_opacity=0.55) for x, y in pixels
         ]
-    parts.append(_legend(shown, right))
+    parts.append(_legend(shown, frame.right))
     count = sum(len(one.points) for one in shown)
     return figure(title, note, f"{title}: {count} dots", parts)
 
@@ -116,17 +106,14 @@ def histogram_chart(
     span = across.low, across.high
     counts = {one.label: np.histogram(values[one.label], bins, span)[0].tolist() for one in shown}
     up = axis([0, *(count for found in counts.values() for count in found)])
-    right = WIDTH - 16
-    parts: list[Child] = [scaffold(across, up, right, x_name, "answers")]
+    frame = Frame(across, up)
+    parts: list[Child] = [frame.draw(x_name, "answers")]
+    edges = np.linspace(*span, bins + 1).tolist()
     for one in shown:
-        corners = [(x_pixel(across, across.low, right), y_pixel(up, 0))]
-        for at, count in enumerate(counts[one.label]):
-            ends = (across.low + (across.high - across.low) * edge / bins for edge in (at, at + 1))
-            corners += [(x_pixel(across, end, right), y_pixel(up, count)) for end in ends]
-        corners.append((x_pixel(across, across.high, right), y_pixel(up, 0)))
-        shape = " ".join(f"{x:g},{y:.1f}" for x, y in corners)
-        parts.append(element("polyline", points=shape, class_=f"area tone-{one.tone}"))
-    parts.append(_legend(shown, right))
+        steps = [(edges[at + end], count) for at, count in enumerate(counts[one.label]) for end in (0, 1)]
+        corners = [frame.pixel(*corner) for corner in ((across.low, 0), *steps, (across.high, 0))]
+        parts.append(polyline(corners, f"area tone-{one.tone}"))
+    parts.append(_legend(shown, frame.right))
     spoken = ", ".join(f"{one.label}: {len(values[one.label])} answers" for one in shown)
     return figure(title, note, f"{title}, {spoken}", parts)
 

@@ -7,22 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.report.axes import Axis, axis, format_number, running_mean, step_axis
+from pipeline.report.axes import axis, format_number, running_mean, step_axis
 from pipeline.report.html import Child, Markup, element
-from pipeline.report.svg import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    TOP,
-    WIDTH,
-    Point,
-    Series,
-    figure,
-    polyline,
-    scaffold,
-    x_pixel,
-    y_pixel,
-)
+from pipeline.report.svg import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Frame, Point, Series, figure, polyline
 
 MOST_POINTS = 400
 FEWEST_SMOOTHED = 40
@@ -54,19 +41,18 @@ def line_chart(
     label_width = max(44.0, *(12 + 6.6 * len(format_number(_last(one))) for one in labelled))
     if len(labelled) > 1:
         label_width = max(label_width, 26 + 6.2 * max(len(one.label) for one in labelled))
-    right = WIDTH - label_width
-    parts: list[Child] = [scaffold(across, up, right, x_name)]
+    frame = Frame(across, up, WIDTH - label_width)
+    parts: list[Child] = [frame.draw(x_name)]
     if reference is not None:
-        y = y_pixel(up, reference)
-        parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="reference"))
-    parts += [_curve(one, across, up, right) for one in shown]
-    parts.append(_end_labels(labelled, up, right))
-    parts.append(_hover(labelled, across, right, x_name))
+        _, y = frame.pixel(0, reference)
+        parts.append(element("line", x1=LEFT, x2=frame.right, y1=y, y2=y, class_="reference"))
+    parts += [_curve(one, frame) for one in shown]
+    parts += [_end_labels(labelled, frame), _hover(labelled, frame, x_name)]
     return figure(title, note, _description(title, shown, x_name), parts)
 
 
-def _curve(one: Series, across: Axis, up: Axis, right: float) -> list[Markup]:
-    pixels = [(x_pixel(across, x, right), y_pixel(up, y) if math.isfinite(y) else math.nan) for x, y in one.points]
+def _curve(one: Series, frame: Frame) -> list[Markup]:
+    pixels = [frame.pixel(*point) for point in one.points]
     tone = f"tone-{one.tone}"
     if one.faint:
         return _line_segments(pixels, f"curve faint {tone}")
@@ -93,26 +79,22 @@ def _line_segments(points: Sequence[Point], class_: str) -> list[Markup]:
     return [polyline(segment, class_) for segment in segments if segment]
 
 
-def _end_labels(shown: Sequence[Series], up: Axis, right: float) -> list[Markup]:
+def _end_labels(shown: Sequence[Series], frame: Frame) -> list[Markup]:
     """Draw the last value of each curve at its end, and its name if there are several. Labels do not overlap."""
-    labels = []
-    for one in shown:
-        y = _last(one)
-        labels.append((y_pixel(up, y), one, y))
-    labels.sort(key=lambda item: item[0])
+    labels = sorted(((frame.pixel(0, _last(one))[1], one) for one in shown), key=lambda label: label[0])
     block = LINE_HEIGHT * (1 if len(shown) == 1 else 2)
     free = HEIGHT - BOTTOM - block * len(labels)
     tops: list[float] = []
-    for at, (pixel, _, _) in enumerate(labels):
+    for at, (pixel, _) in enumerate(labels):
         earliest = tops[-1] + block if tops else 0.0
         tops.append(round(max(min(pixel - block / 2, free + block * at), earliest), 1))
     texts = []
-    for top, (_, one, value) in zip(tops, labels, strict=True):
+    for top, (_, one) in zip(tops, labels, strict=True):
         tone = f"label tone-{one.tone}"
         if len(shown) > 1:
-            texts.append(element("text", one.label, x=right + 7, y=top + 10, class_=tone))
+            texts.append(element("text", one.label, x=frame.right + 7, y=top + 10, class_=tone))
         line = top + 10 + (LINE_HEIGHT if len(shown) > 1 else 0)
-        texts.append(element("text", format_number(value), x=right + 7, y=line, class_=f"{tone} strong"))
+        texts.append(element("text", format_number(_last(one)), x=frame.right + 7, y=line, class_=f"{tone} strong"))
     return texts
 
 
@@ -121,15 +103,15 @@ def _last(one: Series) -> float:
     return next(y for _, y in reversed(one.points) if math.isfinite(y))
 
 
-def _hover(shown: Sequence[Series], across: Axis, right: float, x_name: str) -> list[Markup]:
+def _hover(shown: Sequence[Series], frame: Frame, x_name: str) -> list[Markup]:
     """Draw invisible columns that show the values of a step under the mouse pointer."""
     steps = sorted({x for one in shown for x, _ in one.points})
     shown_steps = _evenly(steps, HOVER_COLUMNS)
-    pixels = [x_pixel(across, step, right) for step in shown_steps]
+    pixels = [frame.pixel(step, 0)[0] for step in shown_steps]
     columns = []
     for at, (step, x) in enumerate(zip(shown_steps, pixels, strict=True)):
         start = LEFT if at == 0 else (pixels[at - 1] + x) / 2
-        end = right if at == len(shown_steps) - 1 else (x + pixels[at + 1]) / 2
+        end = frame.right if at == len(shown_steps) - 1 else (x + pixels[at + 1]) / 2
         values = [(one, dict(one.points).get(step, math.nan)) for one in shown]
         texts = [
             f"{one.label + ' ' if len(shown) > 1 else ''}{format_number(value, 4)}"
@@ -137,7 +119,7 @@ def _hover(shown: Sequence[Series], across: Axis, right: float, x_name: str) -> 
             if math.isfinite(value)
         ]
         tip = f"{x_name} {format_number(step, 4)}: {', '.join(texts) or 'no value'}"
-        anchor = "start" if x < LEFT + (right - LEFT) / 2 else "end"
+        anchor = "start" if x < LEFT + (frame.right - LEFT) / 2 else "end"
         columns.append(
             element(
                 "g",

@@ -4,7 +4,7 @@ Colours are CSS classes (`tone-ppo`), so that the style sheet can set them for l
 is `WIDTH` units wide and is displayed at about as many pixels, which keeps its text readable.
 """
 
-import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,45 +34,38 @@ class Series:
 
 
 def figure(title: str, note: Child, description: str, parts: Child, height: float = HEIGHT) -> Markup:
-    """Build a chart with its title and a note below. `description` is the text for screen readers.
-
-    The title links to a large view: the same figure as the target of the link, which the style sheet shows on the whole
-    screen.
-    """
+    """Build a chart with its title and a note below. `description` is the text for screen readers."""
     drawing = element("svg", parts, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=description)
-    name = f"chart-{hashlib.sha256(f'{title}{description}{drawing}'.encode('utf-8', 'replace')).hexdigest()[:10]}"
-    enlarge = element("a", title, href=f"#{name}", title="Large view")
-    shrink = element("a", "Close", href=f"#{name}-closed", class_="close")
-    caption = element("figcaption", element("strong", enlarge), element("span", note) if note else None, shrink)
-    place = element("span", id=f"{name}-closed")  # closing the large view returns to the chart
-    return element("figure", place, caption, drawing, id=name)
+    caption = element("figcaption", element("strong", title), element("span", note) if note else None)
+    return element("figure", caption, drawing)
 
 
-def x_pixel(across: Axis, value: float, right: float) -> float:
-    """Return the pixel of `value` on the horizontal axis, which ends at `right`."""
-    return across.pixel(value, LEFT, right)
+@dataclass(frozen=True)
+class Frame:
+    """The area of a chart between its axes. `right` is the pixel at which the horizontal axis ends."""
 
+    across: Axis
+    up: Axis
+    right: float = WIDTH - 16
 
-def y_pixel(up: Axis, value: float) -> float:
-    """Return the pixel of `value` on the vertical axis. SVG counts pixels downwards."""
-    return up.pixel(value, HEIGHT - BOTTOM, TOP)
+    def pixel(self, x: float, y: float) -> Point:
+        """Return the pixels of a point. SVG counts pixels downwards. A value that is not finite has no pixel (nan)."""
+        down = self.up.pixel(y, HEIGHT - BOTTOM, TOP) if math.isfinite(y) else math.nan
+        return self.across.pixel(x, LEFT, self.right), down
 
-
-def scaffold(across: Axis, up: Axis, right: float, x_name: str, y_name: str = "") -> list[Markup]:
-    """Draw the grid lines, ticks and names of both axes."""
-    parts = []
-    for tick, label in zip(up.ticks, up.labels(), strict=True):
-        y = y_pixel(up, tick)
-        parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="rule"))
-        parts.append(element("text", label, x=LEFT - 7, y=y + 4, text_anchor="end", class_="tick"))
-    parts.append(element("line", x1=LEFT, x2=right, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="base"))
-    for tick, label in zip(across.ticks, across.labels(), strict=True):
-        x = x_pixel(across, tick, right)
-        parts.append(element("text", label, x=x, y=HEIGHT - BOTTOM + 14, text_anchor="middle", class_="tick"))
-    parts.append(element("text", x_name, x=right, y=HEIGHT - 6, text_anchor="end", class_="axis"))
-    if y_name:
-        parts.append(element("text", y_name, x=0, y=9, class_="axis"))
-    return parts
+    def draw(self, x_name: str, y_name: str = "") -> list[Markup]:
+        """Draw the grid lines, ticks and names of both axes."""
+        right, bottom, parts = self.right, HEIGHT - BOTTOM, list[Markup]()
+        for tick, label in zip(self.up.ticks, self.up.labels(), strict=True):
+            _, y = self.pixel(0, tick)
+            parts.append(element("line", x1=LEFT, x2=right, y1=y, y2=y, class_="rule"))
+            parts.append(element("text", label, x=LEFT - 7, y=y + 4, text_anchor="end", class_="tick"))
+        parts.append(element("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="base"))
+        for tick, label in zip(self.across.ticks, self.across.labels(), strict=True):
+            x, _ = self.pixel(tick, 0)
+            parts.append(element("text", label, x=x, y=bottom + 14, text_anchor="middle", class_="tick"))
+        parts.append(element("text", x_name, x=right, y=HEIGHT - 6, text_anchor="end", class_="axis"))
+        return [*parts, element("text", y_name, x=0, y=9, class_="axis")] if y_name else parts
 
 
 def polyline(points: Sequence[Point], class_: str) -> Markup:
