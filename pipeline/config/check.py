@@ -168,6 +168,7 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
 
 
+WHITENED = ("gae", "reinforce", "reinforce_baseline")
 # A key; the setting that gives it an effect, or only the key of this setting if any other value does; and whether the
 # first key has an effect.
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
@@ -175,10 +176,14 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("ppo.ensemble_score", "ppo.reward_ensemble=[FOLDER]", lambda config: config.ppo.reward_ensemble),
     ("ppo.reward_threads", "ppo.reward_function=FILE.py:NAME", lambda config: config.ppo.reward_function),
     ("ppo.critic_warmup", "ppo.advantage=gae", lambda config: config.ppo.advantage == "gae"),
+    ("ppo.value_clip", "ppo.advantage=gae", lambda config: config.ppo.advantage == "gae"),
+    ("ppo.gamma", "ppo.advantage=gae", lambda config: config.ppo.advantage in ("gae", "reinforce")),
+    ("ppo.whiten_advantages", "ppo.advantage=gae", lambda config: config.ppo.advantage in WHITENED),
     ("ppo.pair_beta", "ppo.advantage=online_dpo", lambda config: config.ppo.advantage == "online_dpo"),
     ("ppo.divide_by_std", "ppo.advantage=grpo", lambda config: config.ppo.advantage == "grpo"),
     ("ppo.resample", "ppo.advantage=grpo", lambda config: config.ppo.compares_answers),
     ("ppo.kl_target", "ppo.kl_coef=0.05", lambda config: config.ppo.kl_coef),
+    ("ppo.kl_horizon", "ppo.kl_target=6", lambda config: config.ppo.kl_target),
     ("ppo.score_clip", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
     ("ppo.length_penalty", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
     ("ppo.dual_clip", "ppo.loss=clip", lambda config: config.ppo.loss == "clip"),
@@ -194,6 +199,11 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         lambda config: config.evaluation.judge or config.evaluation.pair_judge,
     ),
     ("rollout.batch_size", "rollout.generator=engine", lambda config: config.rollout.generator == "engine"),
+    *(
+        (f"{stage}.lora.{key}", f"{stage}.lora.rank=16", attrgetter(f"{stage}.lora.rank"))
+        for stage in STAGES
+        for key in ("alpha", "dropout", "targets")
+    ),
 )
 
 
@@ -202,8 +212,8 @@ def _keys_without_effect(config: RunConfig, stages: Sequence[str]) -> Iterable[s
     for key, needed, has_effect in NEEDS:
         name, _, leaf = key.partition(".")
         section = getattr(config, name)
-        value = getattr(section, leaf)
-        is_set = value is not None and value != type(section).model_fields[leaf].get_default()
+        value = attrgetter(leaf)(section)
+        is_set = value is not None and value != attrgetter(leaf)(type(section)())
         if is_set and (name in stages or name not in STAGES) and not has_effect(config):
             other = needed.partition("=")[0]
             actual = as_written(attrgetter(other)(config))

@@ -173,6 +173,10 @@ def test_a_number_of_thousands_of_digits_is_too_large(flags: list[str], value: s
         ("ppo.ensemble_score=worst", "ppo.reward_ensemble=[]", "ppo.reward_ensemble=[FOLDER]"),
         ("ppo.reward_threads=4", "ppo.reward_function=null", "ppo.reward_function=FILE.py:NAME"),
         ("ppo.critic_warmup=2", "ppo.advantage=grpo", "ppo.advantage=gae"),
+        ("ppo.value_clip=0.1", "ppo.advantage=grpo", "ppo.advantage=gae"),
+        ("ppo.gamma=0.9", "ppo.advantage=rloo", "ppo.advantage=gae"),
+        ("ppo.whiten_advantages=false", "ppo.advantage=grpo", "ppo.advantage=gae"),
+        ("ppo.kl_horizon=500", "ppo.kl_target=null", "ppo.kl_target=6"),
         ("ppo.pair_beta=0.2", "ppo.advantage=gae", "ppo.advantage=online_dpo"),
         ("ppo.divide_by_std=false", "ppo.advantage=gae", "ppo.advantage=grpo"),
         ("ppo.resample=2", "ppo.advantage=reinforce", "ppo.advantage=grpo"),
@@ -192,6 +196,8 @@ def test_a_number_of_thousands_of_digits_is_too_large(flags: list[str], value: s
             "evaluation.judge=FILE.py:NAME or evaluation.pair_judge=FILE.py:NAME",
         ),
         ("rollout.batch_size=8", "rollout.generator=vllm", "rollout.generator=engine"),
+        ("sft.lora.targets=['q_proj']", "sft.lora.rank=0", "sft.lora.rank=16"),
+        ("reward.lora.alpha=32.0", "reward.lora.rank=0", "reward.lora.rank=16"),
     ],
 )
 def test_a_key_without_effect_is_refused(word: str, other: str, needed: str) -> None:
