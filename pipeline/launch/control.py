@@ -14,6 +14,7 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ REPORT_TIMEOUT = 8.0
 """Seconds in which all launchers report how their ranks ended, after the first one has failed."""
 CONNECT_TIMEOUT = 600.0
 """Seconds until all launchers have connected. The machines of a job may need minutes to start their containers."""
+CONNECT_NOTICE = 10.0  # seconds until a launcher reports that it waits for a connection
 LAST_MESSAGE_TIMEOUT = 30.0
 """Seconds to wait until the other launchers have received the last message."""
 
@@ -117,24 +119,34 @@ class Control:
             self._exchange.start()
 
     def _connect(self) -> Any:
+        """Return the store of all launchers. A thread waits for it, because PyTorch's wait ignores stop signals."""
         os.environ.setdefault(LOG_LEVEL, "ERROR")
         from torch.distributed import PrefixStore, TCPStore
 
-        is_server = self._ranks.leads and not self._ranks.agent_store
-        address, port = self._ranks.address, self._ranks.port
-        try:
-            store = TCPStore(
-                address,
-                port,
-                is_master=is_server,
-                timeout=timedelta(minutes=15),
-                wait_for_workers=False,
-            )
-        except RuntimeError as problem:  # PyTorch's errors of networks
+        ranks, address = self._ranks, f"{self._ranks.address}:{self._ranks.port}"
+        is_server, opened = ranks.leads and not ranks.agent_store, list[TCPStore | RuntimeError]()
+
+        def open_store() -> None:
+            wait = timedelta(seconds=CONNECT_TIMEOUT)
+            try:
+                store = TCPStore(ranks.address, ranks.port, is_master=is_server, timeout=wait, wait_for_workers=False)
+                opened.append(store)
+            except RuntimeError as problem:  # PyTorch's errors of networks
+                opened.append(problem)
+
+        thread = threading.Thread(target=open_store, daemon=True)
+        thread.start()
+        thread.join(CONNECT_NOTICE)
+        if thread.is_alive() and ranks.local_first == 0:
+            limit = f"{CONNECT_TIMEOUT / 60:.0f} minutes"
+            print(f"rank {ranks.first} waits up to {limit} for a connection to {address}", file=sys.stderr, flush=True)
+        thread.join(CONNECT_TIMEOUT)
+        store = opened[0] if opened else TimeoutError("no answer")
+        if isinstance(store, Exception):
             raise LeaderLost(
-                f"the launchers cannot connect at {address}:{port} ({first_line(problem)}): set MASTER_ADDR to an "
-                "address of the first machine that all machines reach, and MASTER_PORT to a free port"
-            ) from problem
+                f"the launchers cannot connect at {address} ({first_line(store)}): set MASTER_ADDR to an address of "
+                "the first machine that all machines reach, and MASTER_PORT to a free port"
+            ) from store
         return PrefixStore(f"zerochat/launchers/{self._ranks.attempt}", store)
 
     @property

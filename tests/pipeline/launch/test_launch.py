@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ import yaml
 
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
-from pipeline.errors import UserError
+from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
 from pipeline.launch import command, control, processes, ranks
 from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import (
@@ -536,6 +538,30 @@ def test_a_port_in_use_is_one_message(tmp_path, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: rank 0: the launchers cannot connect at 127.0.0.1:{port} (")
     assert line.endswith("and MASTER_PORT to a free port")
+
+
+@pytest.fixture
+def unconnected():
+    """The second launcher of a job at a port that accepts connections, but never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        yield Ranks(2, 1, 1, 0, 1, "127.0.0.1", mute.getsockname()[1], "torchrun")
+
+
+def test_a_stop_signal_ends_the_wait_for_the_first_launcher(unconnected):
+    timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM])
+    with handle_signals(raise_stopped), pytest.raises(Stopped):
+        timer.start()
+        Control(unconnected)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "first-machine.invalid"])
+def test_a_wait_for_the_first_launcher_is_reported_and_limited(host, unconnected, monkeypatch, capsys):
+    monkeypatch.setattr(control, "CONNECT_NOTICE", 0.0)
+    monkeypatch.setattr(control, "CONNECT_TIMEOUT", 0.5)
+    with pytest.raises(LeaderLost, match=f"the launchers cannot connect at {host}:.*set MASTER_ADDR"):
+        Control(replace(unconnected, address=host))
+    place = f"{host}:{unconnected.port}"
+    assert capsys.readouterr().err == f"rank 1 waits up to 0 minutes for a connection to {place}\n"
 
 
 @pytest.mark.parametrize(
