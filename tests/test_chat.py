@@ -218,8 +218,10 @@ def test_a_conversation_longer_than_the_context_continues(tmp_path: Path, capsys
     participant = load(ChatModel("m", tmp_path / "m"))
     session = Session([participant], Sampling(48, seed=1), system="be brief")
     session.run(["hello there, how are you?"] * 8)
-    note = f"m has forgotten the first {participant.dropped // 2} turns"
-    assert len(participant.turns) + participant.dropped == 16 and note in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert len(participant.turns) + participant.dropped == 16
+    assert "(m: the oldest turn is left out, because the context is full)" in shown
+    assert f"(m: the oldest {participant.dropped // 2} turns are left out, because the context is full)" in shown
     assert 0 < len(participant.turns) < 8  # dropped turns are removed, not tried again at each turn
     before = list(participant.turns)
     session.run(["good morning " * 60])
@@ -357,8 +359,9 @@ def test_options_change_in_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k, sampling.top_p) == (0.25, 5, 3, 1.0)
     assert sampling.end_ids == (0,)
     notes = capsys.readouterr().err
-    for note in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not", "/what: there is no such",
-                 "/top-k 3: there is no such command; type /set top-k 3", "/set min-p: to what?"):  # fmt: skip
+    for note in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not an integer",
+                 "/what: there is no such", "/top-k 3: there is no such command; type /set top-k 3",
+                 "/set min-p: to what?"):  # fmt: skip
         assert note in notes
     session.run(["/set max_new_tokens=7", "/set stop = a=b", "/set", "again"])
     changed = participant.calls[1][1]

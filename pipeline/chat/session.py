@@ -115,8 +115,9 @@ class Session:
             note("(stopped)")
         elif not has_text:
             note(f"({participant.name} ended its answer without a word)")
-        if participant.dropped:
-            note(f"({participant.name} has forgotten the first {participant.dropped // 2} turns: its context is full)")
+        if dropped := participant.dropped // 2:
+            turns = "turn is" if dropped == 1 else f"{dropped} turns are"
+            note(f"({participant.name}: the oldest {turns} left out, because the context is full)")
         return not stopped
 
     def _obey(self, line: str) -> None:
@@ -170,7 +171,8 @@ def with_option(sampling: Sampling, key: str, value: str) -> Sampling:
         change: dict[str, Any] = {key.replace("-", "_"): OPTIONS[key](value)}
         return replace(sampling, **change)
     except ValueError as problem:
-        reason = str(problem) if "must be" in str(problem) else f"{value} is not a number of the right kind"
+        kind = "an integer" if OPTIONS[key] is int else "a number"
+        reason = str(problem) if "must be" in str(problem) else f"{value} is not {kind}"
         raise UserError(f"{key}: {reason}") from problem
 
 
