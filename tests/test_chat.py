@@ -21,8 +21,8 @@ from pipeline.chat.folder import ChatModel, find, find_each
 from pipeline.chat.participant import ChatParticipant, fit, load
 from pipeline.chat.session import Session, printable, typed_lines
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RunConfig, SourceConfig
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
-from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.launch.ranks import free_port
 from pipeline.models.build import EngineChoice, build_policy

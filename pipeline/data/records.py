@@ -8,19 +8,25 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 """A row of a data file: column name -> value."""
 
-
-Turn = str | tuple[str, str]
-"""What a chat template sees of a message besides its content: the role, or (role, fields)."""
-
-
 FP32_MAX = 3.4028234663852886e38
 REASONING = "reasoning_content"
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
+
+
+class Turn(NamedTuple):
+    """What a chat template sees of a message besides its content: the role, and the fields as JSON."""
+
+    role: str
+    fields: str = ""
+
+    def parsed(self) -> dict[str, Any]:
+        """Return the fields as an object."""
+        return dict(json.loads(self.fields or "{}"))
 
 
 @dataclass(frozen=True)
@@ -40,20 +46,19 @@ class Message:
 
     @property
     def turn(self) -> Turn:
-        """The role, or the role and the fields. They contain that there is reasoning, and not its text."""
-        if not self.reasoning:
-            return (self.role, self.fields) if self.fields else self.role
-        return self.role, _json({**(json.loads(self.fields) if self.fields else {}), REASONING: True})
+        """The role and the fields. They contain that there is reasoning, and not its text."""
+        turn = Turn(self.role, self.fields)
+        return turn._replace(fields=_json({**turn.parsed(), REASONING: True})) if self.reasoning else turn
 
     def to_row(self) -> Row:
         """Return the message as an object of a data file."""
         reasoning = {REASONING: self.reasoning} if self.reasoning else {}
-        return {"role": self.role, "content": self.content, **json.loads(self.fields or "{}"), **reasoning}
+        return {"role": self.role, "content": self.content, **Turn(self.role, self.fields).parsed(), **reasoning}
 
     @property
     def text(self) -> str:
         """The content and the calls, for people and for texts that a tokenizer learns from."""
-        calls = json.loads(self.fields).get("tool_calls", []) if self.fields else []
+        calls = self.turn.parsed().get("tool_calls", [])
         lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
         return "\n".join([self.content, *lines] if self.content else lines)
 
@@ -68,15 +73,6 @@ def message_from_row(row: Row) -> Message:
     if not content and role in ("assistant", "tool"):
         fields = {"content": "", **fields}
     return Message(role, content, _json(fields), reasoning)
-
-
-def role_of(turn: Turn) -> str:
-    return turn if isinstance(turn, str) else turn[0]
-
-
-def fields_of(turn: Turn) -> dict[str, Any]:
-    """Return the fields of a turn other than its role."""
-    return {} if isinstance(turn, str) else json.loads(turn[1])
 
 
 @dataclass(frozen=True)
@@ -328,7 +324,7 @@ def with_tools(messages: tuple[Message, ...], value: Any) -> tuple[Message, ...]
     if not tools:
         return messages
     first = messages[0]
-    return (replace(first, fields=_json({**fields_of(first.turn), "tools": tools})), *messages[1:])
+    return (replace(first, fields=_json({**first.turn.parsed(), "tools": tools})), *messages[1:])
 
 
 def message_of(item: Any) -> Message:
@@ -400,7 +396,7 @@ def in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
 def _join(first: Message, second: Message) -> Message:
     content = "\n\n".join(message.content for message in (first, second) if message.content)
     calls = _calls(first) + _calls(second)
-    fields = fields_of(first.turn) | fields_of(second.turn) | ({"tool_calls": calls} if calls else {})
+    fields = first.turn.parsed() | second.turn.parsed() | ({"tool_calls": calls} if calls else {})
     if content:
         fields.pop("content", None)
     fields.pop(REASONING, None)
@@ -409,4 +405,4 @@ def _join(first: Message, second: Message) -> Message:
 
 
 def _calls(message: Message) -> list[Any]:
-    return list(fields_of(message.turn).get("tool_calls", []))
+    return list(message.turn.parsed().get("tool_calls", []))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from pipeline.data.records import REASONING, REASONING_KEYS, Message, Turn, fields_of, role_of
+from pipeline.data.records import REASONING, REASONING_KEYS, Message, Turn
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ THINKING = "{#- The model thinks before it answers. -#}"
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _REASONING_INDEX = 1 << 20  # the index of the reasoning of message 0
 
+USER, ASSISTANT = Turn("user"), Turn("assistant")
 Fragment = str | int  # text of the template, or the index of a message
 
 
@@ -110,34 +111,44 @@ class ChatTemplate:
         self.answer = lru_cache(maxsize=4096)(self._answer)
         self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
 
-    def own_text(self) -> str:
-        """Return the text of the template around a short conversation, which contains its control tokens."""
-        fragments = self._prompt(("user", "assistant", "user"))
-        return "".join(fragment for fragment in fragments if isinstance(fragment, str)) + self.after_answer()
+    def control_tokens(self) -> dict[int, str]:
+        """Return {id: text} of the control tokens: special tokens, and role marks of the template."""
+        hf, fragments = self._tokenizer, self._prompt((USER, ASSISTANT, USER))
+        own = "".join(fragment for fragment in fragments if isinstance(fragment, str)) + self.after_answer()
+        control = {
+            token: added.content
+            for token, added in hf.added_tokens_decoder.items()
+            if added.special or (added.content in own and not added.content.replace(" ", "").isalnum())
+        }
+        control |= {token: str(hf.convert_ids_to_tokens(token)) for token in hf.all_special_ids}
+        if hf.unk_token_id not in (None, hf.eos_token_id, hf.bos_token_id, hf.pad_token_id):
+            control.pop(hf.unk_token_id, None)  # it represents characters that the vocabulary lacks
+        return {token: text for token, text in control.items() if text.strip()}
 
     def before_answer(self) -> tuple[str, str]:
         """Return a prompt, and the white space that the template writes between it and the answer."""
-        prompt = self._prompt(("user",))
-        conversation = self._render(("user", "assistant"), generation_prompt=False)
+        prompt = self._prompt((USER,))
+        conversation = self._render((USER, ASSISTANT), generation_prompt=False)
         gap = _text_after(conversation[: conversation.index(1)], prompt) if 1 in conversation else None
         return "".join(fragment if isinstance(fragment, str) else "a" for fragment in prompt), gap or ""
 
     def after_answer(self) -> str:
         """Return the text that the template writes after the last answer."""
-        last = self._render(("user", "assistant"), generation_prompt=False)[-1]
+        last = self._render((USER, ASSISTANT), generation_prompt=False)[-1]
         return last if isinstance(last, str) else ""
 
-    def between(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
-        """Return the fragments between an answer and the next one. The content of turns[i] has the index 2 + i.
+    def between(self, turns: tuple[Turn, ...], end_text: str) -> tuple[Fragment, ...]:
+        """Return the fragments between an answer with its end token and the next one.
 
-        An answer before results of tools has a call for each of them.
+        The content of turns[i] has the index 2 + i. An answer before results of tools has a call for each of them.
+        end_text: the text of the end token
         """
         calls = []
-        for result in (fields_of(turn) for turn in turns if role_of(turn) == "tool"):
+        for result in (turn.parsed() for turn in turns if turn.role == "tool"):
             call = {"type": "function", "function": {"name": result.get("name", "function"), "arguments": {}}}
             calls.append(call | ({"id": result["tool_call_id"]} if "tool_call_id" in result else {}))
-        answer: Turn = ("assistant", json.dumps({"tool_calls": calls})) if calls else "assistant"
-        text, body = _joined(self._prompt(("user", answer, *turns))), _joined(self.answer(("user", answer)))
+        answer = Turn("assistant", json.dumps({"tool_calls": calls})) if calls else ASSISTANT
+        text, body = _joined(self._prompt((USER, answer, *turns))), _joined(self.answer((USER, answer)))
         # Earlier answers may have no block of reasoning before their content, and some templates omit that of calls.
         end = body[max(0, body.find(_placeholder(1))) :]
         if end not in text:
@@ -145,7 +156,10 @@ class ChatTemplate:
                 "The chat template writes an earlier answer differently from the last one, so a conversation cannot go "
                 "on after it. Set another template with model.chat_template=FILE."
             )
-        return _fragments(text.partition(end)[2])
+        rest = text.partition(end)[2]
+        if end_text and rest.lstrip().startswith(end_text):  # Llama 2: a space before the end token
+            rest = rest.lstrip().removeprefix(end_text)
+        return _fragments(rest)
 
     def layout(self, turns: tuple[Turn, ...], end: str = "") -> tuple[Segment, ...]:
         """Return the segments of a prompt with its generation prompt. `turns` must not end with the assistant.
@@ -158,7 +172,7 @@ class ChatTemplate:
         segments: list[Segment] = []
         text, start = _joined(self._prompt(turns)), 0
         for index, turn in enumerate(turns):
-            if role_of(turn) != "assistant" or index == 0:
+            if turn.role != "assistant" or index == 0:
                 continue
             prompt = _joined(self._prompt(turns[:index]))
             answered = prompt + _joined(self.answer(turns[: index + 1]))
@@ -171,7 +185,7 @@ class ChatTemplate:
 
     def _answer(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
         """Return the fragments of the last turn, an answer, without the text that the template writes after it."""
-        if isinstance(turns[-1], str) and not self.thinks:
+        if not turns[-1].fields and not self.thinks:
             return tuple(fragment for fragment in (self.lead, len(turns) - 1) if fragment != "")
         prompt, text = _joined(self._prompt(turns[:-1])), _joined(self._render(turns, generation_prompt=False))
         if not text.startswith(prompt):
@@ -180,7 +194,7 @@ class ChatTemplate:
                 "has no reasoning. Change the data, or set another template with model.chat_template=FILE."
             )
         answer = _fragments(text.removeprefix(prompt).removesuffix(self.after_answer()))
-        if REASONING in fields_of(turns[-1]) and len(turns) - 1 + _REASONING_INDEX not in answer:
+        if REASONING in turns[-1].parsed() and len(turns) - 1 + _REASONING_INDEX not in answer:
             raise UserError(
                 "The chat template does not write the reasoning of an answer (reasoning_content). Write the reasoning "
                 "into the content, or set another template with model.chat_template=FILE."
@@ -196,7 +210,7 @@ class ChatTemplate:
         prompt = self._render(turns, generation_prompt=True)
         if self.thinks:
             return prompt
-        conversation = self._render((*turns, "assistant"), generation_prompt=False)
+        conversation = self._render((*turns, ASSISTANT), generation_prompt=False)
         if len(turns) not in conversation:
             return prompt
         before_answer = conversation[: conversation.index(len(turns))]
@@ -209,7 +223,7 @@ class ChatTemplate:
         try:
             return self._render_messages(messages, tools, generation_prompt)
         except jinja2.TemplateError as error:
-            roles = [role_of(turn) for turn in turns]
+            roles = [turn.role for turn in turns]
             if roles[:2] != ["system", "user"]:
                 raise UserError(self._refusal(roles, error)) from error
             # no system role: its text precedes that of the user
@@ -281,8 +295,8 @@ class ChatTemplate:
 
 def _message(index: int, turn: Turn) -> dict[str, Any]:
     """Return a message for a template, with a placeholder as its content."""
-    mark = '"' if role_of(turn) == "tool" else ""  # which a template escapes if it writes the content as JSON
-    message = {"role": role_of(turn), "content": f"\ue000{index}{mark}\ue001", **fields_of(turn)}
+    mark = '"' if turn.role == "tool" else ""  # which a template escapes if it writes the content as JSON
+    message = {"role": turn.role, "content": f"\ue000{index}{mark}\ue001", **turn.parsed()}
     if message.pop(REASONING, False):
         message |= dict.fromkeys(REASONING_KEYS, _placeholder(index + _REASONING_INDEX))
     return message

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,36 +19,16 @@ from typing import TYPE_CHECKING
 
 from pipeline.data.files import find
 from pipeline.data.records import Message, Turn
-from pipeline.data.template import DEFAULT_TEMPLATE, THINKING, ChatTemplate, Segment, content_of
-from pipeline.errors import UserError
+from pipeline.data.template import DEFAULT_TEMPLATE, THINKING, USER, ChatTemplate, Segment, content_of
+from pipeline.errors import UserError, kind_and_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 _REASONING = re.compile(r"\s*<think>\s*(.*?\S)\s*</think>\s*", re.DOTALL)
-_LONGEST_REASON = 400  # characters of an error of the tokenizers library
-_LONGEST_WORD = 1000  # characters, in the training of a tokenizer
 _CHUNK = 1024  # texts per call: fast tokenizers store the offsets of one call in memory
 _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
-
-PAD, END = "<|pad|>", "<|end|>"
-ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
-CHAT_TEMPLATE = (
-    "{%- if tools -%}{{ '<|system|>' }}"
-    "{%- for tool in tools -%}{{ tool.function | tojson }}{{ '\\n' }}{%- endfor -%}{{ '<|end|>' }}"
-    "{%- endif -%}"
-    "{%- for message in messages -%}"
-    "{%- if message.role == 'tool' -%}"
-    "{{ '<|user|><tool_response>' + message.content + '</tool_response><|end|>' }}"
-    "{%- else -%}{{ '<|' + message.role + '|>' + message.content }}"
-    "{%- for call in message.tool_calls or [] -%}"
-    "{{ '<tool_call>' }}{{ call.function | tojson }}{{ '</tool_call>' }}{%- endfor -%}"
-    "{{ '<|end|>' }}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
-)
-SMALLEST_VOCABULARY = 256 + 2 + len(ROLE_TOKENS)
 
 
 class ChatTokenizer:
@@ -71,15 +51,12 @@ class ChatTokenizer:
             hf.chat_template = DEFAULT_TEMPLATE
         self.hf = hf
         self._template = ChatTemplate(hf)
-        self._control = _control_tokens(hf, self._template.own_text())
-        self._control_ids = frozenset(self._control)
-        texts = sorted(self._control.values(), key=len, reverse=True)
-        self._control_text = re.compile("|".join(re.escape(text) for text in texts if text))
+        self._control = self._template.control_tokens()
+        names = sorted(((text, token) for token, text in self._control.items()), key=lambda name: -len(name[0]))
+        self._control_text = re.compile("|".join(re.escape(text) for text, _ in names))
         after = self._template.after_answer().lstrip()
-        ending = next((text for text in texts if text and after.startswith(text)), None)
-        ids = {text: token for token, text in self._control.items()}
-        self.end_id: int = ids[ending] if ending is not None else hf.eos_token_id
-        self._end_text = ending or ""
+        self._end_text = next((text for text, _ in names if after.startswith(text)), "")
+        self.end_id: int = dict(names).get(self._end_text, hf.eos_token_id)
         self._context, self._template.lead = self._before_answers()
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, hf.eos_token_id)))
         self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
@@ -145,10 +122,7 @@ class ChatTokenizer:
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an answer with its end token and the next answer: messages of the user or of tools."""
         messages = self._prepared(messages)
-        fragments = self._template.between(_turns(messages))
-        after = fragments[0].lstrip() if isinstance(fragments[0], str) else ""  # Llama 2: a space before the end token
-        if self._end_text and after.startswith(self._end_text):
-            fragments = (after.removeprefix(self._end_text), *fragments[1:])
+        fragments = self._template.between(_turns(messages), self._end_text)
         whole = [Message("user", ""), Message("assistant", ""), *messages]
         return self._encode_segments([(self._segment(Segment(fragments, context=self._end_text)), whole)])[0]
 
@@ -177,26 +151,10 @@ class ChatTokenizer:
             return str(self.hf.backend_tokenizer.decode(content, skip_special_tokens=True))
         return str(self.hf.decode(content, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of a plain text, with the tokens that the tokenizer adds at its begin, and no template.
-
-        Names of control tokens in the text become control tokens.
-        """
-        return list(self.hf(text, verbose=False)["input_ids"])
-
     @property
     def model_pad_id(self) -> int | None:
         """The padding id for the configuration of a model; None if the padding token is also an end token."""
         return None if self.pad_id in self.end_ids else self.pad_id
-
-    @property
-    def summary(self) -> str:
-        """One line with the special tokens and their ids: those that end an answer, begin and padding."""
-        begin = self.hf.bos_token_id
-        ends = ", ".join(f"{self.hf.convert_ids_to_tokens(token)} ({token})" for token in self.end_ids)
-        first = "none" if begin is None else f"{self.hf.convert_ids_to_tokens(begin)} ({begin})"
-        padding = f"{self.hf.convert_ids_to_tokens(self.pad_id)} ({self.pad_id})"
-        return f"tokens: answers end with {ends}; begin {first}, padding {padding}"
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and its chat template in Hugging Face format."""
@@ -210,13 +168,8 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """Return the SHA-256 (hex) of vocabulary, added tokens, chat template and the ids of a probe text."""
         added = {token: str(text.content) for token, text in self.hf.added_tokens_decoder.items()}
-        parts = [
-            sorted(self.hf.get_vocab().items()),
-            added,
-            self.hf.chat_template,
-            self.end_ids,
-            self._encode([_PROBE]),
-        ]
+        vocabulary = sorted(self.hf.get_vocab().items())
+        parts = [vocabulary, added, self.hf.chat_template, self.end_ids, self._encode([_PROBE])]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def _before_answers(self) -> tuple[str, str]:
@@ -245,18 +198,16 @@ class ChatTokenizer:
             encoded.append(ids[len(start) :] if ids[: len(start)] == start else self._encode([text])[0])
         return encoded
 
-    def _prepared(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose fields are plain, and whose reasoning is apart from the content if the model thinks."""
-        if not self._template.thinks and not any(message.fields or message.reasoning for message in messages):
-            return messages
-        return [self._prepared_message(message) for message in messages]
-
-    def _prepared_message(self, message: Message) -> Message:
-        fields = self._plain_fields(message.fields)
-        written = _REASONING.match(message.content) if self._template.thinks and not message.reasoning else None
-        if message.role != "assistant" or written is None:
-            return replace(message, fields=fields, reasoning=message.reasoning if self._template.thinks else "")
-        return Message(message.role, message.content[written.end() :], fields, written[1])
+        prepared = []
+        for message in messages:
+            content, reasoning = message.content, message.reasoning if self._template.thinks else ""
+            if self._template.thinks and not reasoning and message.role == "assistant":
+                written = _REASONING.match(content)
+                content, reasoning = (content[written.end() :], written[1]) if written else (content, "")
+            prepared.append(Message(message.role, content, self._plain_fields(message.fields), reasoning))
+        return prepared
 
     def _plain_fields(self, fields: str) -> str:
         """Return fields whose texts contain no name of a control token: a space follows its first character."""
@@ -324,7 +275,7 @@ class ChatTokenizer:
         return [token for part in self._encode(parts) for token in part if token not in self._control]
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
-        if self._control_ids.isdisjoint(ids):  # the usual case
+        if self._control.keys().isdisjoint(ids):  # the usual case
             return []
         return [token for token in ids if token in self._control]
 
@@ -350,14 +301,25 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None, thin
     from transformers import AutoTokenizer
 
     folder = find(folder_or_hub)
-    if folder is not None:
-        _check_folder(folder)
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_hub) or folder_or_hub.startswith("."):
+    if folder is None and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_hub) or folder_or_hub.startswith(".")):
         raise UserError(f"{folder_or_hub}: there is no such folder. Set model.path or model.tokenizer to a folder.")
+    if folder is not None and not any(any(folder.glob(name)) for name in _VOCABULARIES):
+        raise UserError(
+            f"{folder}: there is no tokenizer (searched for {', '.join(_VOCABULARIES)}). Copy the tokenizer's files "
+            "into this folder, or set model.tokenizer=FOLDER."
+        )
     try:
         hf = AutoTokenizer.from_pretrained(str(folder or folder_or_hub), trust_remote_code=False)
     except Exception as error:  # parsers of vocabularies raise errors of many types
-        raise UserError(_unreadable(folder_or_hub, folder, error)) from error
+        reason = kind_and_line(error).rstrip(".")
+        if folder is not None:
+            remedy = "Set another tokenizer with model.tokenizer=FOLDER."
+            raise UserError(f"{folder}: the tokenizer cannot be read: {reason}. {remedy}") from error
+        raise UserError(
+            f"The tokenizer of {folder_or_hub} cannot be downloaded from the hub: {reason}. Without access to the hub, "
+            "download the model on another machine, copy the folder to this machine, and set model.path=FOLDER (or "
+            "model.tokenizer=FOLDER)."
+        ) from error
     if chat_template is not None:
         hf.chat_template = _template_text(chat_template)
     if thinking:
@@ -371,44 +333,9 @@ def _let_think(hf: "PreTrainedTokenizerBase") -> None:
     marked = {name: text if text.startswith(THINKING) else THINKING + text for name, text in templates.items()}
     hf.chat_template = marked if isinstance(hf.chat_template, dict) else marked[""]
     try:
-        ChatTemplate(hf).answer(("user", Message("assistant", "", reasoning="-").turn))
+        ChatTemplate(hf).answer((USER, Message("assistant", "", reasoning="-").turn))
     except UserError as problem:
         raise UserError(f"model.thinking=true: {problem}") from problem
-
-
-def _control_tokens(hf: "PreTrainedTokenizerBase", template_text: str) -> dict[int, str]:
-    """Return {id: text} of the control tokens: special tokens and role marks."""
-    control = {
-        token: added.content
-        for token, added in hf.added_tokens_decoder.items()
-        if added.special or (added.content in template_text and not added.content.replace(" ", "").isalnum())
-    }
-    control |= {token: str(hf.convert_ids_to_tokens(token)) for token in hf.all_special_ids}
-    if hf.unk_token_id not in (None, hf.eos_token_id, hf.bos_token_id, hf.pad_token_id):
-        control.pop(hf.unk_token_id, None)  # it represents characters that the vocabulary lacks
-    return {token: text for token, text in control.items() if text.strip()}
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir() or not any(any(folder.glob(name)) for name in _VOCABULARIES):
-        raise UserError(
-            f"{folder}: there is no tokenizer (searched for {', '.join(_VOCABULARIES)}). Copy the tokenizer's files "
-            "into this folder, or set model.tokenizer=FOLDER."
-        )
-
-
-def _unreadable(name: str, folder: Path | None, error: Exception) -> str:
-    text = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip()
-    reason = next(iter(text.splitlines()), type(error).__name__).removesuffix(".")
-    if len(reason) > _LONGEST_REASON:  # the library repeats a wrong value, and has the reason at the end
-        reason = f"{reason[: _LONGEST_REASON // 2]} ... {reason[-_LONGEST_REASON // 2 :]}"
-    if folder is not None:
-        return f"{folder}: the tokenizer cannot be read: {reason}. Set another tokenizer with model.tokenizer=FOLDER."
-    return (
-        f"The tokenizer of {name} cannot be downloaded from the hub: {reason}. Without access to the hub, download the "
-        "model on another machine, copy the folder to this machine, and set model.path=FOLDER (or "
-        "model.tokenizer=FOLDER)."
-    )
 
 
 def _template_text(path: str) -> str:
@@ -419,42 +346,3 @@ def _template_text(path: str) -> str:
     if not text.strip():
         raise UserError(f"model.chat_template={path}: the file is empty. Write a Jinja template, or remove the key.")
     return text
-
-
-def _with_short_words(text: str) -> str:
-    """Divide words of more than `_LONGEST_WORD` characters. The time of training grows with their square."""
-    return re.sub(rf"\S{{{_LONGEST_WORD}}}(?=\S)", r"\g<0> ", text)
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> ChatTokenizer:
-    """Train a byte-level BPE tokenizer (Sennrich et al., 2016) of at most `vocab_size` tokens, with a chat template.
-
-    Byte level: every byte has a token, so any text can be encoded and decoded. Each digit is one token, which makes
-    sums learnable for small models. Equal texts in equal order give an equal tokenizer.
-    """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(f"A byte-level vocabulary needs at least {SMALLEST_VOCABULARY} tokens, not {vocab_size}.")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, END, *ROLE_TOKENS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(map(_with_short_words, texts), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=END,
-        pad_token=PAD,
-        extra_special_tokens=list(ROLE_TOKENS),
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return ChatTokenizer(tokenizer)

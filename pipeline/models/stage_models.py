@@ -12,7 +12,7 @@ from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.files import sync
 from pipeline.models.build import check_adapters, check_scores
@@ -52,6 +52,8 @@ def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToken
     records = trained_on or next(
         (stage_records for stage in STAGES if (stage_records := _records_or_none(config, stage))), []
     )
+    from pipeline.data.new_tokenizer import train_tokenizer  # imported here because few runs need a new tokenizer
+
     return train_tokenizer((text for record in records for text in _texts(record)), size)
 
 

@@ -37,7 +37,8 @@ class ServedModel:
         """Return the jobs of a completion request: the choices of the first prompt, then those of the next one."""
         jobs = []
         for prompt in body.prompts():
-            ids = self.tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt
+            # no template; names of control tokens in the text become control tokens
+            ids = self.tokenizer.hf(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
             if not ids or max(ids) >= self.tokenizer.vocab_size:
                 raise ServeError(400, f"prompt: token ids must be below {self.tokenizer.vocab_size}", param="prompt")
             jobs += self._jobs(body, ids)

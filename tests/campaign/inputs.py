@@ -49,7 +49,7 @@ def run_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, list[str], float]]:
 @contextmanager
 def fixtures(names: set[str]) -> Iterator[Path]:
     """Make the folders that cases copy: a language model, a reward model, a tokenizer, and a finished run."""
-    from pipeline.data.tokenizer import train_tokenizer
+    from pipeline.data.new_tokenizer import train_tokenizer
     from tests.pipeline.models.tiny import classifier, config_of, language_model
 
     with tempfile.TemporaryDirectory(prefix="zerochat-fixtures-") as name:

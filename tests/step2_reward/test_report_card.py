@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipeline.data.encode import PairItem
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
-from pipeline.data.tokenizer import train_tokenizer
 from pipeline.evaluation.pair_accuracy import Scored
 from pipeline.evaluation.samples import SAMPLES, Sample, write_samples
 from step2_reward.report_card import CARD, ScorePairs, answer_of_next, cut_in_half, write_card

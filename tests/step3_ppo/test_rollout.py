@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine import Generation, Sampling
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import Documents
-from pipeline.data.tokenizer import train_tokenizer
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
 from step3_ppo import rollout
 from step3_ppo.batches import collate, local_microbatches

@@ -16,8 +16,9 @@ from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RolloutSection, RunConfig
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.encode import TokenItem
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message, Prompt, Row
-from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.evaluator import Evaluation, Evaluator, earlier_answers, metrics_of, write_table
 from pipeline.evaluation.samples import Sample, read_samples, write_samples

@@ -99,8 +99,8 @@ def chat(*contents: str, system: str | None = None) -> list[Message]:
 
 def segments(hf: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[tuple[str, bool]]:
     """Return [(text, is_answer)] of a conversation: the texts of the prompt, then the last answer if there is one."""
-    roles = tuple(message.role for message in messages)
-    answered = roles[-1] == "assistant"
-    layout = ChatTemplate(hf).layout(roles[:-1] if answered else roles)
+    turns = tuple(message.turn for message in messages)
+    answered = turns[-1].role == "assistant"
+    layout = ChatTemplate(hf).layout(turns[:-1] if answered else turns)
     texts = [(segment.text(messages), segment.is_answer) for segment in layout]
     return [*texts, (messages[-1].content, True)] if answered else texts

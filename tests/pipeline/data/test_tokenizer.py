@@ -13,9 +13,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
 from pipeline.data.template import DEFAULT_TEMPLATE
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from tests.pipeline.data.templates import (
     BRACKETS,
@@ -290,21 +291,15 @@ def test_sentencepiece_models_load(tmp_path: Path, kind: str) -> None:
     assert load_tokenizer(str(tmp_path / "saved")).encode_conversations([messages])[0] == (ids, counts)
 
 
-def test_folders_without_a_tokenizer_are_refused(tmp_path: Path, trained: ChatTokenizer) -> None:
+def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
     with pytest.raises(UserError, match=r"there is no tokenizer.*model\.tokenizer=FOLDER"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(
-        UserError, match=r"the tokenizer cannot be read: '\w+' is missing\. Set another tokenizer with model"
+        UserError, match=r"the tokenizer cannot be read: KeyError: '\w+'\. Set another tokenizer with model"
     ):
         load_tokenizer(str(tmp_path))
-    trained.save(tmp_path)
-    saved = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved | {"truncation": "0" * 3000}))
-    with pytest.raises(UserError, match=r"cannot be read: [^.]*0 \.\.\. 0.*expected .*TruncationParams") as refused:
-        load_tokenizer(str(tmp_path))
-    assert len(str(refused.value)) < 700, "the library repeats the wrong value"
     with pytest.raises(UserError, match="there is no such folder"):
         load_tokenizer(str(tmp_path / "absent"))
 
@@ -316,10 +311,7 @@ def test_an_unreachable_hub_is_an_error_with_a_remedy(monkeypatch: pytest.Monkey
         raise OSError("We couldn't connect.\nMore lines")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(
-        UserError,
-        match=r"tokenizer of some/model cannot be downloaded from the hub: We couldn't connect\..*model\.path=",
-    ):
+    with pytest.raises(UserError, match=r"some/model cannot .* the hub: OSError: We couldn't connect\..*model\.path="):
         load_tokenizer("some/model")
 
 

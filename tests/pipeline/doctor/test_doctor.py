@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pipeline.config.recipes import Recipe, compare_rates, rate_warnings
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
 from pipeline.data.rendering import COLOUR, rendered_example
-from pipeline.data.tokenizer import train_tokenizer
 from pipeline.doctor.command import main as doctor
 from pipeline.launch.command import main as train
 from pipeline.stages.start import batch_line, steps_line

@@ -16,7 +16,7 @@ from pipeline import progress
 from pipeline.config.check import warnings
 from pipeline.config.check_machine import check_paths
 from pipeline.config.stages import stages_to_run
-from pipeline.data.tokenizer import train_tokenizer
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.evaluation.judge import judged, load_judge
 from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function

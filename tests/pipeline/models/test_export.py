@@ -23,7 +23,8 @@ from transformers import (
 
 from pipeline.config.schema import ModelConfig
 from pipeline.config.stage_sections import LoraConfig
-from pipeline.data.tokenizer import ChatTokenizer, train_tokenizer
+from pipeline.data.new_tokenizer import train_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.models import export
 from pipeline.models.build import build_policy, build_scorer

@@ -6,7 +6,8 @@ from transformers import BertConfig, LlamaConfig
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import DpoSection, LoraConfig, PpoSection, RewardSection
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, train_tokenizer
+from pipeline.data.new_tokenizer import train_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import stage_models
 from pipeline.models.source import ModelSource

@@ -17,8 +17,8 @@ import pytest
 import zerochat
 from engine import Sampling
 from pipeline.chat.answer_text import AnswerText
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
-from pipeline.data.tokenizer import train_tokenizer
 from pipeline.serve.app import create_app
 from pipeline.serve.batcher import WAITING_PER_SLOT
 from pipeline.serve.command import main

@@ -196,7 +196,7 @@ def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI, alone: 
 
 
 def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: ChatParticipant) -> None:
-    ids = alone.tokenizer.encode_text("hello there")
+    ids = alone.tokenizer.hf("hello there")["input_ids"]
     options: Options = {"model": "sft", "max_tokens": 9, "temperature": 0}
     by_text = client.completions.create(prompt="hello there", **options)
     by_ids = client.completions.create(prompt=ids, **options)
@@ -205,7 +205,7 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: Cha
     assert by_text.choices[0].text == by_ids.choices[0].text == alone.tokenizer.decode_unstripped(full.token_ids)
     assert [choice.text for choice in several.choices[2:]] == [by_text.choices[0].text] * 2
     assert len(several.choices) == 4 and several.usage is not None
-    assert several.usage.prompt_tokens == len(ids) + len(alone.tokenizer.encode_text("good morning"))
+    assert several.usage.prompt_tokens == len(ids) + len(alone.tokenizer.hf("good morning")["input_ids"])
     logprobs = several.choices[2].logprobs
     assert logprobs is not None and logprobs.token_logprobs == pytest.approx(full.logprobs, abs=1e-4)
     streamed = client.completions.create(prompt="hello there", stream=True, **options)

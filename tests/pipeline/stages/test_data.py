@@ -7,8 +7,8 @@ import pytest
 from pipeline.config.schema import DataConfig, RolloutSection
 from pipeline.data.encode import encode_conversations
 from pipeline.data.load import StageRecords, load_held_out, load_stage
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Prompt
-from pipeline.data.tokenizer import train_tokenizer
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
 from pipeline.stages.data import log_cut, log_divided, on_rank_zero
