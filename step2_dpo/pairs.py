@@ -26,11 +26,6 @@ from step2_dpo.loss import LOSSES, imitation_loss
 Result = TypeVar("Result")
 
 
-def answer_scores(dpo: DpoSection, logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
-    """Return the score that `dpo.loss` gives each answer, see `step2_dpo.loss`. All shapes are equal."""
-    return LOSSES[dpo.loss][0](logprobs, reference, lengths)
-
-
 def pair_loss(dpo: DpoSection, scores: Tensor, logprobs: Tensor, lengths: Tensor) -> Tensor:
     """Return the loss that `dpo.loss` names, summed over B pairs.
 
@@ -68,7 +63,7 @@ class PairBatches(Batches[PairItem]):
 
     def loss(self, module: nn.Module, batch: AnswerBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
         logprobs = answer_logprobs(module, batch)
-        scores = answer_scores(self.section, logprobs, batch.reference, batch.lengths)
+        scores = LOSSES[self.section.loss][0](logprobs, batch.reference, batch.lengths)
         total = pair_loss(self.section, scores, logprobs, batch.lengths)
         metrics = _metrics(logprobs.detach(), self.section.beta * scores.detach())
         if self.section.has_reference:  # a pair has two answers
@@ -144,7 +139,7 @@ def held_out_metrics(
     logprobs, reference: (N, 2) under the policy and under the reference
     """
     lengths = answer_lengths(pairs).float()
-    scores = answer_scores(dpo, logprobs, reference, lengths)
+    scores = LOSSES[dpo.loss][0](logprobs, reference, lengths)
     margins = scores[:, 0] - scores[:, 1]
     loss = pair_loss(dpo, *(table.T.flatten() for table in (scores, logprobs, lengths)))
     chosen, rejected = (dpo.beta * scores.mean(0)).tolist()

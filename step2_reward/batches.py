@@ -19,7 +19,7 @@ from pipeline.data.microbatches import (
 )
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.stages.supervised import StepBatch, SupervisedTask
-from step2_reward.loss import bradley_terry_loss, last_scores
+from step2_reward.loss import bradley_terry_loss
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ class RewardBatches(SupervisedTask[PairBatch]):
     def loss(self, module: nn.Module, batch: PairBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
         """Return the summed loss of a micro-batch, its correct pairs and the sum of its margins."""
         values = module(batch.input_ids, documents=batch.documents)
-        scores, count = last_scores(values, batch.ends), len(batch.margins)
+        scores, count = values.flatten()[batch.ends], len(batch.margins)
         chosen, rejected = scores[:count], scores[count : 2 * count]
         margins = batch.margins if self.section.use_margin else torch.zeros_like(batch.margins)
         difference = (chosen - rejected).detach()
@@ -88,4 +88,4 @@ class RewardBatches(SupervisedTask[PairBatch]):
 def _both_scores(module: nn.Module, batch: PairBatch) -> Sequence[Tensor]:
     """Return the scores (2,) of the chosen and the rejected answer of each pair."""
     values, count = module(batch.input_ids, documents=batch.documents), len(batch.margins)
-    return last_scores(values, batch.ends)[: 2 * count].view(2, count).unbind(1)
+    return values.flatten()[batch.ends[: 2 * count]].view(2, count).unbind(1)

@@ -12,8 +12,3 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, *, cen
     """
     ranking = -F.logsigmoid(chosen - rejected - margins)
     return (ranking + centering * (chosen + rejected).square()).sum()
-
-
-def last_scores(values: Tensor, ends: Tensor) -> Tensor:
-    """Return the values (S,) at the indices `ends` (S,) of the flattened `values` (B, T)."""
-    return values.flatten()[ends]

@@ -6,32 +6,31 @@ outside of the mask count as zero, and results are zero there.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class ScoredRollout(Protocol):
-    """The numbers of a rollout that its advantages depend on. `step3_ppo.rollout.Rollout` describes them."""
+@dataclass(frozen=True)
+class ScoredRollout:
+    """The numbers of a rollout that its advantages depend on.
 
-    @property
-    def response_mask(self) -> Tensor: ...
+    finished: (B,) bool, whether the response has an end token
+    response_mask: (B, R) bool; the tables below are (B, R) fp32 and zero outside the mask. They have no place for
+        messages
+    scores: (B,) fp32, the score of the reward model less its mean over reference answers, plus that of the function;
+        without either, the log-ratio of the reference (the teacher) and the policy, summed over the tokens
+    logprobs: log-probabilities under the policy, by the trainer's forward
+    reference: log-probabilities under the reference; None without a reference
+    values: the critic's value before each token; None without a critic
+    """
 
-    @property
-    def finished(self) -> Tensor: ...
-
-    @property
-    def scores(self) -> Tensor: ...
-
-    @property
-    def logprobs(self) -> Tensor: ...
-
-    @property
-    def reference(self) -> Tensor | None: ...
-
-    @property
-    def values(self) -> Tensor | None: ...
+    finished: Tensor
+    response_mask: Tensor
+    scores: Tensor
+    logprobs: Tensor
+    reference: Tensor | None
+    values: Tensor | None
 
 
 def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -134,17 +133,6 @@ def online_dpo(scores: Tensor, log_ratios: Tensor, samples: int, *, beta: float)
     weights = beta * torch.sigmoid(beta * (ratios.gather(1, worst) - ratios.gather(1, best)))
     weights = weights.masked_fill(is_uniform(scores, samples)[:, None], 0.0)
     return torch.zeros_like(groups).scatter_add(1, best, weights).scatter_add(1, worst, -weights).flatten()
-
-
-def distill(logprobs: Tensor, teacher: Tensor) -> Tensor:
-    """Return log q(token) - log p(token) of tokens that the student p sampled; q is the teacher.
-
-    As the advantage of a policy gradient step, its expectation is the negative gradient of KL(p, q) at each position of
-    the student's own answers. The gradient through the choice of these positions is left out (Agarwal et al., 2023,
-    "On-policy distillation of language models", arXiv:2306.13649, section 3.2, with the reverse KL; Lu and Thinking
-    Machines Lab, 2025, "On-policy distillation").
-    """
-    return -kl_k1(logprobs, teacher)
 
 
 def is_uniform(scores: Tensor, samples: int) -> Tensor:
@@ -312,9 +300,15 @@ def estimate_online_dpo(
 
 
 def estimate_distill(rollout: ScoredRollout, rewards: Tensor, scores: Tensor) -> Advantages:
-    """Estimate by on-policy distillation: the log-ratio of teacher and student at each token. The reference teaches."""
+    """Estimate by on-policy distillation: log q(token) - log p(token) of student p and teacher q, the reference.
+
+    As the advantage of a policy gradient step, its expectation is the negative gradient of KL(p, q) at each position of
+    the student's own answers. The gradient through the choice of these positions is left out (Agarwal et al., 2023,
+    "On-policy distillation of language models", arXiv:2306.13649, section 3.2, with the reverse KL; Lu and Thinking
+    Machines Lab, 2025, "On-policy distillation").
+    """
     assert rollout.reference is not None, "distillation without a teacher"
-    ratios = torch.where(rollout.response_mask, distill(rollout.logprobs, rollout.reference), 0)
+    ratios = torch.where(rollout.response_mask, rollout.reference - rollout.logprobs, 0)
     return Advantages(ratios, ratios)
 
 

@@ -18,6 +18,7 @@ from pipeline.data.microbatches import gather_by_index, gather_rows
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import SharedError
 from pipeline.evaluation.judge import Call, function_rewards, rewards_by_name
+from step3_ppo.advantages import ScoredRollout
 from step3_ppo.batches import Microbatch, collate, critic_values, local_microbatches, policy_logprobs
 from step3_ppo.models import REWARD_MODEL, Models
 
@@ -55,19 +56,11 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(ScoredRollout):
     """Prompts with their responses, and the numbers of all models.
 
     prompts, responses: token ids of B sequences; a response contains its end token
-    finished: (B,) bool, whether the response has an end token
-    response_mask: (B, R) bool; the tables below are (B, R) fp32 and zero outside the mask. They have no place for
-        messages
-    scores: (B,) fp32, the score of the reward model less its mean over reference answers, plus that of the function;
-        without either, the log-ratio of the reference (the teacher) and the policy, summed over the tokens
-    logprobs: log-probabilities under the policy, by the trainer's forward
-    reference: log-probabilities under the reference; None without a reference
-    values: the critic's value before each token; None without a critic
-    generator: the generator's own log-probabilities
+    generator: (B, R) fp32, the generator's own log-probabilities
     function: (B,) fp32, the score of the reward function; None unless the reward model scores as well
     rewards: the mean of each reward by name, before weighting
     batches: this rank's micro-batches, as the models scored them
@@ -77,12 +70,6 @@ class Rollout:
 
     prompts: list[list[int]]
     responses: list[list[int]]
-    finished: Tensor
-    response_mask: Tensor
-    scores: Tensor
-    logprobs: Tensor
-    reference: Tensor | None
-    values: Tensor | None
     generator: Tensor
     function: Tensor | None = None
     rewards: dict[str, float] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from step2_reward.loss import bradley_terry_loss, last_scores
+from step2_reward.loss import bradley_terry_loss
 
 
 @pytest.mark.parametrize(("centering", "margin"), [(0.0, 0.0), (0.01, 0.0), (0.3, 1.0)])
@@ -25,8 +25,3 @@ def test_bradley_terry(centering: float, margin: float) -> None:
 def test_far_apart_scores_stay_finite() -> None:
     loss = bradley_terry_loss(torch.tensor([-500.0]), torch.tensor([500.0]), torch.zeros(1), centering=0.0)
     assert loss.item() == 1000
-
-
-def test_last_scores() -> None:
-    values = torch.arange(12.0).reshape(3, 4)
-    assert last_scores(values, torch.tensor([0, 7, 9])).tolist() == [0, 7, 9]

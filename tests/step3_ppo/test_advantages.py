@@ -9,7 +9,8 @@ import torch
 
 from step3_ppo.advantages import (
     KlController,
-    distill,
+    ScoredRollout,
+    estimate_distill,
     gae,
     grpo,
     is_uniform,
@@ -141,7 +142,9 @@ def test_a_policy_gradient_step_towards_the_teacher_lowers_the_reverse_kl() -> N
     teacher = torch.randn(5, dtype=torch.float64, generator=noise).log_softmax(0)
     student = logits.log_softmax(0)
     (expected,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
-    advantages = distill(student.detach(), teacher)
+    mask, none = torch.ones(1, 5, dtype=torch.bool), torch.empty(0)
+    rollout = ScoredRollout(none, mask, none, student.detach()[None], teacher[None], None)
+    advantages = estimate_distill(rollout, none, none).advantages[0]
     (actual,) = torch.autograd.grad(-(student.detach().exp() * advantages * student).sum(), logits)
     torch.testing.assert_close(actual, expected)
 
