@@ -44,7 +44,7 @@ from pipeline.launch.failure import (
     advise,
     save_traceback,
 )
-from pipeline.launch.folder import RunFolder, open_folder, with_stage_shares
+from pipeline.launch.folder import open_folder, with_stage_shares
 from pipeline.launch.manifest import Manifest, move_aside
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_rank_count, count_gpus, external_ranks, own_ranks, prints_mistakes
@@ -203,7 +203,8 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
         folder.remove_leftovers()
         for text in warnings(config):
             print(f"warning: {text}", file=sys.stderr)
-        print(f"run folder: {folder.path}{_describe_earlier_run(folder)}", flush=True)
+        earlier = f" ({folder.reason}; name=NAME starts another run)" if folder.reason else ""
+        print(f"run folder: {folder.path}{earlier}", flush=True)
         manifest = Manifest.read(folder.path)
         manifest.claim(config, stages)
         config = with_stage_shares(config, folder.path, stages)
@@ -230,15 +231,6 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
         end = _start("plan", Path(run_dir), config, ranks, control, number=0)
         if end.status:
             raise StageFailed(end.status)
-
-
-def _describe_earlier_run(folder: RunFolder) -> str:
-    """Return why the launcher chose this run folder; "" if the folder has no earlier run."""
-    reasons = {
-        "unfinished": "resumes the unfinished run of the same configuration",
-        "finished": "the run is finished and stays unchanged",
-    }
-    return f" ({reasons[folder.earlier]}; name=NAME starts another run)" if folder.earlier else ""
 
 
 def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, control: Control) -> bool:

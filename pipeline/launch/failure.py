@@ -20,13 +20,12 @@ USER_ERROR, CRASHED = 2, 1
 RESTART = 3  # the launcher starts the stage again: with smaller micro-batches, or from an earlier step
 UNFINISHED = 4  # of a rank that ended with status 0 before the stage was finished
 HUNG = 5  # no rank made progress, or a host is lost
-LOADER_FAILED = 127  # of glibc's loader, which ends a process that has no memory for the data of a thread
 INTERRUPTED, STOPPED = 130, 143  # Ctrl-C; SIGTERM and other signals
 ENDED_EARLY = (INTERRUPTED, STOPPED)
 AGAIN = "run the same command again"
 DISK_TIMEOUT = 5.0  # seconds to write what is useful but not necessary
-PIPE_BYTES = 32_000
-PIPE_CAPACITY = 65_536  # of a pipe on Linux and macOS
+MESSAGE_LENGTH, TRACEBACK_LENGTH = 4000, 12_000
+"""Characters of an error that a rank sends. UTF-8 takes at most 4 bytes for each, and a pipe has 65,536 bytes."""
 HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # RuntimeErrors of Python and of C++
 PANIC = "PanicException"  # a BaseException of libraries in Rust, such as tokenizers

@@ -100,8 +100,7 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         section["reward_function"] = _absolute(config.ppo.reward_function)
         section["reward_ensemble"] = [_absolute(folder) for folder in config.ppo.reward_ensemble]
         if selects:
-            keys = (key.partition(".") for key in PPO_SELECTION_KEYS)
-            settings["evaluation"] = {leaf: dump["evaluation"][leaf] for part, _, leaf in keys if part == "evaluation"}
+            settings["evaluation"] = {key: dump["evaluation"][key] for key in ("prompts", "temperatures")}
             settings["evaluation"]["judge"] = _absolute(config.evaluation.judge)
         settings["rollout"] = {
             key: value for key, value in dump["rollout"].items() if key not in ROLLOUT_EXECUTION_KEYS

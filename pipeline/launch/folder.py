@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import STAGES
@@ -30,8 +30,8 @@ class RunFolder:
 
     path: Path
     lock: IO[str]
-    earlier: Literal["", "unfinished", "finished"] = ""
-    """The state of the earlier run of the same configuration that the launcher selected; "" if it selected none."""
+    reason: str = ""
+    """Why the launcher selected the folder of an earlier run; "" if it selected none."""
     is_new: bool = False
     """Whether this command created the folder."""
 
@@ -124,9 +124,10 @@ def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolde
             unfinished.append(file.parent)
         elif has_label:
             finished.append(file.parent)
+    resumes, stays = "resumes the unfinished run of the same configuration", "the run is finished and stays unchanged"
     for folder in (*unfinished, *finished):
         try:
-            return RunFolder(folder, _lock(folder), "finished" if folder in finished else "unfinished")
+            return RunFolder(folder, _lock(folder), stays if folder in finished else resumes)
         except UserError:
             continue  # another process holds the lock of this run
     return None

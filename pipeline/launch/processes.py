@@ -35,7 +35,6 @@ from pipeline.launch.failure import (
     FAILURE_PIPE,
     INTERRUPTED,
     LAUNCHER,
-    LOADER_FAILED,
     LOG_LEVEL,
     RESTART,
     STACK,
@@ -85,9 +84,9 @@ class _Worker:
     def record(self) -> dict[str, Any]:
         """The record that the rank wrote to its pipe, after its end: an error, or that it has finished the stage."""
         try:
-            record: dict[str, Any] = json.loads(os.read(self.pipe, 65536).decode(errors="replace").splitlines()[0])
+            record: dict[str, Any] = json.loads(os.read(self.pipe, 65536).partition(b"\n")[0])
             return record
-        except (OSError, ValueError, IndexError):
+        except (OSError, ValueError):
             return {}
 
 
@@ -291,10 +290,7 @@ def _stage_end(workers: list[_Worker], signals: _Signals, place: str, out_of_mem
         elif message:
             ends.append(StageEnd(CRASHED, f"{name}: {message}", order=END_ORDER["crashed"], **details))
         elif status:
-            message = f"{name} ended with status {status}"
-            if status == LOADER_FAILED:
-                message += ": no memory was left, or a library could not be loaded (the system's message is above)"
-            ends.append(StageEnd(CRASHED, message, order=END_ORDER["failed"]))
+            ends.append(StageEnd(CRASHED, f"{name} ended with status {status}", order=END_ORDER["failed"]))
     return replace(merge_ends(ends), stop_status=stop_status)
 
 

@@ -32,10 +32,10 @@ from pipeline.launch.failure import (
     FAILURE_PIPE,
     INTERRUPTED,
     LAUNCHER,
-    PIPE_BYTES,
-    PIPE_CAPACITY,
+    MESSAGE_LENGTH,
     RESTART,
     STACK,
+    TRACEBACK_LENGTH,
     USER_ERROR,
     advise,
 )
@@ -144,8 +144,8 @@ def _report(problem: BaseException) -> int:
     record = {
         "status": status,
         "time": time.time(),
-        "message": printable(advice or in_keys(f"{type(problem).__name__}: {problem}"))[: PIPE_BYTES // 8],
-        "traceback": printable(text)[-PIPE_BYTES // 2 :],
+        "message": printable(advice or in_keys(f"{type(problem).__name__}: {problem}"))[:MESSAGE_LENGTH],
+        "traceback": printable(text)[-TRACEBACK_LENGTH:],
     }
     _send(record)
     return status
@@ -160,11 +160,9 @@ def _send(record: dict[str, Any]) -> None:
                 record["traceback"] if record["status"] == CRASHED else f"error: {record['message']}", file=sys.stderr
             )
         return
-    line = json.dumps(record).encode() + b"\n"
-    if len(line) > PIPE_CAPACITY:  # JSON escapes take up to 12 bytes for a character; a full pipe would block this rank
-        line = json.dumps(record | {"traceback": record["traceback"][-1000:]}).encode() + b"\n"
+    line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # escapes may have 12 bytes
     with contextlib.suppress(OSError):
-        os.write(int(pipe), line)
+        os.write(int(pipe), line + b"\n")
 
 
 def _end_with_launcher() -> None:

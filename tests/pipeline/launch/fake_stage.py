@@ -2,7 +2,8 @@
 
 "ok" writes a model and a summary. Other values are "BEHAVIOUR", or "BEHAVIOUR:RANK" for a single rank:
 
-- user: a UserError; crash: a RuntimeError; unread: a print to a pipe without a reader; kill: SIGKILL to itself
+- user: a UserError; crash: a RuntimeError; long: one with a long message; kill: SIGKILL to itself
+- unread: a print to a pipe without a reader
 - slow: sleep for a second; hang: sleep for a long time; deaf: like hang, and ignore signals
 - quits: print in a function at exit, and when an object of a module is freed
 - exit: status 0 without a result, as after os._exit(0) in a user's function; loader: status 127
@@ -53,6 +54,8 @@ def act(behaviour):
         raise UserError("data.path=x.jsonl: line 3 is not JSON")
     if behaviour == "crash":
         raise RuntimeError("a bug")
+    if behaviour == "long":  # characters that end a line for str.splitlines, or take 4 bytes or JSON's escapes
+        raise RuntimeError("\U0001f600" * 3900 + "\u2028\ud800" + '"' * 20_000)
     if behaviour == "unread":
         raise BrokenPipeError
     if behaviour == "quits":

@@ -131,11 +131,8 @@ def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator
         ("unread:0", 2, "the program that reads the output has ended"),
         ("crash:1", 1, "rank 1: RuntimeError: a bug$"),
         ("kill:0", 1, "rank 0 was killed by SIGKILL"),
-        (
-            "loader:0",
-            1,
-            "rank 0 ended with status 127: no memory was left",
-        ),  # glibc, without memory for a thread's data
+        ("loader:0", 1, "rank 0 ended with status 127$"),  # of glibc, without memory for a thread's data
+        ("long:1", 1, "rank 1: RuntimeError: \U0001f600{3900}"),
         ("exit", 1, "rank 0 exited before the stage was finished: .* must not call exit"),
         ("exit:1", 1, "rank 1 exited before the stage was finished"),
         ("lost", 1, "rank 1 exited before the stage was finished"),
