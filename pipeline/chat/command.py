@@ -20,6 +20,17 @@ Chat with a model in the terminal.
 {chat} runs/x --web                      a page in the browser (--web --help lists its options)
 {chat} runs/x --arena                    a page where people vote between two models without their names
 """
+OPTIONS: dict[str, tuple[type, float, str]] = {
+    "temperature": (float, 0.7, "0 selects the likeliest token (default 0.7)"),
+    "top-p": (float, 1.0, "sample from the smallest set of tokens with this probability (default 1)"),
+    "top-k": (int, 0, "sample from the k likeliest tokens (default 0: all)"),
+    "min-p": (float, 0.0, "skip tokens below this share of the highest probability"),
+    "repetition-penalty": (float, 1.0, "above 1: repeat less of the text so far"),
+    "min-new-tokens": (int, 0, "shortest answer in tokens (default 0)"),
+    "max-new-tokens": (int, 256, "longest answer in tokens (default 256)"),
+    "seed": (int, secrets.randbits(31), "the same seed gives the same answers (default: random)"),
+}
+"""The sampling settings with one value: their type, default and meaning. They can also be set during a chat."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,11 +61,11 @@ def _chat(options: argparse.Namespace) -> int:
     prepare_single_process()
     from engine import Sampling
     from pipeline.chat.participant import load
-    from pipeline.chat.session import OPTIONS, Session, typed_lines
+    from pipeline.chat.session import Session, typed_lines
 
     try:
-        options.stop = tuple(options.stop)
-        sampling = Sampling(**{key.replace("-", "_"): getattr(options, key.replace("-", "_")) for key in OPTIONS})
+        settings = {key: getattr(options, key) for key in (name.replace("-", "_") for name in OPTIONS)}
+        sampling = Sampling(**settings, stop=tuple(options.stop))
     except ValueError as problem:
         raise UserError(str(problem)) from problem
     participants = [load(model, trust_remote_code=options.trust_remote_code) for model in models]
@@ -88,25 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", metavar="TEXT", help="answer one prompt and exit")
     parser.add_argument("--compare", metavar="A,B", help="answer with each of these stages (sft, dpo, ppo) or folders")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 selects the likeliest token (default 0.7)")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the smallest set of tokens with this probability (default 1)",
-    )
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens (default 0: all)")
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, help="skip tokens below this share of the highest probability"
-    )
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less of the text so far")
-    parser.add_argument("--min-new-tokens", type=int, default=0, help="shortest answer in tokens (default 0)")
+    for name, (kind, default, words) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=words)
     parser.add_argument(
         "--stop", default=[], action="append", metavar="TEXT", help="end the answer at this text; repeatable"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default 256)")
-    parser.add_argument(
-        "--seed", type=int, default=secrets.randbits(31), help="the same seed gives the same answers (default: random)"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

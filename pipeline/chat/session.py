@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import Sampling
+from pipeline.chat.command import OPTIONS
 from pipeline.chat.participant import ChatParticipant
 from pipeline.errors import UserError
 
@@ -30,17 +31,7 @@ def stop_strings(text: str) -> tuple[str, ...]:
     return (bare,) if bare else ()
 
 
-OPTIONS: dict[str, Callable[[str], int | float | tuple[str, ...]]] = {
-    "temperature": float,
-    "top-p": float,
-    "top-k": int,
-    "min-p": float,
-    "repetition-penalty": float,
-    "min-new-tokens": int,
-    "max-new-tokens": int,
-    "seed": int,
-    "stop": stop_strings,
-}
+SETTERS: dict[str, Callable[[str], Any]] = {name: kind for name, (kind, *_) in OPTIONS.items()} | {"stop": stop_strings}
 
 
 # Characters that move the cursor, set titles, or change the direction of text or hide it: C0 and C1 controls except tab
@@ -137,11 +128,11 @@ class Session:
                 self.sampling = with_option(self.sampling, *words)
             elif rest:
                 raise UserError(f"{line}: to what? /set KEY VALUE")
-            note("  ".join(f"{key} {_shown(getattr(self.sampling, key.replace('-', '_')))}" for key in OPTIONS))
+            note("  ".join(f"{key} {_shown(getattr(self.sampling, key.replace('-', '_')))}" for key in SETTERS))
         elif command == "/help":
             note(HELP)
         else:
-            instead = f"type /set {line[1:]}" if command[1:] in OPTIONS else "/help lists them"
+            instead = f"type /set {line[1:]}" if command[1:] in SETTERS else "/help lists them"
             raise UserError(f"{line}: there is no such command; {instead}")
 
 
@@ -165,10 +156,10 @@ def _shown(value: int | float | tuple[str, ...]) -> str:
 def with_option(sampling: Sampling, key: str, value: str) -> Sampling:
     """Return the settings with one value changed. Raises UserError for an unknown key or an invalid value."""
     key = key.replace("_", "-")
-    if key not in OPTIONS:
-        raise UserError(f"{key}: there is no such option; there are {', '.join(OPTIONS)}")
+    if key not in SETTERS:
+        raise UserError(f"{key}: there is no such option; there are {', '.join(SETTERS)}")
     try:
-        change: dict[str, Any] = {key.replace("-", "_"): OPTIONS[key](value)}
+        change: dict[str, Any] = {key.replace("-", "_"): SETTERS[key](value)}
         return replace(sampling, **change)
     except ValueError as problem:
         kind = "an integer" if OPTIONS[key] is int else "a number"
