@@ -61,7 +61,7 @@ def create_app(
             *(arena(batcher).routes() if arena is not None else ()),
         ],
         middleware=[Middleware(_Guard, key=key)],
-        exception_handlers={ServeError: _error_response, HTTPException: _http_error, Exception: _failure},
+        exception_handlers=dict.fromkeys((ServeError, HTTPException, Exception), _error),
         lifespan=lifespan,
     )
 
@@ -229,18 +229,10 @@ async def until_disconnected(request: Request, work: Coroutine[Any, Any, None]) 
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _error_response(_: Request, problem: Exception) -> Response:
-    assert isinstance(problem, ServeError)
+async def _error(request: Request, problem: Exception) -> Response:
+    """Answer an error. The log has the traceback of an error of the server itself, and the client gets none."""
+    if isinstance(problem, HTTPException):  # an unknown path or method
+        problem = ServeError(problem.status_code, f"{request.method} {request.url.path}: {problem.detail}")
+    elif not isinstance(problem, ServeError):
+        problem = ServeError(500, f"the server failed: {type(problem).__name__}")
     return JSONResponse(problem.body(), problem.status)
-
-
-async def _http_error(request: Request, problem: Exception) -> Response:
-    """Answer unknown paths and methods in the same form as other errors."""
-    assert isinstance(problem, HTTPException)
-    message = f"{request.method} {request.url.path}: {problem.detail}"
-    return JSONResponse(ServeError(problem.status_code, message).body(), problem.status_code)
-
-
-async def _failure(_: Request, problem: Exception) -> Response:
-    """Answer an error of the server itself. The log has the traceback, the client gets none."""
-    return JSONResponse(ServeError(500, f"the server failed: {type(problem).__name__}").body(), 500)
