@@ -15,7 +15,7 @@ from pipeline.data.microbatches import gather_by_index
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.judge import Verdicts, can_judge, compare_pairs, judged
-from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, Sample, read_samples, write_samples
+from pipeline.evaluation.samples import BEST_OF, GRADES, KINDS, SAMPLES, Sample, read_samples, write_samples
 from pipeline.files import explained_disk
 
 if TYPE_CHECKING:
@@ -229,17 +229,12 @@ def write_table(
         samples = []
         for temperature in temperatures:
             at = {name: found[temperature] for name, found in results.items() if temperature in found}
-            samples += [
-                Sample(
-                    prompt.messages,
-                    {name: result.answers[i] for name, result in at.items()},
-                    {name: result.scores[i] for name, result in at.items() if result.scores is not None},
-                    {name: result.gold[i] for name, result in at.items() if result.gold is not None},
-                    {name: result.function[i] for name, result in at.items() if result.function is not None},
-                    temperature,
-                    {name: result.preferences[i] for name, result in at.items() if result.preferences is not None},
-                )
-                for i, prompt in enumerate(prompts)
-            ]
+            columns = {
+                kind: {name: column for name, result in at.items() if (column := getattr(result, kind)) is not None}
+                for kind in ("answers", *KINDS)
+            }
+            for i, prompt in enumerate(prompts):
+                row = {kind: {name: column[i] for name, column in of_kind.items()} for kind, of_kind in columns.items()}
+                samples.append(Sample(prompt.messages, temperature=temperature, **row))
         write_samples(folder / SAMPLES, [sample.merge(earlier.get(sample.key)) for sample in samples])
     distributed.barrier()
