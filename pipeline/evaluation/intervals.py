@@ -1,7 +1,7 @@
 """Intervals, of 95% by default: of means, of paired differences, of the last step against the best one, of shares, of a
 mean over several training seeds, and of Spearman's rank correlation of two kinds of grades.
 
-The module depends on the standard library only. Every function takes numbers and returns numbers.
+Every function takes numbers and returns numbers.
 """
 
 import math
@@ -12,6 +12,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
 Z = statistics.NormalDist().inv_cdf(0.975)  # -Z to Z contains 95% of a standard normal distribution
 
 
@@ -176,10 +180,10 @@ def mean_over_seeds(values: Sequence[Mapping[Any, float]]) -> SeedEffect:
     """
     if len(values) < 2 or min(map(len, values)) < 2:
         raise ValueError("a mean over seeds needs at least two seeds with at least two prompts each")
-    nested, shared = _nested([list(seed.values()) for seed in values]), shared_prompts(values)
+    nested, shared = _nested([np.array([*seed.values()]) for seed in values]), shared_prompts(values)
     if not shared:
         return nested
-    crossed = _crossed([[seed[prompt] for prompt in shared] for seed in values])
+    crossed = _crossed(np.array([[seed[prompt] for prompt in shared] for seed in values]))
     half = crossed.high - crossed.mean
     return replace(crossed, mean=nested.mean, low=nested.mean - half, high=nested.mean + half)
 
@@ -190,44 +194,29 @@ def shared_prompts(values: Sequence[Mapping[Any, float]]) -> list[Any]:
     return shared if 2 * len(shared) > max(map(len, values)) else []
 
 
-def _nested(rows: Sequence[Sequence[float]]) -> SeedEffect:
+def _nested(rows: Sequence[Array]) -> SeedEffect:
     """Estimate the mean over seeds (rows) that have different prompts."""
-    k, total = len(rows), sum(map(len, rows))
-    means = [statistics.fmean(row) for row in rows]
-    mean, low, high = mean_interval(means)
-    grand = sum(map(sum, rows)) / total
-    within = sum((value - own) ** 2 for row, own in zip(rows, means, strict=True) for value in row) / (total - k)
-    between = sum(len(row) * (own - grand) ** 2 for row, own in zip(rows, means, strict=True)) / (k - 1)
-    size = (total - sum(len(row) ** 2 for row in rows) / total) / (k - 1)
-    return SeedEffect(mean, low, high, math.sqrt(max(0.0, (between - within) / size)), math.sqrt(within))
+    k, sizes, means = len(rows), np.array([len(row) for row in rows]), np.array([row.mean() for row in rows])
+    total, grand = sizes.sum(), np.concatenate(rows).mean()
+    within = sum(((row - own) ** 2).sum() for row, own in zip(rows, means, strict=True)) / (total - k)
+    between = (sizes * (means - grand) ** 2).sum() / (k - 1)
+    size = (total - (sizes**2).sum() / total) / (k - 1)
+    return SeedEffect(*mean_interval(means.tolist()), math.sqrt(max(0.0, (between - within) / size)), math.sqrt(within))
 
 
-def _crossed(rows: Sequence[Sequence[float]]) -> SeedEffect:
-    """Estimate the mean over seeds (rows) that have the same prompts (columns)."""
-    k, n = len(rows), len(rows[0])
-    seeds = [statistics.fmean(row) for row in rows]
-    prompts = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    mean = statistics.fmean(seeds)
-    seed = n * sum((value - mean) ** 2 for value in seeds) / (k - 1)
-    prompt = k * sum((value - mean) ** 2 for value in prompts) / (n - 1)
-    errors = [
-        value - by_seed - by_prompt + mean
-        for row, by_seed in zip(rows, seeds, strict=True)
-        for value, by_prompt in zip(row, prompts, strict=True)
-    ]
-    error = sum(value**2 for value in errors) / ((k - 1) * (n - 1))
+def _crossed(values: Array) -> SeedEffect:
+    """Estimate the mean over seeds that have the same prompts. `values` is (seeds, prompts)."""
+    (k, n), mean = values.shape, float(values.mean())
+    seeds, prompts = values.mean(axis=1, keepdims=True), values.mean(axis=0)
+    seed, prompt = float(n * seeds.var(ddof=1)), float(k * prompts.var(ddof=1))  # mean squares
+    error = float(((values - seeds - prompts + mean) ** 2).sum()) / ((k - 1) * (n - 1))
     # The expectation of the sum is at least that of each mean square, so the estimate is at least as large as both.
     square = max(seed + prompt - error, seed, prompt)
     parts = seed**2 / (k - 1) + prompt**2 / (n - 1) + error**2 / ((k - 1) * (n - 1))
     freedom = max(1, math.floor(square**2 / parts)) if parts else k - 1
     half = t_quantile(freedom) * math.sqrt(square / (k * n))
-    return SeedEffect(
-        mean,
-        mean - half,
-        mean + half,
-        math.sqrt(max(0.0, (seed - error) / n)),
-        math.sqrt(max(0.0, (prompt - error) / k) + error),
-    )
+    deviations = math.sqrt(max(0.0, (seed - error) / n)), math.sqrt(max(0.0, (prompt - error) / k) + error)
+    return SeedEffect(mean, mean - half, mean + half, *deviations)
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
