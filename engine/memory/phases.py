@@ -14,8 +14,7 @@ from engine.memory.model_shape import ModelShape, pipeline_stages
 from engine.memory.states import BYTES, ModelStates, Owners, Workload, trained_states
 
 # Owners that `GenerationLoad.keep` holds between calls.
-RETAINED = ("inference_model", "prepacked_linears", "decode_graphs", "cache")
-GRAPHED_SETTINGS = 2  # sampling settings whose CUDA graphs exist at a time: those of rollouts and of evaluations
+RETAINED = ("inference_model", "prepacked_linears", "cache")
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,14 @@ def generation_bytes(
     """Return the bytes that generation adds: weights, cache, and the tensors of prefills and of decode steps.
 
     One block runs at a time, without gradients, and the tensors that it would save for backward bound its tensors. The
-    cache takes half of what `resident` bytes of other owners leave of the device's `free_bytes` (None: unlimited). CUDA
-    graphs hold the tensors of the largest step for each of their sampling settings.
+    cache takes half of what `resident` bytes of other owners leave of the device's `free_bytes` (None: unlimited). Not
+    counted: the tensors of decode steps that CUDA graphs hold, below 1 % of a peak.
 
     vLLM has full weights of its own. The weights that the sync gathers exist until vLLM has copied them
-    ("weight_sync"). Its graphs serve all settings. Its cache has `cache_bytes`, or room for eight sequences.
+    ("weight_sync"). Its cache has `cache_bytes`, or room for eight sequences.
     """
     tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
     block = activations(shape, work, tokens=tokens, length=16).block  # attention over the cache has no (T, T) tensors
-    step = load.slots * (block // tokens + BYTES[work.config.dtype] * shape.vocabulary)
     temporary = {"prefill": block, "logits": 4 * 2 * load.slots * shape.vocabulary}
     gathered = _weight_bytes(shape, work, load)
     if load.uses_vllm:
@@ -103,14 +101,12 @@ def generation_bytes(
         return {
             "weight_sync": gathered,
             "inference_model": number * shape.parameters,
-            "decode_graphs": 0 if work.is_cpu else step,
             **temporary,
             "cache": eight if load.cache_bytes is None else load.cache_bytes,
         }
     owners = {
         "inference_model": gathered,
         "prepacked_linears": _prepacked_bytes(shape, work),
-        "decode_graphs": 0 if work.is_cpu or load.stream else GRAPHED_SETTINGS * step,
         **temporary,
     }
     free = None if free_bytes is None else free_bytes - resident - sum(owners.values())
