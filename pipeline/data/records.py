@@ -189,8 +189,15 @@ def text_of(value: Any, what: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON may contain and tokenizers reject, by the replacement character."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    """Replace lone surrogates, which JSON may contain and tokenizers reject, by the replacement character.
+
+    A text without surrogates is returned itself, so that a record shares the memory of its row.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:

@@ -276,6 +276,14 @@ def test_too_many_bad_rows_are_refused_with_counts_and_places() -> None:
         to_records(table_of("t", rows), "reward", "s", bad_row_limit=0.05)
 
 
+def test_a_record_shares_the_texts_of_its_row() -> None:
+    row = {"prompt": "Why is the sky blue? \u2014 asks nobody", "chosen": "Rayleigh scattering", "rejected": "Paint"}
+    (record,), _ = to_records(table_of("a", [row]), "reward", "a", 0.0)
+    assert isinstance(record, Preference)
+    assert record.prompt[0].content is row["prompt"]
+    assert record.chosen.content is row["chosen"] and record.rejected.content is row["rejected"]
+
+
 def test_columns_of_nulls_are_ignored() -> None:
     row = {"prompt": "a", "completion": "b", "chosen": None, "rejected": None, "messages": None}
     assert len(to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)[0]) == 1
