@@ -14,10 +14,11 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pipeline.data.records import Row
 from pipeline.errors import UserError
@@ -29,6 +30,7 @@ _DOCUMENT = 'Write one {"text": "..."} per line and document into a .jsonl file.
 _SHEET = "Save the table as CSV in UTF-8."
 OTHER_FORMATS = {".txt": _DOCUMENT, ".md": _DOCUMENT, ".xlsx": _SHEET, ".xls": _SHEET, ".ods": _SHEET}
 SEPARATORS = (",", ";", "\t")
+ROWS_PER_BATCH = 2048  # of a parquet file, whose columns are decoded for one batch at a time
 NOT_JSON = "a line is not a JSON object"
 MORE_CELLS = "a line has more cells than the header (put a cell with commas in quotes)"
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -105,7 +107,7 @@ def read_table(path: Path) -> Table:
     if suffix in (".parquet", ".arrow"):
         return _columnar(path, suffix)
     reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}[suffix]
-    return reader(path, _text(path))
+    return reader(path)
 
 
 def table_of(
@@ -143,44 +145,55 @@ def _suffix(path: Path) -> str:
     return Path(path.stem if packed else path.name).suffix.lower()
 
 
-def _unpacked(raw: bytes) -> bytes:
-    """Return decompressed content. The first bytes select the format, because a file name may be wrong."""
-    for begins, unpack in _UNPACK.items():
-        if raw.startswith(begins):
-            return unpack(raw)
-    return raw
+def _unpacked(file: io.BufferedReader) -> IO[bytes]:
+    """Return the decompressed content. The first bytes select the format, because a file name may be wrong."""
+    first = file.peek(max(map(len, _UNPACK)))
+    return next((unpack(file) for begins, unpack in _UNPACK.items() if first.startswith(begins)), file)
 
 
-def _unpack_zstd(raw: bytes) -> bytes:
+def _unpack_zstd(file: IO[bytes]) -> IO[bytes]:
     import pyarrow
 
-    return bytes(pyarrow.CompressedInputStream(pyarrow.BufferReader(raw), "zstd").read())
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
 
 
-_UNPACK: dict[bytes, Callable[[bytes], bytes]] = {
-    b"\x1f\x8b": gzip.decompress,
+_UNPACK: dict[bytes, Callable[..., Any]] = {
+    b"\x1f\x8b": gzip.open,
     b"\x28\xb5\x2f\xfd": _unpack_zstd,
-    b"BZh": bz2.decompress,
-    b"\xfd7zXZ\x00": lzma.decompress,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
 }
 
 
-def _text(path: Path) -> str:
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file with their line feeds. The file is read as a stream, because it may be large."""
+    position = 0
     try:
-        return _unpacked(path.read_bytes()).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text at byte {error.start}; save the file as UTF-8.") from error
+        with open(path, "rb") as file:
+            stream = _unpacked(file)
+            for raw in stream:
+                try:
+                    text = raw.decode("utf-8" if position else "utf-8-sig")
+                except UnicodeDecodeError as error:
+                    position += error.start
+                    for _ in stream:  # a damaged archive raises its own error
+                        pass
+                    raise UserError(f"{path}: not UTF-8 text at byte {position}; save the file as UTF-8.") from error
+                position += len(raw)
+                yield text
+    except UserError:
+        raise
     except (OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _json_lines(path: Path, text: str) -> Table:
+def _json_lines(path: Path) -> Table:
     rows, numbers, broken = [], [], []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
-            rows.append(_object(line))
+            rows.append(_object(line.removesuffix("\n")))
             numbers.append(number)
         except (ValueError, RecursionError) as error:
             broken.append((f"line {number}{_place(error)}", NOT_JSON))
@@ -203,15 +216,16 @@ def _place(error: Exception) -> str:
     return ": it is nested too deeply" if isinstance(error, RecursionError) else f": {reason}"
 
 
-def _json(path: Path, text: str) -> Table:
+def _json(path: Path) -> Table:
     """Read a list of objects, an object that contains one such list, or one object per line."""
+    text = "".join(_lines(path))
     try:
         value = json.loads(text)
     except RecursionError as error:
         raise UserError(f"{path}: the JSON is nested too deeply. Write one object per line.") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" or not text.strip():
-            return _json_lines(path, text)
+            return _json_lines(path)
         raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}. Correct the line.") from error
     except ValueError as error:  # an integer with thousands of digits
         raise UserError(f"{path}: cannot be read: {str(error).partition(';')[0]}. Correct the file.") from error
@@ -238,11 +252,15 @@ def _is_example(value: Mapping[str, Any]) -> bool:
     return bool({"messages", "conversations", "conversation", "prompt", "chosen"} & set(value))
 
 
-def _csv(path: Path, text: str) -> Table:
+def _csv(path: Path) -> Table:
     """Read a table of cells. The separator is the most frequent one in the header: comma, semicolon or tab."""
     csv.field_size_limit(2**31 - 1)  # answers can be longer than the module's 128 KiB
-    header = text.lstrip().partition("\n")[0]
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(SEPARATORS, key=header.count), strict=True)
+    lines = chain.from_iterable(io.StringIO(line, newline="") for line in _lines(path))  # lines may also end with \r
+    begin = ""
+    while not begin.strip() and (line := next(lines, None)) is not None:
+        begin += line
+    separator = max(SEPARATORS, key=begin.lstrip().count)
+    reader = csv.DictReader(chain(io.StringIO(begin, newline=""), lines), delimiter=separator, strict=True)
     rows, numbers = [], []
     broken: list[tuple[str, str]] = []
     end = 1  # the last line of the last row
@@ -272,7 +290,9 @@ def _columnar(path: Path, suffix: str) -> Table:
 
     try:
         if suffix == ".parquet":
-            rows = pyarrow.parquet.read_table(path).to_pylist()
+            content = pyarrow.parquet.ParquetFile(path, pre_buffer=False)  # the buffer would hold the complete file
+            batches = content.iter_batches(batch_size=ROWS_PER_BATCH)
+            rows = [row for batch in batches for row in batch.to_pylist()]
         else:
             with pyarrow.memory_map(str(path)) as file:
                 is_file = file.read(6) == b"ARROW1"  # the IPC file format; `datasets` writes the streaming format

@@ -5,6 +5,8 @@ import csv
 import gzip
 import json
 import lzma
+import random
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -56,6 +58,38 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         nulls = {"chosen": None} if file.name.startswith("m") else {}
         assert list(table.rows) == [{**row, **nulls} for row in ROWS], file.name
         assert table.columns == {"prompt", "completion"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz"])
+def test_reading_needs_little_more_memory_than_the_rows(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"{number} " + "word " * 2000, "completion": "yes"} for number in range(200)]
+    with (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wt", newline="") as file:
+        if "csv" in name:
+            csv.writer(file).writerows([["prompt", "completion"], *(row.values() for row in rows)])
+        else:
+            file.write(lines(rows))
+    size = sum(len(row["prompt"]) for row in rows)
+    tracemalloc.start()
+    table = read_table(tmp_path / name)
+    current, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(table.rows) == 200 and current > size
+    assert peak - current < size / 4
+
+
+def test_reading_parquet_decodes_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.data.files.ROWS_PER_BATCH", 50)
+    rows = [{"prompt": random.Random(number).randbytes(4000).hex()} for number in range(1000)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50, compression=None)
+    default = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(default)
+    pyarrow.set_memory_pool(pool)
+    try:
+        assert list(read_table(tmp_path / "a.parquet").rows) == rows
+    finally:
+        pyarrow.set_memory_pool(default)
+    assert pool.max_memory() < table.nbytes / 4
 
 
 def test_rows_have_their_line_number(tmp_path: Path) -> None:
