@@ -229,7 +229,13 @@ def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> Non
 
 def _load(config: RunConfig, stage: str) -> StageRecords:
     rows = stage == "ppo" and _wants_rows(config)
-    return load_stage(config.data, stage, config.seed, rows=rows, labels=not config.dpo.reads_pairs)
+    records = load_stage(config.data, stage, config.seed, rows=rows, labels=not config.dpo.reads_pairs)
+    if stage == "reward" and config.reward.use_margin and not any(pair.margin for pair in records.train):
+        raise UserError(
+            "reward.use_margin=true has no effect, because no pair has a margin: add a column margin, or score_chosen "
+            "and score_rejected (columns of a source renames columns), or remove reward.use_margin"
+        )
+    return records
 
 
 def _wants_rows(config: RunConfig) -> bool:

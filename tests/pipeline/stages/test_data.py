@@ -82,6 +82,18 @@ def test_the_first_stage_refuses_a_critic_warmup_of_all_rollouts(tmp_path: Path)
         check(prompts)
 
 
+def test_margins_that_the_data_does_not_have_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    config = tiny_config(reward={"use_margin": True})
+    config = config.model_copy(update={"data": DataConfig(name="a", path=str(file))})
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b", "margins": 2} for n in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"reward\.use_margin=true has no effect, because no pair has a margin"):
+        stage_data.check_data_to_come(config, "sft", NONE)
+    file.write_text("".join(json.dumps({**row, "margin": 2}) + "\n" for row in rows))
+    stage_data.check_data_to_come(config, "sft", NONE)
+
+
 def test_names_of_control_tokens_in_answers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = train_tokenizer(["Some text."], 300)
     log_divided("sft", tokenizer)
