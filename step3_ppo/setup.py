@@ -1,6 +1,5 @@
 """PPO before its first step: the prompts, the models, and the numbers that the configuration gives to the loop."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from heapq import nlargest
@@ -87,10 +86,6 @@ class Ppo:
     def only_finished(self) -> bool:
         """Whether the updates leave out the answers without an end token."""
         return self.section.unfinished == "mask"
-
-    def set_kl_coef(self, coef: float) -> None:
-        """Set the weight of the KL to the reference, from a checkpoint."""
-        self.kl = dataclasses.replace(self.kl, coef=coef)
 
     def dry_run(self, budget: int) -> None:
         """Run the passes of an update over a micro-batch of the longest answers, and discard the result."""

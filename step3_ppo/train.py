@@ -1,5 +1,6 @@
 """Stage 3, PPO: the training loop (Schulman et al., 2017; Ouyang et al., 2022; the estimators name their papers)."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,5 +103,5 @@ def run(config: RunConfig, folder: Path) -> None:
 
 def restore(ppo: Ppo, guard: Guard, state: dict[str, Any]) -> None:
     """Restore the KL coefficient and the history of the guard from a checkpoint."""
-    ppo.set_kl_coef(state["kl_coef"])
+    ppo.kl = replace(ppo.kl, coef=state["kl_coef"])
     guard.restore(state["guard"])

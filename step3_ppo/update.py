@@ -86,12 +86,8 @@ def single_minibatch(rollout: Rollout) -> Minibatch:
     return Minibatch(rollout.batches, rollout.tokens(), len(rollout))
 
 
-@dataclass(frozen=True)
-class PtxBatch:
-    """This rank's micro-batches; `tokens` are the target tokens of the global batch."""
-
-    batches: list[TokenBatch]
-    tokens: int
+PtxBatch = tuple[list[TokenBatch], int]
+"""This rank's micro-batches, and the number of target tokens of the global batch."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,7 @@ class PtxMix:
     def batch(self, step: int, *, packing: bool = False) -> PtxBatch:
         """Return the conversations of optimizer step `step`, counted from 0."""
         items = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
-        batches, tokens = token_microbatches(items, budget=self.budget, packing=packing, pad_id=self.pad_id)
-        return PtxBatch(batches, tokens)
+        return token_microbatches(items, budget=self.budget, packing=packing, pad_id=self.pad_id)
 
 
 def update_policy(
@@ -129,6 +124,7 @@ def update_policy(
     the loss. `check` gets the mean |ratio - 1| before the step; if it raises, the parameters stay unchanged.
     """
 
+    ptx_batches, ptx_tokens = ptx or ([], 1)
     loss_function, keys = POLICY_LOSSES[ppo.loss]
     surrogate = partial(loss_function, **{key: getattr(ppo, key) for key in keys})
 
@@ -156,9 +152,8 @@ def update_policy(
         return total, sums | weight_sums | {"entropy": entropy, "deviation": deviation.sum(), "largest": largest}
 
     def pretraining(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
-        assert ptx is not None
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
-        loss = -logprobs.sum() * (minibatch.tokens / ptx.tokens)
+        loss = -logprobs.sum() * (minibatch.tokens / ptx_tokens)
         return ppo.ptx_coef * loss, {"ptx_loss": loss}
 
     def loss(module: nn.Module, batch: Microbatch | TokenBatch) -> tuple[Tensor, Sums]:
@@ -168,7 +163,7 @@ def update_policy(
         if check is not None:
             check(sums["deviation"] / minibatch.tokens)
 
-    batches = cast("list[Microbatch | TokenBatch]", [*minibatch.batches, *(ptx.batches if ptx else [])])
+    batches = cast("list[Microbatch | TokenBatch]", [*minibatch.batches, *ptx_batches])
     return actor.update(batches, loss, minibatch.tokens, maxima=("largest",), before_step=check_ratio)
 
 

@@ -73,7 +73,8 @@ def examine(job: Job, words: Sequence[str], stream: TextIO) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="zerochat-doctor-") as folder:
         config = with_stage_shares(config, named_folder(config) or Path(folder), stages)
     facts = gather(config)
-    yield f"{config.model.name} on {config.data.name}: {', '.join(stages)}{_seed(job)}"
+    label = f" ({job.label})" if job.label else ""
+    yield f"{config.model.name} on {config.data.name}: {', '.join(stages)}{label}"
     yield job.recipe or "recipe: none"
     yield ""
     yield token_line(facts.tokenizer)
@@ -112,10 +113,6 @@ def rate_lines(rates: Sequence[Rate], recipe: str) -> Iterator[str]:
         low, high = rate.range
         verdict = "within" if rate.is_usual else "OUTSIDE"
         yield f"  {rate.key}={rate.value:g}: {verdict} {low:.2g} to {high:.2g} (recipe={recipe}: {rate.usual:g})"
-
-
-def _seed(job: Job) -> str:
-    return f" ({job.label})" if job.label else ""
 
 
 def _rows(stages: Sequence[StageFacts]) -> Iterator[str]:

@@ -116,24 +116,17 @@ def judge_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]) -> 
     if stage_dir.name not in POLICIES:
         return ""
     judges = {"judge": config.evaluation.judge, "pair_judge": config.evaluation.pair_judge}
-    return "".join(
-        _notice(stage_dir, key, judge, is_changed=f"evaluation.{key}" in changed)
-        for key, judge in judges.items()
-        if judge is not None
-    )
-
-
-def _notice(stage_dir: Path, key: str, judge: str, *, is_changed: bool) -> str:
-    if (read_settings(stage_dir).get("evaluation") or {}).get(key) != judge:
-        state = "has not judged its answers"
-    elif is_changed:
-        state = "has changed since it judged its answers"
-    else:
-        return ""
-    return (
-        f"; evaluation.{key}={judge} {state}: delete {stage_dir / 'model'} and run the same command "
-        "again, which exports the model from the last checkpoint and judges the answers"
-    )
+    recorded, notice = read_settings(stage_dir).get("evaluation") or {}, ""
+    for key, judge in judges.items():
+        is_known, is_changed = recorded.get(key) == judge, f"evaluation.{key}" in changed
+        if judge is None or (is_known and not is_changed):
+            continue
+        state = "has changed since it judged its answers" if is_known else "has not judged its answers"
+        notice += (
+            f"; evaluation.{key}={judge} {state}: delete {stage_dir / 'model'} and run the same command "
+            "again, which exports the model from the last checkpoint and judges the answers"
+        )
+    return notice
 
 
 def report_verdict(run_dir: Path, *, write: bool) -> str | None:

@@ -4,7 +4,7 @@ A `SupervisedTask` has the loss, the batches and the evaluation of a stage. PPO 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -82,7 +82,8 @@ def train_supervised(
         if stage.evaluates(step):
             with stage.clock.phase("evaluate"):
                 evaluation = task.evaluate(stage.budget)
-            _note_best(stage, step, task, evaluation)
+            if task.best_metric in evaluation:
+                stage.note_best(step, task.best_metric, evaluation[task.best_metric], higher=task.higher_is_better)
             metrics |= evaluation
         stage.log(step, metrics)
         stage.save(step)
@@ -94,8 +95,3 @@ def _update_metrics(engine: Engine, update: Update, count: int) -> dict[str, flo
     means = {name: total / count for name, total in update.sums.items()}
     rates = {"lr": update.lr, "grad_norm": update.grad_norm, "skipped_steps": engine.scaler.skipped}
     return {"loss": update.loss, **means, **rates}
-
-
-def _note_best(stage: StageRun, step: int, task: SupervisedTask[Batch], evaluation: Mapping[str, float]) -> None:
-    if task.best_metric in evaluation:
-        stage.note_best(step, task.best_metric, evaluation[task.best_metric], higher=task.higher_is_better)

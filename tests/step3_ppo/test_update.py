@@ -14,7 +14,7 @@ from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import TokenBatch
 from step3_ppo.rollout import Rollout
 from step3_ppo.setup import reward_shaping
-from step3_ppo.update import PtxBatch, means, minibatches, update_critic, update_policy
+from step3_ppo.update import means, minibatches, update_critic, update_policy
 from tests.step3_ppo.example_rollouts import Table, advantages_of, close, models_in, rollout_of, saved_models
 from tests.step3_ppo.test_advantages import gae_by_hand, rewards_by_hand
 from tests.step3_ppo.test_loss import policy_by_hand, value_by_hand
@@ -303,7 +303,7 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
     plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
-    ptx = PtxBatch([mixed], len(nats))
+    ptx = [mixed], len(nats)
     update = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
