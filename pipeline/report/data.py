@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,22 +133,24 @@ class RunReading:
     @property
     def temperatures(self) -> list[float]:
         """Return the temperatures of the held-out answers. The first is that of the curves."""
-        return list(dict.fromkeys(sample.temperature for sample in self._all_samples()))
+        return list(self._samples)
 
     def samples(self, temperature: float) -> Sequence[Sample]:
         """Return the held-out answers at a temperature of the compared policy, else of the latest stage with answers.
 
         Answers of the other policy to the same prompts are added.
         """
-        return [sample for sample in self._all_samples() if sample.temperature == temperature]
+        return self._samples.get(temperature, [])
 
-    def _all_samples(self) -> Sequence[Sample]:
+    @cached_property
+    def _samples(self) -> Mapping[float, Sequence[Sample]]:
         order = [self.policy, *reversed(STAGES)]
-        stage = next((name for name in order if self.stage(name).samples), None)
-        if stage is None:
-            return ()
+        stage = next((name for name in order if self.stage(name).samples), self.policy)
         others = {sample.key: sample for name in POLICIES if name != stage for sample in self.stage(name).samples}
-        return [sample.merge(others.get(sample.key)) for sample in self.stage(stage).samples]
+        by_temperature: dict[float, list[Sample]] = {}
+        for sample in self.stage(stage).samples:
+            by_temperature.setdefault(sample.temperature, []).append(sample.merge(others.get(sample.key)))
+        return by_temperature
 
 
 def read_run(run_dir: Path) -> RunReading:

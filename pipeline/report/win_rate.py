@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.records import Message
 from pipeline.evaluation.intervals import mean_interval, mean_over_seeds, shared_prompts, t_quantile, wilson_interval
 from pipeline.evaluation.samples import Sample
 
@@ -67,41 +66,37 @@ class WinRate:
 
 def win_rate(samples: Sequence[Sample], model: str) -> WinRate | None:
     """Return the win rate of `model` against SFT; None without a pair with usable verdicts in both orders."""
-    outcomes, differences, inconsistent = [], [], 0
-    judged = _judged(samples, model)
-    for sample in judged:
-        first, second = sample.preferences[model]
-        if first is None or second is None:
-            continue
-        outcomes.append(outcome(first, second))
-        differences.append(float(len(sample.answers[model]) - len(sample.answers["sft"])))
-        inconsistent += (first - 0.5) * (second - 0.5) < 0
-    if not outcomes:
+    compared, unusable = _compare(samples, model)
+    if not compared:
         return None
-    plain = Rate(statistics.fmean(outcomes), *wilson_interval(sum(outcomes), len(outcomes)))
+    outcomes = [won for _, won, _ in compared]
+    differences = [float(len(sample.answers[model]) - len(sample.answers["sft"])) for sample, _, _ in compared]
     return WinRate(
-        plain,
+        Rate(statistics.fmean(outcomes), *wilson_interval(sum(outcomes), len(outcomes))),
         length_controlled(outcomes, differences),
         outcomes.count(1.0),
         outcomes.count(0.5),
         outcomes.count(0.0),
-        len(judged) - len(outcomes),
-        inconsistent,
+        unusable,
+        sum(contradicts for _, _, contradicts in compared),
     )
 
 
-def outcomes_by_prompt(samples: Sequence[Sample], model: str) -> dict[tuple[Message, ...], float]:
-    """Return the outcome of each pair with usable verdicts in both orders, see `outcome`."""
-    verdicts = {sample.prompt: sample.preferences[model] for sample in _judged(samples, model)}
-    return {
-        prompt: outcome(first, second)
-        for prompt, (first, second) in verdicts.items()
-        if first is not None and second is not None
-    }
+def _compare(samples: Sequence[Sample], model: str) -> tuple[list[tuple[Sample, float, bool]], int]:
+    """Return the pairs with usable verdicts in both orders, and the number of the other pairs.
 
-
-def _judged(samples: Sequence[Sample], model: str) -> list[Sample]:
-    return [sample for sample in samples if model in sample.preferences and "sft" in sample.answers]
+    Each pair has its outcome, and whether the two orders contradict each other.
+    """
+    compared, unusable = [], 0
+    for sample in samples:
+        if model not in sample.preferences or "sft" not in sample.answers:
+            continue
+        first, second = sample.preferences[model]
+        if first is None or second is None:
+            unusable += 1
+        else:
+            compared.append((sample, outcome(first, second), (first - 0.5) * (second - 0.5) < 0))
+    return compared, unusable
 
 
 def pool_wins(samples_by_seed: Sequence[Sequence[Sample]], model: str) -> WinRate | None:
@@ -114,7 +109,8 @@ def pool_wins(samples_by_seed: Sequence[Sequence[Sample]], model: str) -> WinRat
         return None
     if len(by_seed) == 1:
         return by_seed[0]
-    outcomes = [outcomes_by_prompt(samples, model) for samples in samples_by_seed]
+    compared = [_compare(samples, model)[0] for samples in samples_by_seed]
+    outcomes = [{sample.prompt: won for sample, won, _ in of_seed} for of_seed in compared]
     over = mean_over_seeds(outcomes)
     mean, low, high = mean_interval([found.controlled.mean for found in by_seed])
     if shared_prompts(outcomes):  # the spread between these seeds does not show that of other prompts
