@@ -35,9 +35,8 @@ def find(path: Path) -> ChatModel:
         return ChatModel(path.parent.name if path.name == "model" else path.name, path)
     if (path / "model" / "config.json").is_file():
         return ChatModel(path.name, path / "model")
-    for stage in Manifest.read(path).answering():
-        if _finished(path, stage):
-            return ChatModel(stage, path / stage / "model")
+    for model in _stages(path):
+        return model
     if (path / "adapter_config.json").is_file():
         raise UserError(f"{path} has only adapters; give the run, or a folder of `{EXPORT} RUN --to folder`")
     if _is_run(path):
@@ -60,7 +59,7 @@ def find_each(path: Path, names: str, option: str = "--compare") -> list[ChatMod
     chosen = []
     for name in filter(None, (item.strip() for item in names.split(","))):
         if name == BASE:
-            if next(path.expanduser().glob("*/config.yaml"), None) is None:
+            if not _names_base(path.expanduser()):
                 raise UserError(f"{path} has no stage with a config.yaml, which names the base model; give a run")
             chosen.append(ChatModel(BASE, path.expanduser(), is_base=True))
         elif name in ANSWERING:
@@ -84,9 +83,27 @@ def _absent(path: Path) -> str:
     return f"{path}: there is no such folder; give a run (runs/NAME) or a model folder"
 
 
-def finished_stages(path: Path) -> list[str]:
-    """Return the finished stages of a run that train a chat model, in the order of training."""
-    return [stage for stage in reversed(Manifest.read(path).answering()) if _finished(path, stage)]
+def find_all(path: Path) -> list[ChatModel]:
+    """Return the models of all finished stages of a run, newest first, and its base model, if the run names it.
+
+    Raises UserError if there is no model.
+    """
+    newest, run = find(path), path.expanduser()
+    stages = _stages(run)
+    if newest not in stages:
+        return [newest]  # a model folder or a stage
+    return [*stages, *([ChatModel(BASE, run, is_base=True)] if _names_base(run) else [])]
+
+
+def _stages(run: Path) -> list[ChatModel]:
+    """Return the models of the finished stages of a run, newest first."""
+    return [
+        ChatModel(stage, run / stage / "model") for stage in Manifest.read(run).answering() if _finished(run, stage)
+    ]
+
+
+def _names_base(run: Path) -> bool:
+    return next(run.glob("*/config.yaml"), None) is not None
 
 
 def _finished(run: Path, stage: str) -> bool:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.chat.folder import BASE, ChatModel, find, find_each, finished_stages
+from pipeline.chat.folder import ChatModel, find, find_all, find_each
 from pipeline.errors import UserError, exit_status
 from pipeline.installation import CHAT, SERVE, pip_install
 from pipeline.launch.manifest import Manifest
@@ -46,19 +46,6 @@ def page_main(arguments: Sequence[str]) -> int:
         )
     command = _serve_arena if options.arena else partial(_serve, default=find_all)
     return exit_status(lambda: command(options), debug=options.debug)
-
-
-def find_all(path: Path) -> list[ChatModel]:
-    """Return the models of all finished stages of a run, newest first, and its base model, if the run names it.
-
-    Raises UserError if there is no model.
-    """
-    newest = find(path)
-    run = path.expanduser()
-    if newest.folder != run / newest.name / "model":
-        return [newest]  # a model folder or a stage
-    base = [BASE] if next(run.glob("*/config.yaml"), None) is not None else []
-    return find_each(path, ",".join([*reversed(finished_stages(run)), *base]))
 
 
 def _serve(options: argparse.Namespace, *, default: Callable[[Path], list[ChatModel]]) -> int:

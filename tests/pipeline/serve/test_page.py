@@ -12,8 +12,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from pipeline.chat.command import main
+from pipeline.chat.folder import find_all
 from pipeline.serve.app import create_app
-from pipeline.serve.command import Listener, find_all
+from pipeline.serve.command import Listener
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
 from tests.pipeline.serve.running import LIMIT, pause_after, served, small_models
