@@ -130,10 +130,12 @@ def as_written(value: Any) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in hours, minutes or seconds: "12.3 h", "4.5 min", "38 s"."""
+    """Return a time in hours, minutes or seconds: "12.3 h", "4.5 min", "38 s", "0.25 s"."""
     if seconds >= 3600:
         return f"{seconds / 3600:,.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+    if seconds >= 60:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def format_bytes(count: float) -> str:

@@ -58,17 +58,6 @@ def format_interval(low: float, high: float) -> str:
     return f"{format_signed(low, decimals)} to {format_signed(high, decimals)}"
 
 
-def format_seconds(seconds: float) -> str:
-    """Format a duration in seconds, in minutes and seconds, or in hours and minutes."""
-    if seconds < 60:
-        return f"{format_number(seconds)} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
-
-
 @dataclass(frozen=True)
 class Axis:
     """A linear axis from `low` to `high` with `ticks` between them."""

@@ -1,8 +1,8 @@
 """Build the report sections about time, speed, memory and configuration."""
 
-from pipeline.config.messages import format_bytes
+from pipeline.config.messages import format_bytes, format_time
 from pipeline.config.stages import STAGES
-from pipeline.report.axes import format_number, format_seconds
+from pipeline.report.axes import format_number
 from pipeline.report.curves import line_chart
 from pipeline.report.data import MANIFEST, RunReading, StageReading
 from pipeline.report.html import Markup, element, grid, section, table
@@ -48,8 +48,8 @@ def phases_table(run: RunReading) -> Markup | None:
             if seconds <= 0:
                 continue
             before, measured = planned.get(phase, 0.0), seconds / max(steps, 1.0)
-            ratio = (format_seconds(before), f"{before / measured:.2g} x") if before > 0 else ("", "")
-            shown = (format_seconds(seconds), f"{seconds / sum(took.values()):.0%}", format_seconds(measured))
+            ratio = (format_time(before), f"{before / measured:.2g} x") if before > 0 else ("", "")
+            shown = (format_time(seconds), f"{seconds / sum(took.values()):.0%}", format_time(measured))
             rows.append((STAGES[stage.name].title, phase.replace("_", " "), *shown, *ratio))
     if not rows:
         return None
@@ -68,7 +68,7 @@ def _speed_row(stage: StageReading) -> tuple[str, ...]:
     return (
         STAGES[stage.name].title,
         _number(stage, "steps"),
-        "" if seconds is None else format_seconds(seconds),
+        "" if seconds is None else format_time(seconds),
         _number(stage, "tokens"),
         _number(stage, "tokens_per_second"),
     )
@@ -168,7 +168,7 @@ def facts(run: RunReading) -> Markup:
         "Seed": run.setting("seed"),
         "Ranks": ranks,
         "ZeRO stage": run.setting("engine", "zero_stage"),
-        "Time": format_seconds(total) if total else None,
+        "Time": format_time(total) if total else None,
     }
     pairs = [
         element("div", element("dt", name), element("dd", str(value)))

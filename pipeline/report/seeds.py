@@ -57,7 +57,7 @@ def write_seed_report(run_dirs: Sequence[Path], failed: Sequence[str] = ()) -> t
             raise UserError(f"{folder} has no finished PPO or DPO stage: finish the run, or leave the folder out")
     by_seed: dict[Any, str] = {}
     for run in runs:
-        seed = seed_of(run)
+        seed = run.setting("seed")
         if seed in by_seed:
             raise UserError(
                 f"{by_seed[seed]} and {run.name} have the same seed {seed}, but the page estimates the "
@@ -76,11 +76,6 @@ def write_seed_report(run_dirs: Sequence[Path], failed: Sequence[str] = ()) -> t
     return path, verdict
 
 
-def seed_of(run: RunReading) -> Any:
-    """Return the seed of a run."""
-    return run.setting("seed")
-
-
 def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict) -> Markup:
     """Build the page about `runs`."""
     differences = _differences(runs)
@@ -94,6 +89,10 @@ def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict) -> Ma
     }
     footer = "Written by zerochat from the run folders. Each run also has its own report.html."
     return page(title, page_header("zerochat report over seeds", verdict, caveat, charts), sections, footer)
+
+
+def _seed(run: RunReading) -> str:
+    return f"seed {run.setting('seed')}"
 
 
 def _differences(runs: Sequence[RunReading]) -> str:
@@ -114,7 +113,7 @@ def _difference_charts(runs: Sequence[RunReading], measure: Measure) -> list[Mar
         if found is None:
             continue
         rows = [
-            Interval(f"seed {seed_of(run)}", one.mean, one.low, one.high, "plain")
+            Interval(_seed(run), one.mean, one.low, one.high, "plain")
             for run, one in zip(runs, found.by_seed, strict=True)
         ]
         rows.append(Interval("all seeds", found.mean, found.low, found.high, runs[0].policy))
@@ -145,7 +144,7 @@ def _wins(runs: Sequence[RunReading]) -> Markup | None:
     for temperature in shared_temperatures(runs):
         wins = pool_wins([run.samples(temperature) for run in runs], policy)
         if wins is not None:
-            rows += [(f"seed {seed_of(run)}", temperature, one) for run, one in zip(runs, wins.by_seed, strict=True)]
+            rows += [(_seed(run), temperature, one) for run, one in zip(runs, wins.by_seed, strict=True)]
             rows.append(("all seeds", temperature, wins))
     title = f"{runs[0].labels[policy]} against {runs[0].labels['sft']}, pair by pair"
     return section("wins", title, f"{WINS_LEAD} {WINS}", wins_table("Seed", rows)) if rows else None
@@ -153,7 +152,7 @@ def _wins(runs: Sequence[RunReading]) -> Markup | None:
 
 def _by_seed(runs: Sequence[RunReading]) -> Markup | None:
     rows = [
-        (run.name, str(seed_of(run)), MEASURES[measure], f"{temperature:g}", format_number(found.old_mean),
+        (run.name, str(run.setting("seed")), MEASURES[measure], f"{temperature:g}", format_number(found.old_mean),
          format_number(found.new_mean), format_signed(found.mean),
          "one prompt only" if math.isnan(found.low) else format_interval(found.low, found.high))
         for measure in MEASURES
@@ -180,7 +179,7 @@ def _curves(runs: Sequence[RunReading]) -> Markup | None:
         if not shown:
             continue
         tone = name if name in SHOWN_MODELS else "plain"
-        series = [Series(f"seed {seed_of(run)}", c, tone, faint=True) for run, c in zip(runs, curves, strict=True) if c]
+        series = [Series(_seed(run), c, tone, faint=True) for run, c in zip(runs, curves, strict=True) if c]
         series.append(Series("mean", _mean_curve(shown), "strong", exact=True))
         sampled = f"{title}{at if key in SAMPLED else ''}"
         charts.append(line_chart(sampled, series, x_name="rollout" if name == "ppo" else "step", bounds=bounds))

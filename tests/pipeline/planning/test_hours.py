@@ -141,7 +141,7 @@ def test_mistakes_name_the_key() -> None:
 
 
 def test_times_have_a_unit() -> None:
-    assert [format_time(seconds) for seconds in (38, 270, 44280)] == ["38 s", "4.5 min", "12.3 h"]
+    assert [format_time(seconds) for seconds in (0.25, 38, 270, 44280)] == ["0.25 s", "38 s", "4.5 min", "12.3 h"]
 
 
 def test_the_size_of_encoded_examples() -> None:

@@ -85,7 +85,7 @@ def test_a_complete_run(tmp_path: Path) -> None:
                  "0.90", "The first 8 of 96", "2 more prompts", "Best answers of PPO by gold score",
                  "Worst answers of PPO by gold score", "Reward scores before and after, temperature 1",
                  "Dots: evaluations on held-out prompts at temperature 1.",
-                 "2 min 41 s",
+                 "2.7 min",
                  "915 MiB", "name: tiny", "sha256:9f"):  # fmt: skip
         assert text in actual.text, text
     assert len(page) < 600_000
@@ -270,7 +270,7 @@ def test_predicted_and_measured_seconds_are_shown(tmp_path: Path) -> None:
     rows = [row.split("</td>")[:7] for row in table[: table.index("</table>")].split("<tr>")[2:]]
     shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
     assert shown == [
-        ["PPO", "evaluate", "1 min 39 s", "71%", "9.90 s", "", ""],
-        ["PPO", "generate", "30.0 s", "22%", "3.00 s", "6.00 s", "2 x"],
-        ["PPO", "train", "10.0 s", "7%", "1.00 s", "1.75 s", "1.8 x"],
+        ["PPO", "evaluate", "1.6 min", "71%", "9.9 s", "", ""],
+        ["PPO", "generate", "30 s", "22%", "3 s", "6 s", "2 x"],
+        ["PPO", "train", "10 s", "7%", "1 s", "1.8 s", "1.8 x"],
     ]
