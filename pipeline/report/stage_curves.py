@@ -1,58 +1,45 @@
 """Define the charts of each stage: their metrics, titles and notes, and build the stage sections of the report."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pipeline.config.stages import STAGES
 from pipeline.report.curves import line_chart
 from pipeline.report.data import StageReading
 from pipeline.report.html import Markup, grid, section
 from pipeline.report.reward_card import accuracy_chart, reward_card
-from pipeline.report.svg import Point, Series
+from pipeline.report.svg import Series
 
 Bounds = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One line of a chart: the key in metrics.jsonl, and how it is drawn (see `Series`)."""
-
-    key: str
-    label: str = ""
-    tone: str = "plain"
-    sparse: bool = False
-    exact: bool = False
-    minus: float = 0.0
-
-
-@dataclass(frozen=True)
 class Plot:
-    """One chart: its title with the unit, its curves, and a note that explains good values."""
+    """One chart: its title with the unit, a note that explains good values, and its curves by key in metrics.jsonl."""
 
     title: str
     note: str
-    curves: Sequence[Curve]
+    curves: Mapping[str, Series]
     bounds: Bounds = (None, None)
     reference: float | None = None
     only_if_moving: bool = False
 
 
-def _pair(train: str, held_out: str) -> tuple[Curve, Curve]:
-    return Curve(train, "training"), Curve(held_out, "held-out", "strong", sparse=True)
+def one(key: str, *, exact: bool = False) -> Mapping[str, Series]:
+    """Return a single curve."""
+    return {key: Series(exact=exact)}
 
 
-def _critic(key: str) -> Curve:
-    return Curve(key, "critic", "second")
-
-
-GRADIENT = Plot("Gradient norm", "Before clipping.", [Curve("grad_norm")], (0, None))
-RATE = Plot("Learning rate", "As scheduled.", [Curve("lr", exact=True)], (0, None))
+TRAINING, HELD_OUT = Series("training"), Series("held-out", tone="strong", sparse=True)
+CRITIC = Series("critic", tone="second")
+GRADIENT = Plot("Gradient norm", "Before clipping.", one("grad_norm"), (0, None))
+RATE = Plot("Learning rate", "As scheduled.", one("lr", exact=True), (0, None))
 
 SFT_PLOTS = (
     Plot(
         "Loss, nats per token",
         "Lower is better. A held-out loss far above the training loss means overfitting.",
-        _pair("loss", "eval_loss"),
+        {"loss": TRAINING, "eval_loss": HELD_OUT},
     ),
     GRADIENT,
     RATE,
@@ -62,21 +49,21 @@ REWARD_PLOTS = (
     Plot(
         "Loss, nats per pair",
         "0.69 is the loss of a random choice.",
-        _pair("loss", "eval_loss"),
+        {"loss": TRAINING, "eval_loss": HELD_OUT},
         (0, None),
         0.6931,
     ),
     Plot(
         "Accuracy",
         "Share of pairs in which the chosen answer scores higher; 0.5 is a random choice.",
-        _pair("accuracy", "eval_accuracy"),
+        {"accuracy": TRAINING, "eval_accuracy": HELD_OUT},
         (None, 1),
         0.5,
     ),
     Plot(
         "Margin",
         "Mean score of the chosen answers minus that of the rejected answers.",
-        [Curve("margin")],
+        one("margin"),
         reference=0.0,
     ),
     GRADIENT,
@@ -87,44 +74,44 @@ DPO_PLOTS = (
     Plot(
         "Loss per pair",
         "The sigmoid loss begins at 0.69. A rising held-out loss with a falling training loss means overfitting.",
-        _pair("loss", "eval_loss"),
+        {"loss": TRAINING, "eval_loss": HELD_OUT},
         (0, None),
     ),
     Plot(
         "Accuracy",
         "Share of pairs whose chosen answer has gained more probability than the rejected one; 0.5 is a random choice. "
         "In the first step the model is unchanged, so rounding decides.",
-        _pair("accuracy", "eval_accuracy"),
+        {"accuracy": TRAINING, "eval_accuracy": HELD_OUT},
         (None, 1),
         0.5,
     ),
     Plot(
         "Margin",
         "Mean reward of the chosen answers minus that of the rejected answers.",
-        _pair("margin", "eval_margin"),
+        {"margin": TRAINING, "eval_margin": HELD_OUT},
         reference=0.0,
     ),
     Plot(
         "Rewards",
         "beta times the score that dpo.loss compares (by default the log-ratio to the reference). If both fall, chosen "
         "answers become unlikely too: raise dpo.sft_coef.",
-        (
-            Curve("chosen_reward", "chosen", "strong"),
-            Curve("rejected_reward", "rejected"),
-            Curve("eval_chosen_reward", "held-out", "strong", sparse=True),
-            Curve("eval_rejected_reward", "held-out", sparse=True),
-        ),
+        {
+            "chosen_reward": Series("chosen", tone="strong"),
+            "rejected_reward": Series("rejected"),
+            "eval_chosen_reward": HELD_OUT,
+            "eval_rejected_reward": Series("held-out", sparse=True),
+        },
         reference=0.0,
     ),
     Plot(
         "Log-probability, nats per answer",
         "Of the answers in the data.",
-        (Curve("chosen_logprob", "chosen", "strong"), Curve("rejected_logprob", "rejected")),
+        {"chosen_logprob": Series("chosen", tone="strong"), "rejected_logprob": Series("rejected")},
     ),
     Plot(
         "Drift, nats per answer",
         "Mean absolute difference of the answers' log-probabilities from the reference.",
-        [Curve("drift")],
+        one("drift"),
         (0, None),
     ),
     GRADIENT,
@@ -135,38 +122,36 @@ PPO_PLOTS = (
     Plot(
         "Reward score",
         "Mean over the answers of a rollout, and over held-out prompts at the first of evaluation.temperatures.",
-        (Curve("score", "rollouts"), Curve("eval_score", "held-out", "strong", sparse=True)),
+        {"score": Series("rollouts"), "eval_score": HELD_OUT},
     ),
     Plot(
         "Reward function's share of the score",
         "Mean over the answers of a rollout, and over held-out prompts at the first of evaluation.temperatures.",
-        (Curve("function_score", "rollouts"), Curve("eval_function_score", "held-out", "strong", sparse=True)),
+        {"function_score": Series("rollouts"), "eval_function_score": HELD_OUT},
     ),
     Plot(
         "Total reward",
         "Mean over answers of the score, its penalties, and the KL if ppo.kl_in=reward.",
-        [Curve("reward")],
+        one("reward"),
     ),
-    Plot("Spread of the score", "Standard deviation within a rollout.", [Curve("score_std")], (0, None)),
+    Plot("Spread of the score", "Standard deviation within a rollout.", one("score_std"), (0, None)),
     Plot(
         "KL to the reference, nats per sequence",
         "Distance of the policy from the model that PPO started from.",
-        [Curve("kl")],
+        one("kl"),
     ),
     Plot(
         "Prompts without a signal",
         "Share of prompts whose answers all have the same score: they give no gradient.",
-        [Curve("alike_prompts")],
+        one("alike_prompts"),
         (0, 1),
     ),
-    Plot(
-        "Entropy, nats per token", "Near zero, the policy always gives the same answer.", [Curve("entropy")], (0, None)
-    ),
-    Plot("Answer length, tokens", "With the end token.", [Curve("response_length")], (0, None)),
+    Plot("Entropy, nats per token", "Near zero, the policy always gives the same answer.", one("entropy"), (0, None)),
+    Plot("Answer length, tokens", "With the end token.", one("response_length"), (0, None)),
     Plot(
         "Reward and length",
         "Rank correlation over the answers of a rollout. Near 1, the reward is little more than the length.",
-        [Curve("length_correlation")],
+        one("length_correlation"),
         (-1, 1),
         0.0,
     ),
@@ -174,80 +159,71 @@ PPO_PLOTS = (
         "Reward and judge",
         "Rank correlation over held-out answers, at the first and at the other temperatures. Below 0, the reward "
         "contradicts the judge.",
-        (
-            Curve("judge_correlation", "first", sparse=True),
-            Curve("judge_correlation_at_0", "greedy", "strong", sparse=True),
-        ),
+        {
+            "judge_correlation": Series("first", sparse=True),
+            "judge_correlation_at_0": Series("greedy", tone="strong", sparse=True),
+        },
         (-1, 1),
         0.0,
     ),
-    Plot("Finished answers", "Share of answers with an end token.", [Curve("eos_rate")], (0, 1)),
+    Plot("Finished answers", "Share of answers with an end token.", one("eos_rate"), (0, 1)),
     Plot(
-        "First ratio, distance from 1",
+        "First ratio, largest distance from 1",
         "In the first minibatch of a rollout the policy is unchanged, so the distance must be rounding error.",
-        (
-            Curve("first_ratio", "mean", minus=1.0),
-            Curve("first_ratio_max_deviation", "largest", "strong"),
-        ),
-        reference=0.0,
+        one("first_ratio_max_deviation"),
+        (0, None),
     ),
     Plot(
         "Clipped tokens",
         "Share of tokens that are clipped. Above about 0.3 for the policy, steps are too large.",
-        (Curve("clip_fraction", "policy"), _critic("value_clip_fraction")),
+        {"clip_fraction": Series("policy"), "value_clip_fraction": CRITIC},
         (0, None),
     ),
-    Plot("KL of an update, nats per token", "Between the policy before and after the update.", [Curve("approx_kl")]),
-    Plot("Policy loss", "Clipped surrogate. Its level has no meaning.", [Curve("policy_loss")]),
-    Plot("Value loss", "Half the squared error of the critic, clipped.", [Curve("value_loss")], (0, None)),
+    Plot("KL of an update, nats per token", "Between the policy before and after the update.", one("approx_kl")),
+    Plot("Policy loss", "Clipped surrogate. Its level has no meaning.", one("policy_loss")),
+    Plot("Value loss", "Half the squared error of the critic, clipped.", one("value_loss"), (0, None)),
     Plot(
         "Explained variance",
         "Share of the variance of the returns that the critic predicts; 0 is as good as predicting their mean.",
-        [Curve("explained_variance")],
+        one("explained_variance"),
         (None, 1),
         0.0,
     ),
     Plot(
         "KL coefficient",
         "Weight of the KL penalty, adapted to ppo.kl_target.",
-        [Curve("kl_coef")],
+        one("kl_coef"),
         (0, None),
         only_if_moving=True,
     ),
     Plot(
         "Gap between generator and trainer",
         "Mean difference of a token's probability. Above 0.01, generator and trainer are different models.",
-        [Curve("generator_gap")],
+        one("generator_gap"),
         (0, None),
     ),
-    Plot("Gradient norm", "Before clipping.", (Curve("grad_norm", "policy"), _critic("critic_grad_norm")), (0, None)),
+    Plot("Gradient norm", "Before clipping.", {"grad_norm": Series("policy"), "critic_grad_norm": CRITIC}, (0, None)),
     Plot(
         "Learning rate",
         "As scheduled.",
-        (Curve("lr", "policy", exact=True), Curve("critic_lr", "critic", "second", exact=True)),
+        {"lr": Series("policy", exact=True), "critic_lr": Series("critic", tone="second", exact=True)},
         (0, None),
     ),
 )
 
 
 def _plot(stage: StageReading, plot: Plot) -> Markup | None:
-    series = [
-        Series(curve.label, _points(stage, curve), curve.tone, curve.sparse, curve.exact) for curve in plot.curves
-    ]
-    if plot.only_if_moving and len({value for one in series for _, value in one.points}) < 2:
+    curves = [replace(curve, points=points) for key, curve in plot.curves.items() if (points := stage.series(key))]
+    if plot.only_if_moving and len({value for curve in curves for _, value in curve.points}) < 2:
         return None
     return line_chart(
         plot.title,
-        [one for one in series if one.points],
+        curves,
         x_name=STAGES[stage.name].step,
         note=plot.note,
         bounds=plot.bounds,
         reference=plot.reference,
     )
-
-
-def _points(stage: StageReading, curve: Curve) -> list[Point]:
-    return [(step, value - curve.minus) for step, value in stage.series(curve.key)]
 
 
 def stage_section(stage: StageReading, title: str, lead: str, wanted: Sequence[Plot]) -> Markup | None:

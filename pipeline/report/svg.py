@@ -25,9 +25,9 @@ class Series:
     smoothed. `faint`: the curve is drawn thin, without a label.
     """
 
-    label: str
-    points: Sequence[Point]
-    tone: str
+    label: str = ""
+    points: Sequence[Point] = ()
+    tone: str = "plain"
     sparse: bool = False
     exact: bool = False
     faint: bool = False

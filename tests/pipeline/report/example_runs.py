@@ -98,8 +98,8 @@ def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96, see
     ppo = [
         {
             "step": step, "score": 2 - 2 / step, "kl": step / 7, "entropy": 1.6 / step, "response_length": 22.0,
-            "first_ratio": 1.0, "explained_variance": 0.8 - 0.9 / step, "generate_seconds": 1.2, "train_seconds": 0.9,
-            "tokens_per_second": 1900.0,
+            "first_ratio_max_deviation": 1e-6, "explained_variance": 0.8 - 0.9 / step, "generate_seconds": 1.2,
+            "train_seconds": 0.9, "tokens_per_second": 1900.0,
         }
         | ({"eval_score": 2 - 2 / step, "gold_score": _gold(step, gamed)} if step in EVALUATED else {})
         for step in range(1, 61)
