@@ -59,9 +59,13 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def summary_metrics(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a summary.json: those of its last step ("final"), replaced by those of its top level."""
-    final = summary.get("final")
-    return {**(final if isinstance(final, dict) else {}), **summary}
+    """Return the metrics of the model of a summary.json: those of its top level, and of the last step ("final").
+
+    If the stage exported an earlier step, the metrics of the last step are those of another model, and are left out.
+    """
+    final, last = summary.get("final"), summary.get("steps")
+    is_last = summary.get("exported_step", last) == last
+    return {**(final if is_last and isinstance(final, dict) else {}), **summary}
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -70,7 +70,10 @@ def judge(run: RunReading) -> Verdict:
     if not policy.finished:
         return _unfinished(run)
     verdict = _judge([run]) or _without_grades(policy)
-    step, guard = policy.number("exported_step"), policy.guard
+    step, guard, start = policy.number("exported_step"), policy.guard, run.labels["sft"]
+    if step == 0 and policy.name != "dpo" and guard.get("stopped_step") is None:
+        text = f"ppo.export=best selected no rollout, so the exported model is the {start} model."
+        verdict = replace(verdict, evidence=f"{verdict.evidence} {text}")
     if is_selected(run):
         selects_by = guard.get("selects_by", "score")
         verdict = _not_proven(
@@ -78,7 +81,7 @@ def judge(run: RunReading) -> Verdict:
             SELECTED,
             f"The model of rollout {step:.0f} was selected by its {selects_by} on these prompts, {BIAS}",
         )
-    return _guarded(verdict, guard, step, run.labels["sft"])
+    return _guarded(verdict, guard, step, start)
 
 
 def judge_seeds(runs: Sequence[RunReading], failed: Sequence[str] = ()) -> Verdict:

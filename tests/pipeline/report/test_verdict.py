@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample
-from pipeline.launch.summary import summarize_run
+from pipeline.launch.summary import stage_figures, summarize_run
 from pipeline.report.changes import change, standings
 from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.report import render_report
@@ -98,6 +98,11 @@ def test_a_model_selected_on_these_prompts_is_named(export: str, gain: float, ou
     more = " The same prompts selected the model, so a gain is not proven." if export == "best" else ""
     assert verdict.headline == f"RLHF {'helped' if gain > 0 else 'hurt'} at temperature 1.{more}"
     assert verdict.outcome == outcome
+
+
+def test_an_exported_start_model_is_named() -> None:
+    run = run_of(samples(SPREAD, SPREAD), {"ppo": {"export": "best"}}, exported_step=0)
+    assert judge(run).evidence.endswith("ppo.export=best selected no rollout, so the exported model is the SFT model.")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +196,14 @@ def test_summarize_run_prints_the_verdict(tmp_path: Path) -> None:
     assert upload in summarize_run(tmp_path, verdict).splitlines()
     (tmp_path / "ppo" / "summary.json").unlink()
     assert conclusion(tmp_path) is None and "verdict" not in summarize_run(tmp_path)
+
+
+def test_the_summary_line_has_no_figures_of_another_model(tmp_path: Path) -> None:
+    summary = {"steps": 4, "eval_score": 0.5, "final": {"eval_score": 0.1, "kl": 3.0, "response_length": 9}}
+    write_stage(tmp_path / "ppo", [{"step": 4}], summary)
+    assert stage_figures(tmp_path, "ppo") == "eval_score 0.5  kl 3  response_length 9"
+    write_stage(tmp_path / "ppo", [{"step": 4}], {**summary, "exported_step": 2})
+    assert stage_figures(tmp_path, "ppo") == "eval_score 0.5"
 
 
 def with_dpo(run_dir: Path, *, finished: str) -> str | None:
