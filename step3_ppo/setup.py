@@ -9,14 +9,14 @@ from engine import Generation
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import batch_indices
-from pipeline.data.encode import PromptItems, encoder
+from pipeline.data.encode import PromptItem, encoder
 from pipeline.data.microbatches import largest_share
-from pipeline.data.records import Prompt, Row
+from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluations
 from pipeline.evaluation.judge import Call
 from pipeline.planning.stage_task import DECODE_BATCH, stage_steps
-from pipeline.stages.data import evaluation_prompts, log_cut, on_rank_zero, stage_records
+from pipeline.stages.data import encode_for_all, evaluation_prompts, log_cut, stage_records
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import prepare_generation, sampling
 from step3_ppo.advantages import (
@@ -59,12 +59,12 @@ _ROUND = 2**32  # more than the steps of a run: each round of dynamic sampling h
 class Ppo:
     """The models of PPO, and its functions with the numbers of the configuration. The loop calls the methods."""
 
-    def __init__(
-        self, config: RunConfig, sources: ModelSources, prompts: Sequence[Sequence[int]], rows: Sequence[Row] = ()
-    ) -> None:
-        """Build the models. `rows` are the data rows of the prompts, for a reward function."""
+    def __init__(self, config: RunConfig, sources: ModelSources, prompts: Sequence[PromptItem]) -> None:
+        """Build the models. A reward function needs the data rows of the prompts."""
         ppo, self.rollout, self.seed = config.ppo, config.rollout, config.seed
-        self.section, self.prompts, self.rows, self.tokenizer = ppo, prompts, rows, sources.tokenizer
+        self.section, self.tokenizer = ppo, sources.tokenizer
+        self.prompts = [prompt.ids for prompt in prompts]
+        self.rows = [prompt.row for prompt in prompts if prompt.row is not None]
         self.sampling = sampling(self.rollout, self.tokenizer, seed=self.seed)
         self.steps = stage_steps(ppo, len(prompts))
         updates = ppo.update_epochs * ppo.minibatches
@@ -271,10 +271,10 @@ class Ppo:
         return ["actor"] * actor_learns + ["critic"] * (self.models.critic is not None)
 
 
-def load_prompts(config: RunConfig, sources: ModelSources) -> tuple[PromptItems, list[Prompt], dict[str, int]]:
+def load_prompts(config: RunConfig, sources: ModelSources) -> tuple[list[PromptItem], list[Prompt], dict[str, int]]:
     """Return the training prompts, the evaluation prompts, and the number of skipped rows by reason."""
     records, tokenizer = stage_records(config, "ppo"), sources.tokenizer
-    prompts, notes = on_rank_zero(partial(encoder(config, "ppo", tokenizer), records.train))
+    prompts, notes = encode_for_all(encoder(config, "ppo", tokenizer), records.train)
     log_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
     return prompts, evaluation_prompts(config, tokenizer, records.held_out), {**records.skipped, **notes}
 
@@ -284,7 +284,7 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
     ppo = config.ppo
     if ppo.ptx_coef == 0.0:
         return None
-    items, _ = on_rank_zero(partial(encoder(config, "sft", tokenizer), stage_records(config, "sft").train))
+    items, _ = encode_for_all(encoder(config, "sft", tokenizer), stage_records(config, "sft").train)
     size = max(1, ppo.batch_size // ppo.minibatches)
     return PtxMix(items, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
 

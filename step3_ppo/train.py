@@ -79,11 +79,9 @@ def run(config: RunConfig, folder: Path) -> None:
     for source in filter(None, (sources.actor, sources.critic, *sources.rewards, sources.teacher)):
         require_context(config, "ppo", source)
     prompts, evaluation_prompts, skipped = load_prompts(config, sources)
-    plan = plan_stage(
-        config, "ppo", folder, prompts.ids, policy=sources.actor, reward=next(iter(sources.rewards), None)
-    )
+    plan = plan_stage(config, "ppo", folder, prompts, policy=sources.actor, reward=next(iter(sources.rewards), None))
     config, rollout = plan.config, plan.config.rollout
-    ppo = Ppo(config, sources, prompts.ids, prompts.rows)
+    ppo = Ppo(config, sources, prompts)
     evaluator = ppo_evaluator(config, ppo.models, sources.tokenizer, evaluation_prompts, folder)
     guard = open_guard(config, folder, has_judge=evaluator.has_judge)
     with open_stage(
@@ -92,7 +90,7 @@ def run(config: RunConfig, folder: Path) -> None:
         folder,
         ppo.models.engines,
         best_metric=guard.best_metric,
-        longest=max(map(len, prompts.ids)) + rollout.max_new_tokens,
+        longest=max(len(prompt.ids) for prompt in prompts) + rollout.max_new_tokens,
         extra=lambda: {"kl_coef": ppo.kl.coef, "guard": guard.state()},
         take=partial(restore, ppo, guard),
     ) as stage:

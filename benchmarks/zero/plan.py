@@ -157,7 +157,7 @@ def predict(run_dir: Path, stage: str) -> dict[str, float]:
         sources = load_models(config, run_dir)
         policy, reward = sources.actor, next(iter(sources.rewards), None)
         prompts, _, _ = load_prompts(config, sources)
-        length = sum(map(len, prompts.ids)) // len(prompts.ids) + config.rollout.max_new_tokens
+        length = sum(len(prompt.ids) for prompt in prompts) // len(prompts) + config.rollout.max_new_tokens
     world = dist.world()
     is_cpu = world.device.type == "cpu"
     task = stage_task(config, stage, PlanInputs(policy, reward), ranks=world.size, is_cpu=is_cpu)

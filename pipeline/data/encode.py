@@ -15,7 +15,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,12 +70,12 @@ class LabelledItem:
     label: bool
 
 
-@dataclass(frozen=True)
-class PromptItems:
-    """Prompts, each with its generation prompt, and the data rows of the prompts if the records have them."""
+@dataclass(frozen=True, eq=False, slots=True)
+class PromptItem:
+    """A prompt with its generation prompt, and its data row if the record has it."""
 
-    ids: "list[array[int]]" = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    ids: "array[int]"
+    row: Row | None = None
 
 
 def encoder(config: "RunConfig", stage: str, tokenizer: ChatTokenizer) -> Callable[..., tuple[Any, Counter[str]]]:
@@ -190,19 +190,16 @@ def encode_labelled(
 
 def encode_prompts(
     tokenizer: ChatTokenizer, records: Sequence[Prompt], *, max_tokens: int
-) -> tuple[PromptItems, Counter[str]]:
+) -> tuple[list[PromptItem], Counter[str]]:
     """Return the prompts, and the number of dropped records by reason. Raises UserError if no record is left."""
-    items = PromptItems()
+    items: list[PromptItem] = []
     for chunk in _chunks(records, "prompts"):
         encoded = tokenizer.encode_prompts([record.messages for record in chunk])
         for record, ids in zip(chunk, encoded, strict=True):
-            if len(ids) > max_tokens:
-                continue
-            items.ids.append(array("i", ids))
-            if record.row is not None:
-                items.rows.append(record.row)
-    _check(items.ids, records, "prompts fits", max_tokens, "rollout.max_prompt_tokens")
-    return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items.ids)})
+            if len(ids) <= max_tokens:
+                items.append(PromptItem(array("i", ids), record.row))
+    _check(items, records, "prompts fits", max_tokens, "rollout.max_prompt_tokens")
+    return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items)})
 
 
 def _ids(row: Sequence[int]) -> Ids:

@@ -90,7 +90,6 @@ def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer
         train = labelled_answers(train)
     sample = train[:SAMPLE]
     items, cut = encoder(config, stage, tokenizer)(sample)
-    items = items.ids if stage == "ppo" else items
     steps = stage_steps(getattr(config, stage), len(train))
     size = replace(size_of(items), rows=len(train))
     counts = len(train), len(records.held_out), len(sample)
@@ -106,5 +105,5 @@ def _example(item: Any) -> tuple[Sequence[int], Sequence[bool]]:
     elif isinstance(item, LabelledItem):
         ids, prompt = item.ids.tolist(), item.prompt
     else:
-        ids, prompt = item, len(item)
+        ids, prompt = item.ids, len(item.ids)
     return ids, [index >= prompt for index in range(len(ids))]

@@ -34,7 +34,7 @@ class DataSize:
 
 
 def size_of(items: Sequence[Any]) -> DataSize:
-    """Return the size of encoded examples: conversations, pairs, labelled answers, or the token ids of prompts."""
+    """Return the size of encoded examples: conversations, pairs, labelled answers or prompts."""
     sample = [items[index] for index in range(0, len(items), max(1, len(items) // SAMPLE))]
     if isinstance(sample[0], TokenItem):
         lengths = [(len(item.ids), int(item.counts.sum())) for item in sample]
@@ -43,7 +43,7 @@ def size_of(items: Sequence[Any]) -> DataSize:
     elif isinstance(sample[0], LabelledItem):
         lengths = [(len(item.ids), len(item.ids) - item.prompt) for item in sample]
     else:
-        return DataSize(len(items), fmean(map(len, sample)))
+        return DataSize(len(items), fmean(len(item.ids) for item in sample))
     answer = fmean(answer for _, answer in lengths)
     return DataSize(len(items), fmean(total for total, _ in lengths) - answer, answer)
 

@@ -1,6 +1,7 @@
 """The data of a stage: records, token ids and evaluation prompts, made by rank 0 for all ranks."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.planning.stage_task import stage_steps
 
 Result = TypeVar("Result")
+SENT = 2048  # examples in a broadcast
 _SHARE_ROW, _SHARES = "  {:<9}{:>9}{:>8}  {}", ("stage", "rows", "share", "keys")
 
 
@@ -85,16 +87,36 @@ def examples(config: RunConfig, stage: str, records: StageRecords, tokenizer: Ch
     """
     section: StageSection = getattr(config, stage)
     encode = encoder(config, stage, tokenizer)
-    train, notes = on_rank_zero(partial(encode, records.train))
+    train, notes = encode_for_all(encode, records.train)
     log_cut(stage, notes, len(records.train), f"{stage}.max_length")
     evaluation_records = records.held_out[: section.eval_examples]
-    held_out, _ = on_rank_zero(partial(encode, evaluation_records, name=f"held-out {example_unit(stage, section)}"))
+    named = partial(encode, name=f"held-out {example_unit(stage, section)}")
+    held_out, _ = encode_for_all(named, evaluation_records)
     if section.export == "best" and not held_out:
         raise UserError(
             f"{stage}.export=best needs held-out examples, and there are none: set data.eval_fraction or eval_path of "
             f"a source, or use {stage}.export=last"
         )
     return Examples(train, held_out, {**records.skipped, **notes})
+
+
+def encode_for_all(
+    encode: Callable[[Sequence[Any]], tuple[list[Any], Counter[str]]], records: Sequence[Any]
+) -> tuple[list[Any], Counter[str]]:
+    """Return the examples and the notes that `encode` makes of the records of rank 0, on every rank.
+
+    Rank 0 sends some examples at a time, because a broadcast copies its message several times.
+    """
+    made: list[Any] = []
+
+    def make() -> tuple[int, Counter[str]]:
+        items, notes = encode(records)
+        made.extend(items)
+        return len(items), notes
+
+    count, notes = on_rank_zero(make)
+    parts = (distributed.broadcast_object(made[start : start + SENT]) for start in range(0, count, SENT))
+    return [item for part in parts for item in part], notes
 
 
 def log_divided(stage: str, tokenizer: ChatTokenizer) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from engine import Generation
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RolloutSection, RunConfig
 from pipeline.config.stage_sections import PpoSection
-from pipeline.data.encode import TokenItem
+from pipeline.data.encode import PromptItem, TokenItem
 from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message, Prompt, Row
 from pipeline.data.tokenizer import ChatTokenizer
@@ -125,8 +127,9 @@ def test_actor_and_reference_start_as_the_same_policy(family: str, tmp_path: Pat
 def ppo_from(made: RunConfig, folder: Path, rows: Sequence[Row] = ()) -> tuple[Ppo, StageRun]:
     """Return PPO over twelve prompts, and its stage."""
     sources = load_models(made, folder)
-    prompts = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
-    ppo = Ppo(made, sources, prompts, rows)
+    ids = [sources.tokenizer.encode_prompt((Message("user", "some words " * n),)) for n in range(1, 13)]
+    prompts = [PromptItem(array("i", each), row) for each, row in zip_longest(ids, rows)]
+    ppo = Ppo(made, sources, prompts)
     return ppo, StageRun(folder / "ppo", made.ppo, ppo.steps, ppo.models.engines)
 
 

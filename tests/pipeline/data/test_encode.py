@@ -73,7 +73,7 @@ def test_truncated_answers_have_no_end_token(bytewise: ChatTokenizer) -> None:
 def test_long_prompts_are_dropped(bytewise: ChatTokenizer) -> None:
     records = [Prompt(tuple(chat(text)), "s") for text in ("abc", "abcdef")]
     items, notes = encode_prompts(bytewise, records, max_tokens=4)
-    assert [list(ids) for ids in items.ids] == [bytewise.encode_prompt(chat("abc"))] and not items.rows
+    assert [(list(item.ids), item.row) for item in items] == [(bytewise.encode_prompt(chat("abc")), None)]
     assert notes == {"prompt longer than max_prompt_tokens": 1}
 
 
@@ -94,4 +94,4 @@ def test_data_without_any_usable_example_is_refused(bytewise: ChatTokenizer) -> 
         short = [Conversation(tuple(chat("abc", "d")), "s")]
         encode_conversations(bytewise, short, max_length=3, name="held-out ones")
     none, notes = encode_prompts(bytewise, [], max_tokens=2)
-    assert not none.ids and not notes
+    assert not none and not notes

@@ -78,7 +78,7 @@ def test_prompts_leave_the_reasoning_to_a_model_that_thinks(tmp_path: Path) -> N
     thinks, plain = load_tokenizer(folder, thinking=True), load_tokenizer(folder)
     for own, end in ((thinks, ""), (plain, "<think>\n\n</think>\n\n")):
         items, _ = encode_prompts(own, records, max_tokens=10_000)  # type: ignore[arg-type]
-        assert own.hf.decode(items.ids[0]) == expected + end
+        assert own.hf.decode(items[0].ids) == expected + end
     answer = "<think>\nWell.\n</think>\n\n6"
     assert thinks.decode(thinks.encode_answer(answer)) == answer  # reward functions see the reasoning
 

@@ -118,7 +118,7 @@ def test_prompts_of_ppo_contain_the_tools_and_may_end_with_a_result() -> None:
     own = made(CALLS)
     row = {"prompt": TURNS[:3], "tools": json.dumps([ADD])}
     items, _ = encode_prompts(own, records_of(row, "ppo"), max_tokens=10_000)
-    assert own.hf.decode(items.ids[0]) == rendered(own, TURNS[:3]) + "<|im_start|>assistant\n"
+    assert own.hf.decode(items[0].ids) == rendered(own, TURNS[:3]) + "<|im_start|>assistant\n"
 
 
 def test_preferred_answers_may_be_calls() -> None:

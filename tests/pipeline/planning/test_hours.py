@@ -1,5 +1,6 @@
 """The plan in hours: its table for this machine and for named GPUs, the data's size, and the offered settings."""
 
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +11,7 @@ import yaml
 
 from engine.memory import GPUS
 from pipeline.config.schema import PlanSection, RunConfig
-from pipeline.data.encode import PairItem, TokenItem
+from pipeline.data.encode import PairItem, PromptItem, TokenItem
 from pipeline.errors import UserError
 from pipeline.files import read_plan
 from pipeline.installation import CONF
@@ -150,7 +151,7 @@ def test_the_size_of_encoded_examples() -> None:
     assert size_of([TokenItem(np.array(ids), np.array(counts)) for ids, counts in rows]) == DataSize(2, 2.0, 1.0)
     pair = PairItem(np.array([1, 2, 3]), np.array([1, 2, 4, 5, 6]), 0.0, "a", 2)
     assert size_of([pair]) == DataSize(1, 2.0, 2.0)
-    assert size_of([[1, 2, 3]]) == DataSize(1, 3.0)
+    assert size_of([PromptItem(array("i", [1, 2, 3]))]) == DataSize(1, 3.0)
     assert later_size(tiny_config(), "sft", DataSize(10, 2.0, 1.0), "ppo") == DataSize(20, 2.0, 1.0)
 
 

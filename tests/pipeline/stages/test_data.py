@@ -1,9 +1,11 @@
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine import distributed
 from pipeline.config.schema import DataConfig, RolloutSection
 from pipeline.data.encode import encode_conversations
 from pipeline.data.load import StageRecords, load_held_out, load_stage
@@ -11,7 +13,7 @@ from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Prompt
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
-from pipeline.stages.data import log_cut, log_divided, on_rank_zero
+from pipeline.stages.data import encode_for_all, log_cut, log_divided
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
@@ -176,7 +178,16 @@ def on_every_rank(file: str) -> dict[str, Any]:
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
     tokenizer = train_tokenizer(["Question 1?"], 300)
     records = stage_data.stage_records(config, "sft")
-    items, notes = on_rank_zero(lambda: encode_conversations(tokenizer, records.train, max_length=17))
+    sent: list[Any] = []
+    broadcast = distributed.broadcast_object
+
+    def counted_broadcast(value: Any) -> Any:
+        sent.append(broadcast(value))
+        return sent[-1]
+
+    stage_data.SENT, distributed.broadcast_object = 4, counted_broadcast
+    items, notes = encode_for_all(partial(encode_conversations, tokenizer, max_length=17), records.train)
+    distributed.broadcast_object = broadcast
     short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
     with pytest.raises(UserError, match="held-out prompts fits") as refused:
         stage_data.evaluation_prompts(short, tokenizer)
@@ -186,6 +197,7 @@ def on_every_rank(file: str) -> dict[str, Any]:
         "skipped": records.skipped,
         "items": [(item.ids.tolist(), item.counts.tolist()) for item in items],
         "notes": dict(notes),
+        "sent": [len(part) for part in sent if isinstance(part, list)],
         "prompts": stage_data.evaluation_prompts(config, tokenizer),
         "refused": str(refused.value),
     }
@@ -198,4 +210,5 @@ def test_the_first_rank_reads_and_encodes_for_all(tmp_path: Path) -> None:
     first, second = run_ranks(on_every_rank, 2, str(file))
     assert (first.pop("read"), second.pop("read")) == (["sft", "held out", "held out"], [])
     assert first.pop("records") == len(first["items"]) > 5 and second.pop("records") == 0
+    assert max(first["sent"]) == 4 and sum(first["sent"]) == len(first["items"])
     assert first == second and first["notes"]["cut to max_length"] > 0 and first["skipped"]["empty answer"] == 1
