@@ -76,7 +76,7 @@ class Sampling:
             raise ValueError(f"top_p must be a number from {SMALLEST_DIVISOR:g} to 1, not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be between 0 (off) and 1, not {self.min_p}")
-        largest = 1 / SMALLEST_DIVISOR
+        largest = round(1 / SMALLEST_DIVISOR)
         if not SMALLEST_DIVISOR <= self.repetition_penalty <= largest:
             raise ValueError(
                 f"repetition_penalty must be a number from {SMALLEST_DIVISOR:g} to {largest:g}, 1 for none, "

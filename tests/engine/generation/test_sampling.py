@@ -108,9 +108,14 @@ def test_stop_strings_need_a_decoder() -> None:
         ("min_new_tokens", 5),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 100_001.0),
         ("stop", ("x", "")),
     ],
 )
 def test_invalid_settings_are_refused(key: str, value: float | tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=key):
         Sampling(**({"max_new_tokens": 4} | {key: value}))  # type: ignore[arg-type]
+
+
+def test_the_largest_repetition_penalty_is_accepted() -> None:
+    assert Sampling(4, repetition_penalty=1e5).repetition_penalty == 1e5
