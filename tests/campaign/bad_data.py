@@ -41,7 +41,7 @@ BROKEN: list[tuple[str, str, str | bytes, str]] = [
     ("prompts alone", "a.jsonl", lines([{"prompt": f"a{n}"} for n in range(40)]), "needs answers to imitate"),
     ("labels without kto", "a.jsonl", lines(chats(label=False)), "label is false|no label|rows cannot be used"),
     ("escape sequences in a role", "a.jsonl", lines(turns("user", "\x1b[31mred")), r"of the role"),
-    ("5,000 digits in messages of a cell", "a.csv", f'messages\n"[{DIGITS}]"\n', "messages are not a list"),
+    ("5,000 digits in messages of a cell", "a.csv", f'messages\n"[{DIGITS}]"\n', "messages that is not JSON"),
 ]
 LEGAL: list[tuple[str, str, str | bytes]] = [
     ("a byte order mark", "a.jsonl", "\ufeff" + lines(chats())),
