@@ -15,7 +15,7 @@ from engine.host_memory import pinned
 from engine.internals import allow_compilations
 from engine.kernels.products import widen_linears
 from engine.loading import copy_local
-from engine.parallel import dist, dtensors, meshes, tensor, zero
+from engine.parallel import collectives, dist, dtensors, meshes, tensor, zero
 
 if TYPE_CHECKING:
     from engine.offload import NvmeParameters, OffloadedOptimizer
@@ -32,8 +32,9 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
 
     Trained parameters are fp32 masters, except with an offloaded optimizer (which has the masters) or `states="bf16"`.
     All others are in compute precision, also the frozen parameters under adapters. Meta parameters get memory, but no
-    values. Raises ValueError for a layout that is not possible.
+    values; all others get those of rank 0. Raises ValueError for a layout that is not possible.
     """
+    _broadcast_values(module)
     is_trained, has_tier = optimizer is not None, uses_offload(config, optimizer)
     if optimizer is not None:
         check_optimizer(config, optimizer)
@@ -69,6 +70,15 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     if is_on_meta:
         _allocate(module, device)
     return None
+
+
+def _broadcast_values(module: nn.Module) -> None:
+    """Give all ranks the parameters of rank 0, as DeepSpeed does: each rank may have drawn random values of its own."""
+    for parameter in module.parameters() if dist.world().size > 1 else ():
+        if not parameter.is_meta:
+            values = parameter.detach().to(dist.world().device).flatten()
+            collectives.broadcast(values.view(torch.uint8), source=0)  # no backend sends all types
+            parameter.detach().copy_(values.view_as(parameter))
 
 
 def parameter_values(module: nn.Module) -> dict[str, Tensor]:

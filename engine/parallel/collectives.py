@@ -119,10 +119,10 @@ def _exchange_pairwise(received: Tensor, sent: Sequence[Tensor] | Tensor, group:
         work.wait()  # type: ignore[union-attr]
 
 
-def broadcast(tensor: Tensor, *, source: int, group: ProcessGroup) -> Tensor:
+def broadcast(tensor: Tensor, *, source: int, group: ProcessGroup | None = None) -> Tensor:
     """Overwrite a contiguous tensor with that of rank `source` of the group; return the tensor."""
-    if group.rank() == source:
-        count_bytes("other", tensor.nbytes * (group.size() - 1))
+    if torch_dist.get_rank(group) == source:
+        count_bytes("other", tensor.nbytes * (torch_dist.get_world_size(group) - 1))
     with dist.observed("broadcast", tensor.shape):
         torch_dist.broadcast(tensor, group=group, group_src=source)
     return tensor

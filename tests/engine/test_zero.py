@@ -111,12 +111,13 @@ OVERFLOWING: list[dict[str, Any]] = [
 ]  # fmt: skip
 Curves = tuple[list[float], list[float], dict[str, Tensor]]
 Overflow = tuple[list[tuple[bool, float]], bool, int, Tensor]
-Rank = tuple[list[Curves], list[Overflow], list[bool]]
+Rank = tuple[list[Curves], list[Overflow], list[bool], list[dict[str, Tensor]]]
 
 
 def on_a_rank() -> Rank:
     overflows = [overflow_on_one_rank(layout) for layout in OVERFLOWING]
-    return train_all(LAYOUTS), overflows, [trains_after_inference_mode(stage) for stage in (0, 3)]
+    after_inference = [trains_after_inference_mode(stage) for stage in (0, 3)]
+    return train_all(LAYOUTS), overflows, after_inference, weights_with_a_seed_of_each_rank()
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def overflow_on_one_rank(layout: dict[str, Any]) -> Overflow:
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Rank]) -> None:
-    for first, second in zip(*(overflows for _, overflows, _ in ranks), strict=True):
+    for first, second in zip(*(overflows for _, overflows, *_ in ranks), strict=True):
         assert first[:3] == second[:3] and torch.equal(first[3], second[3])
         steps, unchanged, counted, _ = first
         assert steps[:2] == [(True, 2.0**16), (True, 2.0**15)] and unchanged
@@ -176,7 +177,30 @@ def trains_after_inference_mode(zero_stage: int) -> bool:
 
 def test_a_first_forward_in_inference_mode_changes_no_update(ranks: list[Rank]) -> None:
     assert trains_after_inference_mode(0)
-    assert all(equal for *_, results in ranks for equal in results)
+    assert all(equal for _, _, results, _ in ranks for equal in results)
+
+
+OTHER_SEEDS: list[dict[str, Any]] = [
+    {}, {"zero_stage": 3}, {"zero_stage": 3, "shard_ranks": 1}, {"offload_optimizer": "cpu"}, {"dtype": "bf16"},
+]  # fmt: skip
+
+
+def weights_with_a_seed_of_each_rank() -> list[dict[str, Tensor]]:
+    """Return the weights after a step of modules that each rank has initialized with another seed."""
+    weights = []
+    for layout in OTHER_SEEDS:
+        torch.manual_seed(3 + dist.world().rank)
+        engine = Engine(Net(), EngineConfig(**{"dtype": "fp32"} | layout), optimizer=OPTIMIZER)
+        engine.update([(data()[0][0], data()[1][0])], squared_error, ROWS * dist.world().size)
+        weights.append(full_weights(engine))
+    return weights
+
+
+def test_all_ranks_start_with_the_weights_of_the_first_one(ranks: list[Rank]) -> None:
+    for *_, results in ranks:
+        for actual, expected in zip(results, weights_with_a_seed_of_each_rank(), strict=True):
+            for name, weight in expected.items():
+                torch.testing.assert_close(actual[name], weight, atol=1e-5, rtol=1e-5)
 
 
 def test_bf16_with_fp32_masters_follows_fp32() -> None:
