@@ -154,6 +154,23 @@ def test_the_oldest_turns_are_left_out_if_the_context_is_full(page: Page) -> Non
 
 
 @needs_chromium
+def test_an_empty_answer_has_a_note(page: Page) -> None:
+    event = json.dumps({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=f"data: {event}\n\ndata: [DONE]\n\n"))
+    send(page, "hello")
+    expect(page.locator(".note")).to_have_text("The model ended its answer without a text.")
+
+
+@needs_chromium
+def test_a_message_longer_than_the_context_has_one_explanation(page: Page) -> None:
+    page.fill("#temperature", "0")
+    send(page, "hello")
+    send(page, "hello " * 500)
+    expect(page.locator(".note")).to_have_text("This answer is not complete.")
+    expect(page.locator("#problem")).to_contain_text("send a shorter prompt")
+
+
+@needs_chromium
 def test_stop_ends_an_answer(page: Page) -> None:
     page.route("**/v1/chat/completions", lambda route: None)  # an answer that never comes
     page.fill("#text", "hello")
