@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
-from pipeline.data.records import labelled_answers
+from pipeline.data.encode import labelled_answers
 from pipeline.evaluation.evaluator import compare_models, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy

@@ -164,6 +164,18 @@ def encode_preferences(
     return pairs, +notes
 
 
+def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[LabelledAnswer]:
+    """Return the answers with labels. A pair becomes a desirable and an undesirable answer."""
+    answers = []
+    for record in records:
+        if isinstance(record, LabelledAnswer):
+            answers.append(record)
+            continue
+        for answer, label in ((record.chosen, True), (record.rejected, False)):
+            answers.append(LabelledAnswer((*record.prompt, answer), label, record.source))
+    return answers
+
+
 def encode_labelled(
     tokenizer: ChatTokenizer, records: Sequence[LabelledAnswer], *, max_length: int, name: str = "answers"
 ) -> tuple[list[LabelledItem], Counter[str]]:

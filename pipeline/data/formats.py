@@ -1,21 +1,6 @@
-"""Convert rows to records. The columns of a table determine its form.
-
-| form | columns | stages |
-| --- | --- | --- |
-| preferences | prompt + chosen + rejected; chosen + rejected that begin with the same turns | sft, reward, ppo |
-| preferences | messages (or conversations) + chosen + rejected, a message each | sft, reward, ppo |
-| preferences | input + preferred_output + non_preferred_output (OpenAI) | sft, reward, ppo |
-| messages | messages (or conversations, conversation) | sft, ppo |
-| completions | prompt + completion, question + answer, instruction (+ input or context) + output | sft, ppo |
-| labelled | completions or messages, and label: whether the answer is desirable | sft, ppo; dpo if dpo.loss=kto |
-| prompts | prompt (or question, instruction) alone | ppo |
-| text | text alone: documents for continued pre-training and for ppo.ptx_coef | sft |
-
-Every form but the last may have the column tools.
-"""
+"""Convert rows to records. The columns of a table determine its form (docs/reference/data.md lists the forms)."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -27,7 +12,6 @@ from pipeline.data.files import Table
 from pipeline.data.records import (
     FP32_MAX,
     NOT_TEXT,
-    AssistantFirst,
     BadRow,
     Conversation,
     Document,
@@ -46,9 +30,9 @@ from pipeline.data.records import (
     question_of,
     text_of,
     turns_of,
-    with_tools,
     without_greeting,
 )
+from pipeline.data.tool_calls import with_tools
 from pipeline.errors import UserError
 
 Form = Literal["preferences", "messages", "completions", "labelled", "prompts", "text"]
@@ -68,8 +52,7 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "prompts": ("ppo",),
     "text": ("sft",),
 }
-LABEL_COLUMN = "label"
-TEXT_COLUMN = "text"
+LABEL_COLUMN, TEXT_COLUMN = "label", "text"
 OPENAI_COLUMNS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences
 TOOL_COLUMNS = ("tools", "functions")
@@ -128,7 +111,7 @@ def _form(found: set[str], name: str) -> Form:
     nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
     case = f" {', '.join(nearly)}: write the name in lower case, without spaces around it." if nearly else ""
     renamed = ", ".join(f"{column}: {column.strip().lower()}" for column in nearly)
-    header = " The first line must contain the column names." if re.search(r"\.[ct]sv", name) else ""
+    header = " The first line must contain the column names." if ".csv" in name or ".tsv" in name else ""
     raise UserError(
         f"{name}: the columns match no known form. Columns found: {', '.join(sorted(found)) or 'none'}.{case}{header} "
         f"Known forms: {FORMS_TEXT}. {RENAME.replace('their name: our name', renamed) if nearly else RENAME}."
@@ -139,8 +122,6 @@ def to_records(
     table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False, labels: bool = False
 ) -> tuple[list[Record], Counter[str]]:
     """Return the records of a stage in a table, and the number of skipped rows by reason.
-
-    The records are Conversation (sft), Preference (reward, dpo) or Prompt (ppo).
 
     rows: prompts store the row that they were read from
     labels: dpo also reads labelled answers (LabelledAnswer), and sft leaves out the undesirable ones
@@ -156,11 +137,9 @@ def to_records(
         row = {**read, **{new: read.get(name) for name, new in table.new_names.items()}}
         named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a renamed column
         try:
-            try:
-                record = parse(named, source)
-            except AssistantFirst:
-                record = parse(_from_the_user(named), source)
-                unused[GREETING] += 1
+            cleaned = _from_the_user(named)
+            record = parse(cleaned, source)
+            unused[GREETING] += cleaned is not named
             _require_text(named, record)
             record = _for_stage(record, stage, labels=labels)
             records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)
@@ -217,7 +196,7 @@ def _for_stage(record: Record, stage: str, *, labels: bool) -> Record:
         return record
     if isinstance(record, Preference):
         return Prompt(record.prompt, record.source)
-    return record.prompt() if isinstance(record, Conversation) else record
+    return Prompt(record.messages[:-1], record.source) if isinstance(record, Conversation) else record
 
 
 def _first(row: Row, names: tuple[str, ...]) -> Any:
@@ -226,9 +205,10 @@ def _first(row: Row, names: tuple[str, ...]) -> Any:
 
 
 def _from_the_user(row: Row) -> Row:
-    """Return a row whose conversation begins with the user: its columns of messages lose the assistant's greeting."""
-    columns = {*MESSAGE_COLUMNS, *PROMPT_COLUMNS} & row.keys() or {"chosen", "rejected"}
-    return {name: without_greeting(value) if name in columns else value for name, value in row.items()}
+    """Return a row whose columns of messages have no greeting of the assistant; the same row if none has."""
+    columns = {*MESSAGE_COLUMNS, *PROMPT_COLUMNS} & row.keys() or {"chosen", "rejected"} & row.keys()
+    changed = {name: new for name in columns if (new := without_greeting(row[name])) is not row[name]}
+    return {**row, **changed} if changed else row
 
 
 def _with_columns(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -236,7 +216,8 @@ def _with_columns(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...
     system = _first(row, SYSTEM_COLUMNS)
     if isinstance(system, str) and system.strip() and messages[0].role != "system":
         messages = (Message("system", text_of(system, "system message")), *messages)
-    return with_tools(messages, next((row[name] for name in TOOL_COLUMNS if row.get(name)), None))
+    tools = next((row[name] for name in TOOL_COLUMNS if row.get(name)), None)
+    return messages if tools is None else with_tools(messages, tools)
 
 
 def _prompt_of(row: Row) -> tuple[Message, ...]:

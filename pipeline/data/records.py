@@ -1,13 +1,10 @@
-"""The records of data files (prompts, conversations, preferences), and the parsing of their messages.
-
-Messages are parsed from message lists and from "Human: ... Assistant: ..." text.
-"""
+"""The records of data files (prompts, conversations, preferences), and the parsing of their messages and answers."""
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
@@ -66,15 +63,6 @@ class Message:
 EMPTY_SYSTEM = Message("system", "")  # chat services write it if there is no system message
 
 
-def message_from_row(row: Row) -> Message:
-    """Return the message that `Message.to_row` wrote."""
-    role, content, reasoning = row["role"], row["content"], row.get(REASONING, "")
-    fields = {key: value for key, value in row.items() if key not in ("role", "content", REASONING)}
-    if not content and role in ("assistant", "tool"):
-        fields = {"content": "", **fields}
-    return Message(role, content, _json(fields), reasoning)
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A conversation without the answer: its last message is not from the assistant.
@@ -93,10 +81,6 @@ class Conversation:
 
     messages: tuple[Message, ...]
     source: str
-
-    def prompt(self) -> Prompt:
-        """Return the conversation without its last answer."""
-        return Prompt(self.messages[:-1], self.source)
 
 
 @dataclass(frozen=True)
@@ -127,35 +111,16 @@ class LabelledAnswer:
     source: str
 
 
-def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[LabelledAnswer]:
-    """Return the answers with labels. A pair becomes a desirable and an undesirable answer."""
-    answers = []
-    for record in records:
-        if isinstance(record, LabelledAnswer):
-            answers.append(record)
-            continue
-        for answer, label in ((record.chosen, True), (record.rejected, False)):
-            answers.append(LabelledAnswer((*record.prompt, answer), label, record.source))
-    return answers
-
-
-RESULT_ROLES = {"tool", "function", "ipython", "observation", "tool_response"}
-CALL_ROLES = {"function_call", "tool_call"}
+CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("tool_calls", "function_call")
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    **dict.fromkeys(CALL_ROLES, "assistant"),
-    **dict.fromkeys(RESULT_ROLES, "tool"),
+NAMES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", *CALL_ROLES),
+    "tool": ("tool", "function", "ipython", "observation", "tool_response"),
 }
+"""The names of each role in data files."""
+ROLES = {name: role for role, names in NAMES.items() for name in names}
 # A list of messages as text, in JSON or as Python writes it: the cell of a CSV file.
 _MESSAGES = re.compile(
     r"""\s*\[\s*\{\s*(?=["'](?:role|content|from|value)["'])"""
@@ -168,10 +133,6 @@ _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 class BadRow(Exception):
     """An unusable row. The message is the reason, which is equal for all rows with the same fault."""
-
-
-class AssistantFirst(BadRow):
-    """A conversation that begins with the assistant, as conversations with a greeting do."""
 
 
 class UnusedRow(Exception):
@@ -216,17 +177,15 @@ def messages_of(value: Any) -> tuple[Message, ...]:
 def without_greeting(value: Any) -> Any:
     """Return a message list without the turns of the assistant before the first turn of the user.
 
-    A value that is no message list, or has no turn of the user, is returned unchanged.
+    Any other value is returned unchanged, and so is a list that does not begin with the assistant or has no user.
     """
-    items = _list_of(value)
-    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+    items = list_in(value)
+    roles = [_role_of(item)[1] for item in items] if isinstance(items, list) else []
+    begins = next((role for role in roles if role != "system"), None)
+    if begins != "assistant" or "user" not in roles:
         return value
-    messages = [message_of(item) for item in items]
-    first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
-    if first is None:
-        return value
-    before = [item for item, message in zip(items, messages[:first], strict=False) if message.role == "system"]
-    return [*before, *items[first:]]
+    first = roles.index("user")
+    return [item for index, item in enumerate(items) if index >= first or roles[index] == "system"]
 
 
 def _list_of(value: Any) -> Any:
@@ -244,12 +203,6 @@ def list_in(value: Any) -> Any:
     return _list_of(value) if isinstance(value, str) and _MESSAGES.fullmatch(value) else value
 
 
-def looks_like_turns(text: str) -> bool:
-    """Return whether a prompt is a conversation as text: it starts with "Human:" and ends with "Assistant:"."""
-    text = text.strip()
-    return text.startswith("Human:") and text.endswith("\n\nAssistant:")
-
-
 def turns_of(text: str) -> tuple[Message, ...]:
     """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..." (the form of hh-rlhf). An empty last "Assistant:" is ignored."""
     text = replace_surrogates(text).strip()
@@ -265,12 +218,9 @@ def turns_of(text: str) -> tuple[Message, ...]:
 
 
 def question_of(value: Any) -> tuple[Message, ...]:
-    """Parse a prompt: a question, a conversation as text, or a message list.
-
-    It ends with the turn of the user, or with the result of a tool.
-    """
+    """Parse a prompt: a question, turns as text, or messages. It ends with the user or with the result of a tool."""
     value = list_in(value)
-    if isinstance(value, str) and looks_like_turns(value):
+    if isinstance(value, str) and value.lstrip().startswith("Human:") and value.rstrip().endswith("\n\nAssistant:"):
         messages = turns_of(value)
     elif value is None or isinstance(value, str):
         messages = (Message("user", text_of(value, "prompt")),)
@@ -321,45 +271,31 @@ def label_of(value: Any) -> bool:
     return label
 
 
-def with_tools(messages: tuple[Message, ...], value: Any) -> tuple[Message, ...]:
-    """Return a conversation whose first message has the tools of a row."""
-    if not value:
-        return messages
-    from pipeline.data.tool_calls import tools_of  # for data with tools only
-
-    tools = tools_of(value)
-    if not tools:
-        return messages
-    first = messages[0]
-    return (replace(first, fields=_json({**first.turn.parsed(), "tools": tools})), *messages[1:])
-
-
 def message_of(item: Any) -> Message:
     """Parse a message: {"role", "content"}, or {"from", "value"}, and calls or the name of a tool. Raises BadRow."""
     if not isinstance(item, Mapping):
         raise BadRow("a message is not an object")
-    name = item.get("role", item.get("from"))
-    name = name.lower() if isinstance(name, str) else name
-    role = ROLES.get(name) if isinstance(name, str) else None
+    name, role = _role_of(item)
     if role is None:
-        shown = f"of the role {name[:20]!r}" if isinstance(name, str) else "without a role"
+        shown = f"of the role {name[:20]!r}" if name else "without a role"
         raise BadRow(f"a message {shown} (known are system, user, assistant, tool)")
     content = item.get("content", item.get("value"))
     fields: dict[str, Any] = {}
-    if role == "tool" or (role == "assistant" and (name in CALL_ROLES or any(item.get(key) for key in CALL_KEYS))):
+    is_call = name in CALL_ROLES
+    calls = content if is_call else next((item[key] for key in CALL_KEYS if item.get(key)), None)
+    if role == "tool" or (role == "assistant" and (is_call or calls)):
         from pipeline.data import tool_calls  # for data with tools only
 
         if role == "tool":
             fields, content = tool_calls.result_fields(item), tool_calls.result_text(content)
         else:
-            calls = tool_calls.calls_in(content) if name in CALL_ROLES else tool_calls.calls_of(item)
-            fields, content = {"tool_calls": calls} if calls else {}, None if name in CALL_ROLES else content
+            parsed = tool_calls.calls_of(calls)
+            fields, content = {"tool_calls": parsed} if parsed else {}, None if is_call else content
     if isinstance(content, list):  # parts, as chat services write them
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
+        if not all(isinstance(part, str) for part in parts):
             raise BadRow(NOT_TEXT)
-        content = "".join(texts)
+        content = "".join(map(str, parts))
     given = next((item[key] for key in REASONING_KEYS if isinstance(item.get(key), str)), "")
     reasoning = replace_surrogates(given).strip() if role == "assistant" else ""
     if content is None or (isinstance(content, str) and not content.strip()):
@@ -368,6 +304,13 @@ def message_of(item: Any) -> Message:
         if fields or role == "tool":
             return Message(role, "", _json({"content": "", **fields}), reasoning)
     return Message(role, text_of(content, "answer" if role == "assistant" else "message"), _json(fields), reasoning)
+
+
+def _role_of(item: Any) -> tuple[str, str | None]:
+    """Return the name that a file gives the role of a message, and the role; None for an unknown name."""
+    name = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
+    name = name.lower() if isinstance(name, str) else ""
+    return name, ROLES.get(name)
 
 
 def _json(fields: Mapping[str, Any]) -> str:
@@ -393,7 +336,7 @@ def in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
     if any(message.role == "system" for message in turns):
         raise BadRow("a system message after the start")
     if turns and turns[0].role == "assistant":
-        raise AssistantFirst("the assistant speaks first")
+        raise BadRow("the assistant speaks first")
     for before, message in zip([None, *turns], turns, strict=False):
         if message.role == "tool" and (before is None or not (before.role == "tool" or _calls(before))):
             raise BadRow("the result of a tool without a call before it")

@@ -9,9 +9,10 @@ so nulls are removed.
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from pipeline.data.records import BadRow
+from pipeline.data.records import BadRow, Message, replace_surrogates
 
 RESULT_FIELDS = ("name", "tool_call_id")
 _WRITTEN = re.compile(r"\s*<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
@@ -27,15 +28,22 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": _without_nulls(_function(tool, "a tool"))} for tool in tools]
 
 
-def calls_of(item: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parse the calls of a message of the assistant. Raises BadRow."""
-    calls = item.get("tool_calls") or item.get("function_call") or []
-    return _calls(calls)
+def with_tools(messages: tuple[Message, ...], value: Any) -> tuple[Message, ...]:
+    """Return a conversation whose first message has the tools of a row. Raises BadRow."""
+    tools = tools_of(value)
+    if not tools:
+        return messages
+    fields = json.dumps({**messages[0].turn.parsed(), "tools": tools}, ensure_ascii=False)
+    return (replace(messages[0], fields=replace_surrogates(fields)), *messages[1:])
 
 
-def calls_in(text: Any) -> list[dict[str, Any]]:
-    """Parse the content of a turn of calls (`CALL_ROLES`): JSON of a call, or of a list of calls. Raises BadRow."""
-    return _calls(_parsed(text, "a call that is not JSON"))
+def calls_of(value: Any) -> list[dict[str, Any]]:
+    """Parse the calls of a message: a call, a list of calls, or JSON text of one of these. Raises BadRow."""
+    value = _parsed(value, "a call that is not JSON")
+    calls = [value] if isinstance(value, Mapping) else value
+    if not isinstance(calls, list):
+        raise BadRow("tool calls are not a list")
+    return [_call(call) for call in calls]
 
 
 def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -45,7 +53,7 @@ def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     templates). Text in this form that is no valid call stays text.
     """
     try:
-        calls = [call for match in _WRITTEN.finditer(text) for call in calls_in(match[1])]
+        calls = [call for match in _WRITTEN.finditer(text) for call in calls_of(match[1])]
     except BadRow:
         return text, []
     return (_WRITTEN.sub("\n", text).strip(), calls) if calls else (text, [])
@@ -62,13 +70,6 @@ def result_text(content: Any) -> Any:
         isinstance(content, list) and not all(isinstance(part, Mapping) and "text" in part for part in content)
     )
     return json.dumps(content, ensure_ascii=False) if is_value else content
-
-
-def _calls(value: Any) -> list[dict[str, Any]]:
-    calls = [value] if isinstance(value, Mapping) else _parsed(value, "a call that is not JSON")
-    if not isinstance(calls, list):
-        raise BadRow("tool calls are not a list")
-    return [_call(call) for call in calls]
 
 
 def _call(call: Any) -> dict[str, Any]:

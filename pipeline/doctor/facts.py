@@ -7,9 +7,8 @@ from typing import Any
 
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import POLICIES, stages_to_run
-from pipeline.data.encode import LabelledItem, PairItem, TokenItem, encoder
+from pipeline.data.encode import LabelledItem, PairItem, TokenItem, encoder, labelled_answers
 from pipeline.data.load import StageRecords, load_stage
-from pipeline.data.records import labelled_answers
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, TypeAdapter
 
-from pipeline.data.records import Message, message_from_row
+from pipeline.data.records import REASONING, Message
 from pipeline.files import json_lines, write_atomically
 
 Row = TypeVar("Row")
@@ -25,9 +25,19 @@ def _finite(grades: Mapping[str, float]) -> dict[str, float]:
     return {model: grade for model, grade in grades.items() if math.isfinite(grade)}
 
 
+def _message(row: Mapping[str, Any]) -> Message:
+    """Return the message that `Message.to_row` wrote."""
+    content = row["content"]
+    fields = {key: value for key, value in row.items() if key not in ("role", "content", REASONING)}
+    if not content and row["role"] in ("assistant", "tool"):
+        fields = {"content": "", **fields}
+    written = json.dumps(fields, ensure_ascii=False) if fields else ""
+    return Message(row["role"], content, written, row.get(REASONING, ""))
+
+
 def _messages(prompt: Any) -> Any:
     try:
-        return tuple(message_from_row(each) if isinstance(each, Mapping) else each for each in prompt)
+        return tuple(_message(each) if isinstance(each, Mapping) else each for each in prompt)
     except (KeyError, TypeError) as problem:
         raise ValueError("a prompt is a list of messages") from problem
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from pipeline.config.schema import RunConfig, SourceConfig
 from pipeline.config.stages import STAGES
-from pipeline.data.encode import LabelledItem, PairItem, TokenItem
+from pipeline.data.encode import LabelledItem, PairItem, TokenItem, labelled_answers
 from pipeline.data.load import load_stage
-from pipeline.data.records import Preference, Prompt, labelled_answers
+from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import configured_sources, is_remote
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.stage_models import make_tokenizer

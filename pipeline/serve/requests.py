@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from engine import Sampling
-from pipeline.data.records import BadRow, Message, in_order, message_of, replace_surrogates, with_tools
+from pipeline.data.records import BadRow, Message, in_order, message_of, replace_surrogates
+from pipeline.data.tool_calls import with_tools
 from pipeline.serve.errors import ServeError
 
 IGNORED = (
@@ -162,7 +163,7 @@ class ChatRequest(SharedFields):
             raise ServeError(400, "parallel_tool_calls: false is not supported with tools; leave it out",
                              param="parallel_tool_calls")  # fmt: skip
         try:
-            return with_tools(messages, self.tools if self.may_call else None)
+            return with_tools(messages, self.tools) if self.may_call else messages
         except BadRow as problem:
             raise ServeError(400, f"tools: {problem}", param="tools") from problem
 

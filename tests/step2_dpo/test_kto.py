@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.stage_sections import DpoSection
-from pipeline.data.encode import LabelledItem
-from pipeline.data.records import LabelledAnswer, Message, Preference, labelled_answers
+from pipeline.data.encode import LabelledItem, labelled_answers
+from pipeline.data.records import LabelledAnswer, Message, Preference
 from pipeline.models.build import build_policy
 from pipeline.models.checks import verify
 from step2_dpo.kto import Example, LabelBatches, examples_of

@@ -4,7 +4,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from pipeline.data.formats import to_records
-from pipeline.data.records import Message, message_from_row
+from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
 from tests.pipeline.data.test_formats import table_of
 from tests.pipeline.report.example_runs import HOSTILE
@@ -30,7 +30,9 @@ def test_prompts_are_written_as_rows_of_data_files(tmp_path: Path) -> None:
         {"role": "assistant", "content": "1", "reasoning_content": "easy"},
         {"role": "user", "content": "Thanks."},
     ]
-    sample = Sample(tuple(map(message_from_row, turns)), {"ppo": "5"})
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"prompt": turns, "answers": {"ppo": "5"}}))
+    (sample,) = read_samples(tmp_path / "samples.jsonl")
+    assert [message.role for message in sample.prompt] == [turn["role"] for turn in turns]
     write_samples(tmp_path / "samples.jsonl", [sample])
     assert json.loads((tmp_path / "samples.jsonl").read_text())["prompt"] == turns
     assert read_samples(tmp_path / "samples.jsonl") == [sample]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.data.records import Message, Preference, labelled_answers
+from pipeline.data.encode import labelled_answers
+from pipeline.data.records import Message, Preference
 from pipeline.export.model_card import model_card
 from pipeline.export.source import TrainedStage, find_stage
 from pipeline.planning.stage_task import stage_steps

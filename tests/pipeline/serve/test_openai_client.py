@@ -13,7 +13,8 @@ import torch
 from engine import Sampling
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.participant import ChatParticipant, load
-from pipeline.data.records import Message, messages_of, with_tools
+from pipeline.data.records import Message, messages_of
+from pipeline.data.tool_calls import with_tools
 from pipeline.serve.app import create_app
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.running import client_of, served, small_models
