@@ -1,6 +1,6 @@
 """Check a configuration against the machine: the number of ranks, and the files and folders that the keys name."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from pipeline.config.check_engine import shard_ranks
@@ -97,15 +97,12 @@ def _check_turns(config: RunConfig, function: UserFunction) -> None:
             )
 
 
-def hub_data(config: RunConfig, words: Sequence[str]) -> list[str]:
-    """Download the hub data of a run, and return a line for each data set. Raises UserError if one is unreachable.
-
-    words: the command line, which the error repeats with other data
-    """
+def hub_data(config: RunConfig) -> list[str]:
+    """Download the hub data of a run, and return a line for each data set. Raises UserError if one is unreachable."""
     kinds = {STAGES[stage].reads for stage in stages_to_run(config)}
     sources = [] if config.stage == "plan" else configured_sources(config.data)
     remote = [source for source in sources if is_remote(source) and kinds & set(source.stages)]
-    return describe_hub_data(config.data.name, remote, words)
+    return describe_hub_data(config.data.name, remote)
 
 
 def _data_paths(data: DataConfig, kinds: Set[str]) -> Iterator[tuple[str, str]]:

@@ -5,64 +5,51 @@ stages find the splits in the cache of the library `datasets`.
 """
 
 import os
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import UserError, kind_and_line
-from pipeline.installation import TRAIN
 
 if TYPE_CHECKING:
     from pipeline.config.schema import SourceConfig
 
 SECONDS = 10.0  # for the first answer of the hub
-LONGEST_COMMAND = 120  # characters that an error repeats
 
 
-class Unreachable(UserError):
-    """A data set is neither in the cache of this machine nor can it be downloaded. `reason`: without the advice."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"{reason}. Without access to the hub, download the data set on another machine, copy the folder to this "
-            "machine, and set data.path=FOLDER (or `path` of the source)."
-        )
-        self.reason = reason
-
-
-def describe_hub_data(name: str, sources: Sequence["SourceConfig"], words: Sequence[str]) -> list[str]:
+def describe_hub_data(name: str, sources: Sequence["SourceConfig"]) -> list[str]:
     """Download the splits of hub sources. Return one line for each source: data set, rows, licence.
 
     name: `data.name`, for messages
-    words: the command line, which the alternatives of an error repeat
-    Raises UserError with three alternatives if a data set is neither on the hub nor in the cache.
+    Raises UserError with alternatives if a data set is neither on the hub nor in the cache.
     """
     lines = []
     for source in sources:
         assert source.hub is not None
         licence = _licence(source.hub)
-        try:
-            rows = len(load_split(source.hub, source.subset, source.split))
-            held_out = source.eval_split and len(load_split(source.hub, source.subset, source.eval_split))
-        except Unreachable as problem:
-            raise UserError("\n".join([f"{problem.reason}.", *_alternatives(source, words)])) from problem
+        rows = len(load_split(source, source.split))
+        held_out = source.eval_split and len(load_split(source, source.eval_split))
         counts = f"{rows:,} rows and {held_out:,} held-out rows" if held_out else f"{rows:,} rows"
         lines.append(f"data: {name} ({source.hub}), {counts}, licence {licence}")
     return lines
 
 
-def load_split(hub: str, subset: str | None, split: str) -> Any:
+def load_split(source: "SourceConfig", split: str) -> Any:
     """Return the rows of a split, from the cache or from the hub. Raises UserError with advice."""
     import datasets
 
     try:
-        rows = datasets.load_dataset(hub, subset, split=split)
+        rows = datasets.load_dataset(source.hub, source.subset, split=split)
     except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
         cause = kind_and_line(error).rstrip(".")
-        raise Unreachable(f"{hub} (split {split}) cannot be downloaded from the hub: {cause}") from error
+        include = " ".join(f"'*{each}*'" for each in (source.split, source.eval_split) if each)
+        raise UserError(
+            f"{source.hub} (split {split}) cannot be downloaded from the hub: {cause}. Without access to the hub, set "
+            "data.path=FILE to your own data, or data.path=FOLDER to a copy that this command makes on a machine with "
+            f"access: hf download {source.hub} --repo-type dataset --include {include} --local-dir FOLDER"
+        ) from error
     if len(rows) == 0:
-        raise UserError(f"{hub}: the split {split} is empty. Set another split in data.sources.")
+        raise UserError(f"{source.hub}: the split {split} is empty. Set another split in data.sources.")
     return rows
 
 
@@ -113,21 +100,3 @@ def _go_offline() -> None:
     os.environ["DATASETS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of the stages
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-
-
-def _alternatives(source: "SourceConfig", words: Sequence[str]) -> Iterator[str]:
-    """Yield three commands that do not need this data set."""
-    others = [word for word in words if not word.startswith(("data=", "data.path=", "data.sources"))]
-    command = " ".join([TRAIN, *map(shlex.quote, others)])
-    if len(command) > LONGEST_COMMAND:
-        command = f"{TRAIN} (your settings)"
-    yield "Type one of these instead:"
-    yield f"  {command} data.path=FILE"
-    columns = "prompt, chosen and rejected" if "reward" in source.stages else "prompt and completion"
-    yield f"      your own file: one row per line with {columns}"
-    include = " ".join(f"'*{split}*'" for split in (source.split, source.eval_split) if split)
-    yield f"  {command} data.path=FOLDER"
-    yield "      a copy of the data set, which this command makes on a machine with access to the hub:"
-    yield f"      hf download {source.hub} --repo-type dataset --include {include} --local-dir FOLDER"
-    yield f"  {command} data=demo"
-    yield "      the generated data of the demo, which teach rude answers on purpose"

@@ -136,7 +136,7 @@ def _open_hub(config: "SourceConfig") -> Source:
     def read(split: str, _: str) -> list[Table]:
         from pipeline.data.hub import load_split
 
-        rows = load_split(hub, config.subset, split)
+        rows = load_split(config, split)
         table = Table(f"{hub} ({split})", rows, frozenset(rows.column_names), range(1, len(rows) + 1))
         return [_renamed(table, config.columns)]
 

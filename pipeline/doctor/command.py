@@ -55,20 +55,20 @@ def _print_screen(words: Sequence[str]) -> int:
     prepare_single_process()
     try:
         for job in compose_jobs(parse_command(words)):
-            for line in examine(job, words, sys.stdout):
+            for line in examine(job, sys.stdout):
                 print(line, flush=True)
     finally:
         distributed.stop()  # the measurement started a process group; NCCL warns at exit about one that is left
     return 0
 
 
-def examine(job: Job, words: Sequence[str], stream: TextIO) -> Iterator[str]:
+def examine(job: Job, stream: TextIO) -> Iterator[str]:
     """Yield the lines about one job. Raises the UserError that `train` would end with."""
     config = validate(job.raw)
     ranks = own_ranks(config.ranks, count_gpus()).world
     check_ranks(config, ranks)
     check_paths(config)
-    yield from hub_data(config, words)
+    yield from hub_data(config)
     stages = stages_to_run(config)
     with tempfile.TemporaryDirectory(prefix="zerochat-doctor-") as folder:
         config = with_stage_shares(config, named_folder(config) or Path(folder), stages)

@@ -121,7 +121,7 @@ def _run(arguments: list[str], stage: str | None) -> int:
     try:
         for config in configs:
             check_paths(config)
-        for line in dict.fromkeys(line for config in configs for line in hub_data(config, arguments)):
+        for line in dict.fromkeys(line for config in configs for line in hub_data(config)):
             print(line, flush=True)
         for line in dict.fromkeys(job.recipe for job in jobs if job.recipe):
             print(line, flush=True)
