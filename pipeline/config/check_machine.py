@@ -12,7 +12,7 @@ from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, UserFunction, load_function
-from pipeline.models.folder import check_configuration, model_folder
+from pipeline.models.folder import model_folder
 from pipeline.tracking.trackers import require_tensorboard
 
 
@@ -55,20 +55,15 @@ def check_paths(config: RunConfig) -> None:
     """Raise UserError if a file, folder, function or package that the configuration needs does not exist."""
     if config.tracking.kind in ("tensorboard", "both"):
         require_tensorboard(config.tracking.kind)
-    members = [("ppo.reward_ensemble", folder) for folder in config.ppo.reward_ensemble]
-    for key, location in (
-        ("actor", config.actor),
-        ("reward", config.reward_path),
-        ("teacher", config.teacher),
-        *members,
-    ):
+    models = [("actor", config.actor), ("reward", config.reward_path), ("teacher", config.teacher)]
+    for key, location in [*models, *(("ppo.reward_ensemble", folder) for folder in config.ppo.reward_ensemble)]:
         if location is not None:
-            check_configuration(model_folder(location, key), key)
+            model_folder(location, key)
     for key, model in (("model", config.model), ("reward_model", config.reward_model)):
         if model is None:
             continue
         if model.path is not None:
-            check_configuration(model_folder(model.path, f"{key}.path"), f"{key}.path")
+            model_folder(model.path, f"{key}.path")
         if model.chat_template is not None and not Path(model.chat_template).is_file():
             raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
     for key, location in _data_paths(config.data, {STAGES[stage].reads for stage in stages_to_run(config)}):

@@ -1,6 +1,5 @@
 """Find the model in a folder that a configuration key names, or say what the folder has instead."""
 
-import json
 import os
 import re
 import shlex
@@ -42,18 +41,6 @@ def model_folder(location: str | Path, key: str = "model") -> Path:
     if any((folder / name).is_dir() for name in ("checkpoints", "model")):
         raise UserError(f"{key}={location} is an unfinished stage: run its command again to finish it")
     raise UserError(f"{key}={location} is not a model folder: it has no config.json (Hugging Face format, safetensors)")
-
-
-def check_configuration(folder: Path, key: str) -> None:
-    """Raise UserError with the configuration key `key` if config.json is not a JSON object. Reads no other file."""
-    file = folder / "config.json"
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        reason = "" if isinstance(fields, dict) else f"it has a {type(fields).__name__}"
-    except (OSError, ValueError, RecursionError) as problem:  # ValueError: neither JSON nor UTF-8
-        reason = str(problem)
-    if reason:
-        raise UserError(f"{key}={folder}: {file} is not a JSON object ({reason}); copy or download the file again")
 
 
 def merge_command(adapters: str | Path) -> str:
