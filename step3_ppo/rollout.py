@@ -64,7 +64,6 @@ class Rollout(ScoredRollout):
     function: (B,) fp32, the score of the reward function; None unless the reward model scores as well
     rewards: the mean of each reward by name, before weighting
     batches: this rank's micro-batches, as the models scored them
-    separate_logprobs: `logprobs` by a forward that no update shares; None unless requested
     sampled: which tokens of each response the policy sampled; None: all. The others are messages (`Episode`)
     """
 
@@ -74,7 +73,6 @@ class Rollout(ScoredRollout):
     function: Tensor | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     batches: list[Microbatch] = field(default_factory=list)
-    separate_logprobs: Tensor | None = None
     sampled: list[list[bool]] | None = None
 
     def __len__(self) -> int:
@@ -157,7 +155,6 @@ def collect(
     budget: int,
     scores: Scores | None = None,
     shared_forwards: Collection[str] = (),
-    score_separately: bool = False,
     sampled: list[list[bool]] | None = None,
 ) -> Rollout:
     """Score one answer per prompt with all models, by the trainer's forward, with dropout off.
@@ -165,7 +162,6 @@ def collect(
     scores: the result of `score_answers`; None: of the answers as they are generated
     shared_forwards: the roles ("actor", "critic") whose first update reuses the forwards of the scoring
         (`Engine.score_to_learn`)
-    score_separately: whether the actor also scores by a forward of its own (`Rollout.separate_logprobs`)
     sampled: as in `Rollout`
     """
     responses = [generation.token_ids for generation in generations]
@@ -189,8 +185,6 @@ def collect(
     with models.reference_policy() as reference:
         if reference is not None:
             local["reference"] = score("reference", reference, logprobs)
-    if score_separately:
-        local["separate_logprobs"] = score("", models.actor, logprobs)
     if models.critic is not None:
         local["values"] = score("critic", models.critic, values)
     local["logprobs"] = score("actor", models.actor, logprobs)
@@ -216,7 +210,6 @@ def collect(
         function=None if scores.function is None else distributed.to_device(torch.tensor(scores.function), device),
         rewards={name: sum(values) / len(values) for name, values in scores.rewards.items()},
         batches=batches,
-        separate_logprobs=table.get("separate_logprobs"),
         sampled=sampled,
     )
 

@@ -80,7 +80,6 @@ class Ppo:
         self.replaced = 0
         self.evaluated_step: int | None = None
         self.evaluations: Evaluations = {}  # of the actor after `evaluated_step`
-        self._is_compared = False  # whether a shared forward of the actor was compared with a separate one
 
     @property
     def only_finished(self) -> bool:
@@ -106,8 +105,7 @@ class Ppo:
     def collect(self, step: int, stage: StageRun) -> Rollout:
         """Generate the answers to the prompts of a step, and score them with all models.
 
-        `ppo.resample` replaces prompts without a preferred answer. Raises UserError if a shared forward of the actor
-        does not give the log-probabilities of a separate forward.
+        `ppo.resample` replaces prompts without a preferred answer.
         """
         sample = partial(self._sample, step, stage)
         answered = sample(batch_indices(len(self.prompts), self.section.batch_size, self.seed, step - 1), 0)
@@ -117,10 +115,8 @@ class Ppo:
             bound = {"samples": self.section.samples, "rounds": self.section.resample, "count": len(self.prompts)}
             answered = replace_uniform(answered, sample, self.shaping, seed=(self.seed, step), **bound)
             self.replaced = answered.replaced
-        shared_forwards = self._shared_forwards(step)
-        compare = "actor" in shared_forwards and not self._is_compared
         with stage.clock.phase("score"):
-            rollout = collect(
+            return collect(
                 self.models,
                 self._ids(self._repeated(answered.prompts)),
                 answered.generations,
@@ -128,15 +124,9 @@ class Ppo:
                 pad_id=self.tokenizer.pad_id,
                 budget=stage.budget,
                 scores=answered.scores,
-                shared_forwards=shared_forwards,
-                score_separately=compare,
+                shared_forwards=self._shared_forwards(step),
                 sampled=[episode.sampled for episode in self._episodes(answered.generations)] or None,
             )
-            if rollout.separate_logprobs is not None:
-                deviation = (rollout.logprobs - rollout.separate_logprobs).exp() - 1.0
-                self._check_ratio(deviation[rollout.response_mask].abs().mean().item())
-                self._is_compared = True
-        return rollout
 
     def _sample(self, step: int, stage: StageRun, prompts: list[int], number: int) -> Answered:
         """Generate and score the answers to some prompts of a step. `number` counts the rounds of dynamic sampling."""
@@ -264,10 +254,14 @@ class Ppo:
         return metrics
 
     def _shared_forwards(self, step: int) -> list[str]:
-        """Return the roles whose scoring forward is also the forward of the first update."""
+        """Return the roles whose scoring forward is also the forward of the first update.
+
+        In the first rollout that trains the actor, its forwards are separate, so that `check_first_ratio` detects
+        dropout: a shared forward always has the ratio 1.
+        """
         if not self.section.shared_forward or self.only_finished:
             return []
-        actor_learns = self.ptx is None and step > self.section.critic_warmup  # PTX adds other micro-batches
+        actor_learns = self.ptx is None and step > self.section.critic_warmup + 1  # PTX adds other micro-batches
         return ["actor"] * actor_learns + ["critic"] * (self.models.critic is not None)
 
 

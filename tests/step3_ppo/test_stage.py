@@ -280,7 +280,7 @@ def forwards(engine: Any) -> list[bool]:
 
 @pytest.mark.parametrize(("budget", "ptx_coef"), [(1000, 0.0), (40, 0.0), (1000, 0.1)])
 def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef: float, run_folder: Path) -> None:
-    """Metrics and weights are equal. With sharing, only the check of the first rollout makes separate forwards."""
+    """Metrics and weights are equal. With sharing, only the first rollout of the actor makes separate forwards."""
     results = []
     for shared in (False, True):
         ppo, stage = ppo_of(
@@ -311,14 +311,13 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
 
 
 def test_dropout_in_shared_forwards_is_detected(run_folder: Path) -> None:
-    """With shared forwards, old and new probabilities are equal even with dropout. The stage compares them with a
-    forward without dropout in the first rollout.
-    """
+    """With shared forwards, old and new probabilities are equal even with dropout. The first rollout shares none."""
     ppo, stage = ppo_of(run_folder, shared_forward=True)
     hidden = ppo.models.actor.module.get_submodule("lm.model.embed_tokens")
     hidden.register_forward_hook(lambda module, _, out: torch.dropout(out, 0.3, module.training))
+    rollout = ppo.collect(1, stage)
     with pytest.raises(UserError, match=r"ratio is off by .*dropout is active"):
-        ppo.collect(1, stage)
+        learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
 
 
 @pytest.mark.parametrize("budget", [1000, 80])
