@@ -248,8 +248,8 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
         reason, old_folder = decision.because or "its record is gone", move_aside(stage_dir)
         print(f"{stage}: runs again ({reason}); its old folder is now {old_folder}", flush=True)
     makes_tokenizer = stage == "sft" or (stage == "reward" and "sft" not in manifest.stages)
-    if makes_tokenizer and manifest.changes_tokenizer(stage, consumed) and (run_dir / "tokenizer").exists():
-        move_aside(run_dir / "tokenizer")
+    if makes_tokenizer and decision.action == "run" and (run_dir / "tokenizer").exists():
+        move_aside(run_dir / "tokenizer")  # its inputs are among those of the stage
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
     because = "; ".join(filter(None, (decision.because, judged)))

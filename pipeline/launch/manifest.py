@@ -32,7 +32,6 @@ from pipeline.launch.fingerprint import (
 )
 
 Action = Literal["skip", "resume", "run"]
-TOKENIZER_MAKERS = ("sft", "reward")  # the first of these stages that runs makes the run's tokenizer
 
 
 class _Consumed(BaseModel):
@@ -185,22 +184,6 @@ class Manifest:
         if any((self.run_dir / stage / "checkpoints").glob("step-*[0-9]")):
             return Decision("resume", "its model is gone; it is exported again from the newest checkpoint")
         return Decision("run", "its model and its checkpoints are gone")
-
-    def changes_tokenizer(self, stage: str, consumed: dict[str, Any]) -> bool:
-        """Return whether the run's tokenizer has other inputs (model, its files, data, seed), or unknown ones.
-
-        The tokenizer was made by this stage, or by another one that starts from the base model.
-        """
-        makers = (self.stages.get(name, {}).get("consumed") for name in (stage, *TOKENIZER_MAKERS))
-        recorded = next((each for each in makers if each is not None), None)
-        if recorded is None:
-            return True
-        old = _migrate(recorded, consumed)
-        keys = [key for key in consumed["settings"] if key == "seed" or key.startswith(("model.", "data."))]
-        settings_changed = any(old["settings"].get(key) != consumed["settings"][key] for key in keys)
-        base = old["models"].get("base", consumed["models"].get("base"))
-        files_changed = old.get("tokenizer") != consumed.get("tokenizer") or base != consumed["models"].get("base")
-        return settings_changed or files_changed or old["data"] != consumed["data"]
 
     def check_tokenizer(self, stage: str, consumed: dict[str, Any]) -> None:
         """Raise UserError if the SFT stage made the run's tokenizer from files that have changed since then.
