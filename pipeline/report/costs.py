@@ -3,32 +3,31 @@
 from pipeline.config.messages import format_bytes, format_time
 from pipeline.config.stages import STAGES
 from pipeline.report.axes import format_number
-from pipeline.report.curves import line_chart
 from pipeline.report.data import MANIFEST, RunReading, StageReading
 from pipeline.report.html import Markup, element, grid, section, table
+from pipeline.report.stage_curves import Plot, one
 from pipeline.report.svg import Series
 
 MEMORY = ("device_bytes", "host_bytes")
 MOST_RANKS = 16
-PPO_PHASES = (
-    ("generate_seconds", "generate", "ppo"),
-    ("score_seconds", "score", "second"),
-    ("train_seconds", "train", "strong"),
-    ("flip_seconds", "flip", "plain"),
+PHASES = Plot(
+    "PPO: seconds per rollout",
+    "",
+    {
+        "generate_seconds": Series("generate", tone="ppo"),
+        "score_seconds": Series("score", tone="second"),
+        "train_seconds": Series("train", tone="strong"),
+        "flip_seconds": Series("flip"),
+    },
+    (0, None),
 )
+RATE = Plot("PPO: tokens per second", "", one("tokens_per_second"), (0, None))
 
 
 def speed_section(run: RunReading) -> Markup | None:
     """Build the section with the time, tokens and phases of each stage. Return None without figures."""
     rows = [_speed_row(stage) for stage in run.stages.values() if stage.finished]
-    ppo = run.stage("ppo")
-    phases = [Series(label, ppo.series(key), tone) for key, label, tone in PPO_PHASES if ppo.series(key)]
-    rate = ppo.series("tokens_per_second")
-    figures = (
-        line_chart("PPO: seconds per rollout", phases, x_name="rollout", bounds=(0, None)),
-        line_chart("PPO: tokens per second", [Series("", rate, "plain")], x_name="rollout", bounds=(0, None)),
-    )
-    charts = grid(figures)
+    charts = grid(plot.draw(run.stage("ppo")) for plot in (PHASES, RATE))
     if not rows and not charts:
         return None
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")

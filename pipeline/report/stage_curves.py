@@ -24,6 +24,20 @@ class Plot:
     reference: float | None = None
     only_if_moving: bool = False
 
+    def draw(self, stage: StageReading) -> Markup | None:
+        """Draw the chart of a stage. Return None without values."""
+        curves = [replace(curve, points=points) for key, curve in self.curves.items() if (points := stage.series(key))]
+        if self.only_if_moving and len({value for curve in curves for _, value in curve.points}) < 2:
+            return None
+        return line_chart(
+            self.title,
+            curves,
+            x_name=STAGES[stage.name].step,
+            note=self.note,
+            bounds=self.bounds,
+            reference=self.reference,
+        )
+
 
 def one(key: str, *, exact: bool = False) -> Mapping[str, Series]:
     """Return a single curve."""
@@ -212,20 +226,6 @@ PPO_PLOTS = (
 )
 
 
-def _plot(stage: StageReading, plot: Plot) -> Markup | None:
-    curves = [replace(curve, points=points) for key, curve in plot.curves.items() if (points := stage.series(key))]
-    if plot.only_if_moving and len({value for curve in curves for _, value in curve.points}) < 2:
-        return None
-    return line_chart(
-        plot.title,
-        curves,
-        x_name=STAGES[stage.name].step,
-        note=plot.note,
-        bounds=plot.bounds,
-        reference=plot.reference,
-    )
-
-
 def stage_section(stage: StageReading, title: str, lead: str, wanted: Sequence[Plot]) -> Markup | None:
     """Build the report section of a stage. Return None if the stage has not started."""
     if not stage.started:
@@ -239,5 +239,5 @@ def stage_section(stage: StageReading, title: str, lead: str, wanted: Sequence[P
         if exported:
             notes.append("Its held-out figures look better than they are, because they selected the model.")
     text = " ".join([lead, *notes])
-    figures = grid([*(_plot(stage, plot) for plot in wanted), accuracy_chart(stage)])
+    figures = grid([*(plot.draw(stage) for plot in wanted), accuracy_chart(stage)])
     return section(stage.name, title, text, figures, reward_card(stage.card))
