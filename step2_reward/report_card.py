@@ -43,20 +43,19 @@ def write_card(
     penalty: `ppo.missing_end_penalty`, in standard deviations
     """
     items = [each.pair for each in held_out]
-    chosen = [each.chosen for each in held_out]
     unfinished = score_each(score, [cut_in_half(item, tokenizer.end_id) for item in items], items)
     others = score_each(score, [answer_of_next(items, index, max_length) for index in range(len(items))], items)
     samples = on_rank_zero(lambda: read_samples(folder.parent / "sft" / SAMPLES))
     card: Card = {
         "accuracy": accuracy(held_out),
-        "calibration": calibration([each.chosen - each.rejected for each in held_out]),
+        "calibration": calibration(held_out),
         "margin_by_length": margin_by_length(held_out),
         "judge": None,
         "scores": {
-            "chosen": level(chosen),
+            "chosen": level([each.chosen for each in held_out]),
             "rejected": level([each.rejected for each in held_out]),
-            "unfinished": changed_answers(chosen, unfinished, penalty=penalty * (reference["reward_std"] or 1.0)),
-            "other_prompt": changed_answers(chosen, others),
+            "unfinished": changed_answers(held_out, unfinished, penalty=penalty * (reference["reward_std"] or 1.0)),
+            "other_prompt": changed_answers(held_out, others),
         },
         "temperatures": list(dict.fromkeys(sample.temperature for sample in samples)),
         **reference,

@@ -7,7 +7,7 @@ Every function takes numbers and returns numbers.
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,17 +126,33 @@ def grouped_share_interval(outcomes: Sequence[bool], groups: Sequence[Hashable])
     sample, divided by the variance with N independent outcomes (Rao & Scott, 1992, doi:10.2307/2532311). If all
     outcomes are equal, d is unknown and each group counts once. Raise ValueError without values.
     """
-    count, wins = len(outcomes), sum(outcomes)
-    sizes, sums = Counter(groups), Counter(group for group, won in zip(groups, outcomes, strict=True) if won)
-    if len(sizes) == count:
+    count, wins, sizes = len(outcomes), sum(outcomes), len(set(groups))
+    if sizes == count:
         return wilson_interval(wins, count)
     share = wins / count
-    effective = float(len(sizes))
-    if 0 < wins < count and len(sizes) > 1:
-        squares = sum((sums[group] - share * size) ** 2 for group, size in sizes.items())
-        variance = len(sizes) / (len(sizes) - 1) * squares / count**2
+    effective = float(sizes)
+    if 0 < wins < count and sizes > 1:
+        variance = _variance_of_mean(outcomes, groups)
         effective = min(float(count), share * (1 - share) / variance) if variance else float(count)
     return wilson_interval(share * effective, effective)
+
+
+def grouped_mean_interval(values: Sequence[float], groups: Sequence[Hashable]) -> tuple[float, float, float]:
+    """Return the mean of `values` (N,), which may be alike within `groups` (N,), and the ends of its t-interval.
+
+    With one value per group it is that of `mean_interval`, and with one group the ends are nan.
+    """
+    mean, count = statistics.fmean(values), len(set(groups))
+    half = t_quantile(count - 1) * math.sqrt(_variance_of_mean(values, groups)) if count > 1 else math.nan
+    return mean, mean - half, mean + half
+
+
+def _variance_of_mean(values: Sequence[float], groups: Sequence[Hashable]) -> float:
+    """Return the variance of the mean of values with at least two groups as the sample (Rao & Scott, 1992)."""
+    mean, residuals = statistics.fmean(values), defaultdict[Hashable, float](float)
+    for value, group in zip(values, groups, strict=True):
+        residuals[group] += value - mean
+    return len(residuals) / (len(residuals) - 1) * sum(each**2 for each in residuals.values()) / len(values) ** 2
 
 
 def grade_interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from pipeline.evaluation.intervals import correlation_interval, mean_interval, rank_correlation
+from pipeline.evaluation.intervals import correlation_interval, grouped_mean_interval, rank_correlation
 from pipeline.evaluation.pair_accuracy import Card, Scored, share
 
 CONFIDENCE_BINS = 5
@@ -25,27 +25,26 @@ class Judged:
     gold: float
 
 
-def calibration(margins: Sequence[float]) -> Card | None:
+def calibration(scored: Sequence[Scored]) -> Card | None:
     """Return the reliability of sigmoid(margin), the model's probability that the chosen answer is preferred.
 
-    margins: (N,) score of the chosen answer minus score of the rejected answer
-
+    The margin of a pair is the score of the chosen answer minus that of the rejected answer.
     The model predicts the answer with the higher score, with the confidence sigmoid(|margin|) from 0.5 to 1. A bin
     compares the mean confidence with the share of right predictions. "error" is the expected calibration error: the
     mean of |confidence - accuracy| over the bins, weighted by their counts (Guo et al., 2017, arXiv:1706.04599, eq. 3).
     """
-    if not margins:
+    if not scored:
         return None
-    by_bin: dict[int, list[tuple[float, bool]]] = {}
-    for margin in margins:
-        confidence = 1 / (1 + math.exp(-abs(margin)))
+    by_bin: dict[int, list[tuple[float, Scored]]] = {}
+    for each in scored:
+        confidence = 1 / (1 + math.exp(-abs(each.chosen - each.rejected)))
         number = min(CONFIDENCE_BINS - 1, int((confidence - 0.5) * 2 * CONFIDENCE_BINS))
-        by_bin.setdefault(number, []).append((confidence, margin > 0))
+        by_bin.setdefault(number, []).append((confidence, each))
     bins = []
     for _, members in sorted(by_bin.items()):
-        found = share([right for _, right in members])
+        found = share([each.right for _, each in members], [each.group for _, each in members])
         bins.append({"confidence": statistics.fmean(confidence for confidence, _ in members), **(found or {})})
-    error = sum(each["count"] * abs(each["confidence"] - each["share"]) for each in bins) / len(margins)
+    error = sum(one["count"] * abs(one["confidence"] - one["share"]) for one in bins) / len(scored)
     return {"error": error, "bins": bins}
 
 
@@ -58,7 +57,8 @@ def margin_by_length(scored: Sequence[Scored]) -> list[Card]:
     cuts = [round(len(ordered) * number / LENGTH_GROUPS) for number in range(LENGTH_GROUPS + 1)]
     groups = []
     for members in (ordered[start:end] for start, end in pairwise(cuts) if end > start):
-        mean, low, high = mean_interval([each.chosen - each.rejected for each in members])
+        margins = [each.chosen - each.rejected for each in members]
+        mean, low, high = grouped_mean_interval(margins, [each.group for each in members])
         groups.append(
             {
                 "extra_tokens": statistics.fmean(each.extra_tokens for each in members),
@@ -105,13 +105,14 @@ def level(scores: Sequence[float]) -> Card | None:
     return {"mean": statistics.fmean(scores), "std": statistics.pstdev(scores), "count": len(scores)}
 
 
-def changed_answers(complete: Sequence[float], changed: Sequence[float], *, penalty: float = 0.0) -> Card | None:
+def changed_answers(pairs: Sequence[Scored], changed: Sequence[float], *, penalty: float = 0.0) -> Card | None:
     """Return the level of changed answers, and the share that scores above the complete answer to the same prompt.
 
+    pairs: the chosen answers are the complete ones
     penalty: subtracted from the scores of the changed answers before the comparison
     """
     found = level(changed)
     if found is None:
         return None
-    above = [new - penalty > old for old, new in zip(complete, changed, strict=True)]
-    return {**found, "penalty": penalty, "above_complete": share(above)}
+    above = [new - penalty > pair.chosen for pair, new in zip(pairs, changed, strict=True)]
+    return {**found, "penalty": penalty, "above_complete": share(above, [pair.group for pair in pairs])}

@@ -5,7 +5,9 @@ import pytest
 
 from pipeline.evaluation.intervals import (
     best_against_last,
+    grouped_mean_interval,
     grouped_share_interval,
+    mean_interval,
     mean_over_seeds,
     paired_difference,
     rank_correlation,
@@ -53,6 +55,14 @@ def test_the_interval_of_grouped_outcomes_by_hand() -> None:
     assert grouped_share_interval(outcomes, "aabbcc") == pytest.approx(wilson_interval(4 / 3, 2))
     assert grouped_share_interval(outcomes, "abcdef") == wilson_interval(4, 6)
     assert grouped_share_interval([True] * 6, "aabbcc") == wilson_interval(3, 3)
+
+
+def test_the_interval_of_a_grouped_mean_by_hand() -> None:
+    """Sums of residuals 2, -4 and 2 of the mean 2: the variance of the mean is 3/2 (4 + 16 + 4) / 36 = 1."""
+    values = [3.0, 3.0, 0.0, 0.0, 4.0, 2.0]
+    assert grouped_mean_interval(values, "aabbcc") == pytest.approx((2.0, 2.0 - 4.302653, 2.0 + 4.302653), rel=1e-5)
+    assert grouped_mean_interval(values, "abcdef") == pytest.approx(mean_interval(values))
+    assert math.isnan(grouped_mean_interval(values, "aaaaaa")[1])
 
 
 def test_seeds_with_different_prompts_by_hand() -> None:

@@ -18,10 +18,10 @@ from pipeline.evaluation.report_card import (
 )
 
 
-def scored(margin: float, extra: int = 0, source: str = "a") -> Scored:
+def scored(margin: float, extra: int = 0, source: str = "a", conversation: bytes | None = None) -> Scored:
     """Return a pair with this margin whose chosen answer has `extra` more tokens than the rejected answer."""
     sides = np.zeros(20 + extra, dtype=np.int32), np.zeros(20, dtype=np.int32)
-    return Scored(PairItem(*sides, 0.0, source, 2), 1.0 + margin, 1.0)
+    return Scored(PairItem(*sides, 0.0, source, 2, conversation), 1.0 + margin, 1.0)
 
 
 def interval(successes: int, count: int) -> dict[str, object]:
@@ -43,14 +43,15 @@ def test_accuracy_by_source_and_by_which_answer_is_longer() -> None:
 def test_calibration_by_hand() -> None:
     """sigmoid(ln 1.6) = 0.615 is in the second of the bins 0.5, 0.6, ..., 1; sigmoid(ln 19) = 0.95 in the last."""
     margins = [math.log(1.6), -math.log(1.6), math.log(19), math.log(19), -math.log(19), math.log(19)]
-    actual = calibration(margins)
+    actual = calibration([scored(margin) for margin in margins])
     assert actual is not None
     first, last = actual["bins"]
     assert first == {"confidence": pytest.approx(1.6 / 2.6), **interval(1, 2)}
     assert last == {"confidence": pytest.approx(0.95), **interval(3, 4)}
     assert actual["error"] == pytest.approx((2 * abs(1.6 / 2.6 - 0.5) + 4 * abs(0.95 - 0.75)) / 6)
     assert calibration([]) is None
-    huge = calibration([800.0, -800.0, math.log(19)])  # the last bin includes a confidence of 1
+    # The last bin includes a confidence of 1.
+    huge = calibration([scored(margin) for margin in (800.0, -800.0, math.log(19))])
     assert huge is not None and huge["error"] == pytest.approx(2.95 / 3 - 2 / 3) and len(huge["bins"]) == 1
 
 
@@ -93,9 +94,19 @@ def test_pairs_of_one_prompt_are_not_independent() -> None:
 
 
 def test_changed_answers_are_compared_with_the_complete_ones() -> None:
-    actual = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0], penalty=1.0)
+    complete = [scored(score - 1.0) for score in (0.0, 1.0, 2.0, 3.0)]
+    actual = changed_answers(complete, [0.5, 1.5, 1.0, 5.0], penalty=1.0)
     assert actual == {"mean": 2.0, "std": pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 1 + 9) / 4)), "count": 4,
                      "penalty": 1.0, "above_complete": interval(1, 4)}  # fmt: skip
-    without = changed_answers([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 1.0, 5.0])
+    without = changed_answers(complete, [0.5, 1.5, 1.0, 5.0])
     assert without is not None and without["above_complete"] == interval(3, 4)
     assert changed_answers([], []) is None and level([]) is None
+
+
+def test_every_share_of_pairs_takes_conversations_as_the_sample() -> None:
+    """Two conversations with four pairs each count as two outcomes if all their pairs are alike."""
+    pairs = [scored(2.0, conversation=b"a")] * 4 + [scored(2.0, conversation=b"b")] * 4
+    found, cut = calibration(pairs), changed_answers(pairs, [9.0] * 8)
+    assert found is not None and cut is not None
+    for each in (accuracy(pairs)["all"], found["bins"][0], cut["above_complete"]):
+        assert (each["low"], each["high"], each["count"]) == (*wilson_interval(2, 2), 8)
