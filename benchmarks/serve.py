@@ -25,8 +25,8 @@ from benchmarks.measure import BenchFailed, in_turn, median, spread
 from benchmarks.record import Result
 from benchmarks.rollout import DTYPES, OPT_125M, TINY
 from engine import Generator, Sampling
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
-from pipeline.data.tokenizer import train_tokenizer
 from pipeline.serve.app import create_app
 from pipeline.serve.command import Listener
 from pipeline.serve.models import ServedModel

@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices, token_batch
 from pipeline.data.encode import TokenItem
 from pipeline.data.microbatches import largest_microbatch, token_microbatches
-from pipeline.data.rendering import example_lines
+from pipeline.data.rendering import example_lines, token_line
 from pipeline.evaluation.evaluator import Evaluator, metrics_of, write_table
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
@@ -47,7 +47,7 @@ def run(config: RunConfig, folder: Path) -> None:
     if distributed.is_rank_zero():
         first = data.train[0]
         shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)
-        print(f"sft: {tokenizer.summary}", *shown, sep="\n", flush=True)
+        print(f"sft: {token_line(tokenizer)}", *shown, sep="\n", flush=True)
     evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, ppo_prompts))
     del records, ppo_prompts  # frees the texts
     plan = plan_stage(config, "sft", folder, data.train, policy=source)

@@ -15,7 +15,7 @@ from benchmarks.zero.large_models import model_config
 from benchmarks.zero.nvme import nvme_folder
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import EngineSettings
-from pipeline.data.tokenizer import train_tokenizer
+from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.export import export_policy
 from pipeline.models.source import resolve

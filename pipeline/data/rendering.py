@@ -10,6 +10,17 @@ LONGEST_EXAMPLE = 800  # characters of the rendered example
 COLOUR, PLAIN = ("\x1b[32m", "\x1b[0m"), ("[", "]")  # around the tokens of the loss
 
 
+def token_line(tokenizer: ChatTokenizer) -> str:
+    """Return one line with the special tokens and their ids: those that end an answer, begin and padding."""
+
+    def named(token: int | None) -> str:
+        return "none" if token is None else f"{tokenizer.hf.convert_ids_to_tokens(token)} ({token})"
+
+    ends = ", ".join(map(named, tokenizer.end_ids))
+    begin, padding = named(tokenizer.hf.bos_token_id), named(tokenizer.pad_id)
+    return f"tokens: answers end with {ends}; begin {begin}, padding {padding}"
+
+
 def example_lines(
     tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool], stream: TextIO
 ) -> Iterator[str]:

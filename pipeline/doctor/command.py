@@ -21,8 +21,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
 from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED
-from pipeline.data.rendering import example_lines
-from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.data.rendering import example_lines, token_line
 from pipeline.doctor.facts import Facts, StageFacts, gather
 from pipeline.errors import exit_status, kind_and_line
 from pipeline.installation import DOCTOR
@@ -91,17 +90,6 @@ def examine(job: Job, stream: TextIO) -> Iterator[str]:
     yield from _predictions(config, facts, ranks)
     few = (few_steps(each.stage, getattr(config, each.stage), each.steps, each.train) for each in facts.stages)
     yield from (f"warning: {text}" for text in (*filter(None, few), *warnings(config)))
-
-
-def token_line(tokenizer: ChatTokenizer) -> str:
-    """Return one line with the special tokens and their ids: those that end an answer, begin and padding."""
-
-    def named(token: int | None) -> str:
-        return "none" if token is None else f"{tokenizer.hf.convert_ids_to_tokens(token)} ({token})"
-
-    ends = ", ".join(map(named, tokenizer.end_ids))
-    begin, padding = named(tokenizer.hf.bos_token_id), named(tokenizer.pad_id)
-    return f"tokens: answers end with {ends}; begin {begin}, padding {padding}"
 
 
 def rate_lines(rates: Sequence[Rate], recipe: str) -> Iterator[str]:

@@ -232,7 +232,9 @@ async def until_disconnected(request: Request, work: Coroutine[Any, Any, None]) 
 async def _error(request: Request, problem: Exception) -> Response:
     """Answer an error. The log has the traceback of an error of the server itself, and the client gets none."""
     if isinstance(problem, HTTPException):  # an unknown path or method
-        problem = ServeError(problem.status_code, f"{request.method} {request.url.path}: {problem.detail}")
+        endpoints = "; the API has /v1/chat/completions, /v1/completions and /v1/models"
+        hint = endpoints if problem.status_code == 404 else ""
+        problem = ServeError(problem.status_code, f"{request.method} {request.url.path}: {problem.detail}{hint}")
     elif not isinstance(problem, ServeError):
         problem = ServeError(500, f"the server failed: {type(problem).__name__}")
     return JSONResponse(problem.body(), problem.status)
