@@ -322,9 +322,11 @@ def finished(rows: Sequence[Row]) -> Finding | None:
 def critic(rows: Sequence[Row]) -> Finding | None:
     """Find a critic that is far worse than a constant: explained variance below -1 after the first rollouts.
 
-    The advantages then contain more error of the critic than signal (Schulman et al., 2016, arXiv:1506.02438).
+    The advantages then contain more error of the critic than signal (Schulman et al., 2016, arXiv:1506.02438). The rule
+    uses the median of the rollouts: in a rollout whose answers have nearly equal scores, a small error is thousands of
+    times the variance of the returns.
     """
-    explained = _mean(rows, "explained_variance")
+    explained = _mean(rows, "explained_variance", statistics.median)
     if explained is None or rows[-1]["step"] < CRITIC_ROLLOUTS or explained >= EXPLAINED_VARIANCE:
         return None
     return Finding(

@@ -23,6 +23,7 @@ from step3_ppo.rollout import Rollout
 from step3_ppo.update import means
 
 ROLLOUTS = "rollouts.jsonl"
+RETURN_ROUNDING = 1e-5  # relative rounding error of a return, a sum of hundreds of fp32 numbers
 GENERATOR_GAP = 0.01  # mean difference of probabilities above which generator and trainer are different models
 
 
@@ -94,9 +95,14 @@ def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Return () 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for one that predicts the mean."""
+    """Return () 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for one that predicts the mean.
+
+    The result is 0 for returns that are equal up to rounding (answers with equal scores, without a KL in the reward).
+    """
     spread = masked_variance(returns, mask)
-    return torch.where(spread > 0, 1.0 - masked_variance(returns - values, mask) / spread, 0.0)
+    largest = torch.where(mask, torch.maximum(returns.abs(), values.abs()), 0.0).max()
+    is_rounding = spread <= (RETURN_ROUNDING * largest).square()
+    return torch.where(is_rounding, 0.0, 1.0 - masked_variance(returns - values, mask) / spread)
 
 
 def log_generator_gap(gap: float) -> None:

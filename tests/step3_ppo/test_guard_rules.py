@@ -60,6 +60,7 @@ def test_a_healthy_run_has_no_findings() -> None:
         ("length", longer(12.0, 0.95), longer(13.0, 0.95)),
         ("finished answers", {"eos_rate": 0.51}, {"eos_rate": 0.49}),
         ("explained variance", {"explained_variance": -0.9}, {"explained_variance": -1.1}),
+        ("explained variance", {"explained_variance": [0.1, 0.3, -1e6, 0.2]}, {"explained_variance": [0, 0.3, -2, -3]}),
     ],
 )  # fmt: skip
 def test_each_rule_has_its_limit(sign: str, below: dict[str, Any], above: dict[str, Any]) -> None:

@@ -98,6 +98,9 @@ def test_explained_variance() -> None:
     assert explained_variance(torch.zeros(2, 3), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
     assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
     assert explained_variance(values, torch.ones(2, 3), mask).item() == 0.0  # the returns have no variance
+    rounded = torch.ones(2, 3) + torch.tensor([0.0, 2.0**-23, 0.0])
+    assert explained_variance(values, rounded, mask).item() == 0.0  # nor have these
+    assert explained_variance(values, torch.ones(2, 3) + 0.01 * returns, mask).item() < -100
 
 
 def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxima: float) -> Update:
