@@ -45,7 +45,7 @@ class Message:
     def turn(self) -> Turn:
         """The role and the fields. They contain that there is reasoning, and not its text."""
         turn = Turn(self.role, self.fields)
-        return turn._replace(fields=_json({**turn.parsed(), REASONING: True})) if self.reasoning else turn
+        return Turn(self.role, _json({**turn.parsed(), REASONING: True})) if self.reasoning else turn
 
     def to_row(self) -> Row:
         """Return the message as an object of a data file."""
