@@ -92,9 +92,10 @@ def tokenizer(template: str | None, *special: str, **keys: str) -> PreTrainedTok
     return hf
 
 
-def chat(*contents: str, system: str | None = None) -> list[Message]:
-    turns = [Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents)]
-    return ([Message("system", system)] if system else []) + turns
+def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
+    """Return alternating messages of user and assistant."""
+    turns = tuple(Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents))
+    return ((Message("system", system), *turns)) if system else turns
 
 
 def segments(hf: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[tuple[str, bool]]:

@@ -19,7 +19,7 @@ def bytewise() -> ChatTokenizer:
 
 
 def test_conversations_are_truncated_on_the_right(bytewise: ChatTokenizer) -> None:
-    records = [Conversation(tuple(chat(*texts)), "s") for texts in (("abc", "de"), ("ab", "cdef"), ("abcdef", "g"))]
+    records = [Conversation(chat(*texts), "s") for texts in (("abc", "de"), ("ab", "cdef"), ("abcdef", "g"))]
     items, notes = encode_conversations(bytewise, records, max_length=6)
     # "abc</s>de</s>" has 7 tokens and "ab</s>cdef</s>" 8. The first 6 tokens of "abcdef</s>g</s>" are the prompt.
     assert [len(item.ids) for item in items] == [6, 6]
@@ -31,9 +31,7 @@ def test_conversations_are_truncated_on_the_right(bytewise: ChatTokenizer) -> No
 
 
 def test_all_tokens_can_be_trained(bytewise: ChatTokenizer) -> None:
-    (item,), _ = encode_conversations(
-        bytewise, [Conversation(tuple(chat("abc", "de")), "s")], max_length=9, loss_on="all"
-    )
+    (item,), _ = encode_conversations(bytewise, [Conversation(chat("abc", "de"), "s")], max_length=9, loss_on="all")
     assert item.counts.tolist() == [True] * 7
     assert (item.ids.itemsize, item.counts.itemsize) == (4, 1)  # bytes of an id and of a flag
 
@@ -41,7 +39,7 @@ def test_all_tokens_can_be_trained(bytewise: ChatTokenizer) -> None:
 def test_documents_are_divided_and_every_token_is_trained(bytewise: ChatTokenizer) -> None:
     texts = ("abcdefgh", "xyz", "klmnopq")  # with </s> 9, 4 and 8 tokens
     records = [Document((Message("text", text),), "s") for text in texts]
-    conversation = Conversation(tuple(chat("ab", "c")), "s")
+    conversation = Conversation(chat("ab", "c"), "s")
     items, notes = encode_conversations(bytewise, [*records, conversation], max_length=4)
     rows = [item.ids.tolist() for item in items]
     ids = {text: [*bytewise.encode_answer(text)[:-1], EOS] for text in texts}
@@ -53,9 +51,7 @@ def test_documents_are_divided_and_every_token_is_trained(bytewise: ChatTokenize
 
 def test_truncated_answers_have_no_end_token(bytewise: ChatTokenizer) -> None:
     def pair(prompt: str, chosen: str, rejected: str) -> Preference:
-        return Preference(
-            tuple(chat(prompt)), Message("assistant", chosen), Message("assistant", rejected), "s", margin=0.5
-        )
+        return Preference(chat(prompt), Message("assistant", chosen), Message("assistant", rejected), "s", margin=0.5)
 
     records = [
         pair("a", "bc", "d"),
@@ -71,7 +67,7 @@ def test_truncated_answers_have_no_end_token(bytewise: ChatTokenizer) -> None:
 
 
 def test_long_prompts_are_dropped(bytewise: ChatTokenizer) -> None:
-    records = [Prompt(tuple(chat(text)), "s") for text in ("abc", "abcdef")]
+    records = [Prompt(chat(text), "s") for text in ("abc", "abcdef")]
     items, notes = encode_prompts(bytewise, records, max_tokens=4)
     assert [(list(item.ids), item.row) for item in items] == [(bytewise.encode_prompt(chat("abc")), None)]
     assert notes == {"prompt longer than max_prompt_tokens": 1}
@@ -83,15 +79,15 @@ def test_long_encoding_prints_its_progress(
     clock = iter(range(0, 1000, 6))  # seconds at each reading
     monkeypatch.setattr(encode.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(encode, "CHUNK", 2)
-    encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")] * 9, max_tokens=20)
+    encode_prompts(bytewise, [Prompt(chat("abc"), "s")] * 9, max_tokens=20)
     assert capsys.readouterr().out.splitlines() == ["2 of 9 prompts tokenized", "6 of 9 prompts tokenized"]
 
 
 def test_data_without_any_usable_example_is_refused(bytewise: ChatTokenizer) -> None:
     with pytest.raises(UserError, match=r"None of 1 prompts fits within rollout.max_prompt_tokens=2 tokens: raise"):
-        encode_prompts(bytewise, [Prompt(tuple(chat("abc")), "s")], max_tokens=2)
+        encode_prompts(bytewise, [Prompt(chat("abc"), "s")], max_tokens=2)
     with pytest.raises(UserError, match=r"None of 1 held-out ones has an answer .* sft.max_length=3"):
-        short = [Conversation(tuple(chat("abc", "d")), "s")]
+        short = [Conversation(chat("abc", "d"), "s")]
         encode_conversations(bytewise, short, max_length=3, name="held-out ones")
     none, notes = encode_prompts(bytewise, [], max_tokens=2)
     assert not none and not notes

@@ -17,18 +17,13 @@ from pipeline.data.records import (
     Prompt,
 )
 from pipeline.errors import UserError
+from tests.pipeline.data.templates import chat
 
 
 def one(row: dict[str, Any], stage: str) -> Any:
     records, skipped = to_records(table_of("t", [row]), stage, "s", bad_row_limit=0.0)
     assert not skipped
     return records[0]
-
-
-def chat(*contents: str, system: str | None = None) -> tuple[Message, ...]:
-    """Return alternating messages of user and assistant."""
-    turns = tuple(Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(contents))
-    return ((Message("system", system), *turns)) if system else turns
 
 
 def pair(chosen: str, rejected: str, *prompt: str) -> Preference:

@@ -88,7 +88,7 @@ DATE = (
         ),
     ],
 )
-def test_prompts_and_answers_alternate(template: str, messages: list[Message], expected: list[str]) -> None:
+def test_prompts_and_answers_alternate(template: str, messages: tuple[Message, ...], expected: list[str]) -> None:
     assert segments(tokenizer(template), messages) == [(text, place % 2 == 1) for place, text in enumerate(expected)]
 
 
