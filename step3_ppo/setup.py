@@ -224,6 +224,7 @@ class Ppo:
         Raises UserError if the ratio of the first minibatch of a rollout is not 1, before the parameters change.
         """
         actor, critic, policy, values = self.models.actor, self.models.critic, None, None
+        check = partial(check_first_ratio, dtype=actor.config.dtype, tolerance=self.section.ratio_tolerance)
         if step > self.section.critic_warmup:
             policy = update_policy(
                 actor,
@@ -234,16 +235,11 @@ class Ppo:
                 temperature=self.rollout.temperature,
                 kl_coef=0.0 if self.shaping.kl_in_reward else self.kl.coef,
                 ptx=self.ptx.batch(actor.step_count, packing=self.models.packing) if self.ptx else None,
-                check=None if updates.steps else self._check_ratio,
+                check=None if updates.steps else check,
             )
         if critic is not None:
             values = update_critic(critic, minibatch, rollout, advantages, clip=self.section.value_clip)
         updates.add(minibatch.tokens, policy, values)
-
-    def _check_ratio(self, deviation: float) -> None:
-        """Raise UserError if the mean |ratio - 1| of the first minibatch is more than rounding explains."""
-        dtype, tolerance = self.models.actor.config.dtype, self.section.ratio_tolerance
-        check_first_ratio(deviation, dtype=dtype, tolerance=tolerance)
 
     def metrics(self) -> dict[str, float]:
         """Return the KL weight, the steps skipped for a non-finite gradient, the bytes of the flip, replacements."""
