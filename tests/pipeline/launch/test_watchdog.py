@@ -69,26 +69,23 @@ def state(rank: int, **changes: object) -> RankState:
 
 
 @pytest.mark.parametrize(
-    ("idle", "stopped", "hang_seconds", "hung"),
+    ("idle", "stopped", "limit", "hang_seconds", "hung"),
     [
-        ((70, 70), (), None, True),
-        ((70, 62), (), None, False),  # the limit of 60 s and 3 s for the stacks
-        ((5, 700), (), None, False),
-        ((5, 5), (1,), None, False),
-        ((6, 6), (1,), 2.0, True),
-        ((6, 6), (), 2.0, False),
+        ((70, 70), (), 60.0, None, True),
+        ((70, 62), (), 60.0, None, False),  # the limit of 60 s and 3 s for the stacks
+        ((5, 700), (), 60.0, None, False),
+        ((5, 5), (1,), 60.0, None, False),
+        ((6, 6), (1,), 60.0, 2.0, True),
+        ((6, 6), (), 60.0, 2.0, False),
+        ((100, 100), (), 1800.0, None, False),  # the largest limit holds
+        ((100, 100), (1,), 1800.0, None, True),  # except while a process is stopped
     ],
 )
-def test_a_stage_hangs_if_no_rank_makes_progress(idle, stopped, hang_seconds, hung):
+def test_a_stage_hangs_if_no_rank_makes_progress(idle, stopped, limit, hang_seconds, hung):
     states = [state(rank, idle=float(s), is_stopped=rank in stopped) for rank, s in enumerate(idle)]
+    states[0] = replace(states[0], limit=limit)
     assert is_hung(states, hang_seconds) == hung
     assert not is_hung([], hang_seconds)
-
-
-def test_the_largest_limit_holds_except_for_a_stopped_process():
-    states = [state(0, idle=100.0, limit=1800.0), state(1, idle=100.0)]
-    assert not is_hung(states, None)
-    assert is_hung([states[0], replace(states[1], is_stopped=True)], None)
 
 
 def test_a_stopped_rank_is_named():
