@@ -189,7 +189,8 @@ def mean_over_seeds(values: Sequence[Mapping[Any, float]]) -> SeedEffect:
       give Var(mean) = (MS_seed + MS_prompt - MS_error) / (k n), with Satterthwaite's degrees of freedom. Prompts that
       some seeds lack count in the mean only.
     - Otherwise the prompts are nested in the seeds: Var(mean) is the variance of the seeds' means divided by k, with
-      k - 1 degrees of freedom.
+      k - 1 degrees of freedom. The interval is at least as wide as the noise of the prompts alone makes it: the means
+      of two or three seeds may be equal by chance.
 
     Source: Searle, Casella & McCulloch (1992), Variance Components, chapters 3 and 4; Satterthwaite (1946),
     doi:10.2307/3002019. Raise ValueError with fewer than two seeds, or a seed with fewer than two prompts.
@@ -217,7 +218,10 @@ def _nested(rows: Sequence[Array]) -> SeedEffect:
     within = sum(((row - own) ** 2).sum() for row, own in zip(rows, means, strict=True)) / (total - k)
     between = (sizes * (means - grand) ** 2).sum() / (k - 1)
     size = (total - (sizes**2).sum() / total) / (k - 1)
-    return SeedEffect(*mean_interval(means.tolist()), math.sqrt(max(0.0, (between - within) / size)), math.sqrt(within))
+    mean, _, high = mean_interval(means.tolist())
+    half = max(high - mean, t_quantile(int(total) - k) * math.sqrt(within * (1 / sizes).sum()) / k)
+    deviations = math.sqrt(max(0.0, (between - within) / size)), math.sqrt(within)
+    return SeedEffect(mean, mean - half, mean + half, *deviations)
 
 
 def _crossed(values: Array) -> SeedEffect:

@@ -38,8 +38,7 @@ SAMPLED = ("gold_score", "eval_score")
 """The curves of generated answers to held-out prompts, at the first temperature of the evaluation."""
 WINS = (
     "The intervals of all seeds also cover other seeds. The length-controlled rate of all seeds is the mean of those "
-    "of the seeds, with a t-interval. If the seeds share their prompts, this interval is at least as wide as those of "
-    "the seeds."
+    "of the seeds, with a t-interval. It is at least as wide as the intervals of the seeds make it."
 )
 
 

@@ -113,15 +113,21 @@ def pool_wins(samples_by_seed: Sequence[Sequence[Sample]], model: str) -> WinRat
     outcomes = [{sample.prompt: won for sample, won, _ in of_seed} for of_seed in compared]
     over = mean_over_seeds(outcomes)
     mean, low, high = mean_interval([found.controlled.mean for found in by_seed])
-    if shared_prompts(outcomes):  # the spread between these seeds does not show that of other prompts
-        low = min(low, statistics.fmean(found.controlled.low for found in by_seed))
-        high = max(high, statistics.fmean(found.controlled.high for found in by_seed))
+    # The spread between these seeds does not show that of other prompts, and it may be 0 by chance.
+    noise = statistics.fmean if shared_prompts(outcomes) else _independent
+    low = min(low, mean - noise([found.controlled.mean - found.controlled.low for found in by_seed]))
+    high = max(high, mean + noise([found.controlled.high - found.controlled.mean for found in by_seed]))
     counts = {
         kind: sum(getattr(found, kind) for found in by_seed)
         for kind in ("wins", "ties", "losses", "unusable", "inconsistent")
     }
     plain, controlled = _bounded(over.mean, over.low, over.high), _bounded(mean, low, high)
     return WinRate(plain, controlled, **counts, by_seed=by_seed)
+
+
+def _independent(halves: Sequence[float]) -> float:
+    """Return the half width of the interval of a mean, from those of its independent parts."""
+    return math.hypot(*halves) / len(halves)
 
 
 def _bounded(mean: float, low: float, high: float) -> Rate:

@@ -74,6 +74,13 @@ def test_seeds_with_different_prompts_by_hand() -> None:
     assert actual.prompt_deviation == pytest.approx(math.sqrt(2))
 
 
+def test_seeds_whose_means_are_equal_by_chance_keep_the_noise_of_their_prompts() -> None:
+    """Both means are 2, and the mean square within the seeds is 2 with 2 degrees of freedom: 4.302653 sqrt(2 / 4)."""
+    actual = mean_over_seeds([{"a": 1.0, "b": 3.0}, {"c": 1.0, "d": 3.0}])
+    half = 4.302653 * math.sqrt(2 / 4)
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((2.0, 2.0 - half, 2.0 + half), rel=1e-5)
+
+
 def test_seeds_with_the_same_prompts_by_hand() -> None:
     """Rows 1 2 6 and 3 6 6: seed means 3 and 5, prompt means 2, 4, 6; squares 6, 8 and 2."""
     actual = mean_over_seeds([{"a": 1.0, "b": 2.0, "c": 6.0}, {"c": 6.0, "b": 6.0, "a": 3.0}])

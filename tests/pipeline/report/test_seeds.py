@@ -95,7 +95,8 @@ def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
     half = 4.302653 * 0.25 / 3**0.5
     assert (actual.plain.mean, actual.plain.low) == pytest.approx((0.75, 0.75 - half), rel=1e-4)
     assert actual.plain.high == 1.0  # 0.75 + half is above 1
-    assert actual.controlled == actual.plain  # all answers have the same length
+    controlled = actual.controlled  # all answers have the same length
+    assert (controlled.mean, controlled.low, controlled.high) == pytest.approx((0.75, 0.75 - half, 1.0), rel=1e-4)
     assert [one.wins for one in actual.by_seed] == [72, 48, 96]
     page, verdict = write_seed_report(paths)
     assert "Over 3 seeds, the pair judge prefers the answers of PPO to those of SFT in 75% of 288 pairs" in (
@@ -107,17 +108,26 @@ def test_win_rates_over_seeds_by_hand(tmp_path: Path) -> None:
     assert pool_wins([runs[0].samples(1.0), []], "ppo") is None
 
 
-def test_win_rates_of_seeds_with_the_same_prompts_cover_other_prompts() -> None:
-    """Three equal seeds win 15 of 20 pairs: the interval is Wilson's of one seed, not the point 0.75."""
-    samples = [
-        Sample((Message("user", str(at)),), {"sft": "one", "ppo": "two"}, preferences={"ppo": (won, won)})
-        for at, won in enumerate([1.0] * 15 + [0.0] * 5)
-    ]
-    actual = pool_wins([samples] * 3, "ppo")
+@pytest.mark.parametrize(("share", "halves"), [(True, 1.0), (False, 1 / 3**0.5)])
+def test_win_rates_of_equal_seeds_keep_the_noise_of_their_prompts(share: bool, halves: float) -> None:
+    """Three equal seeds win 15 of 20 pairs. Wilson's interval of one seed is 0.5313 to 0.8881.
+
+    Other prompts for each seed divide its halves by sqrt(3).
+    """
+    seeds = [
+        [
+            Sample((Message("user", f"{0 if share else seed} {at}"),), {"sft": "one", "ppo": "two"},
+                   preferences={"ppo": (won, won)})
+            for at, won in enumerate([1.0] * 15 + [0.0] * 5)
+        ]
+        for seed in range(3)
+    ]  # fmt: skip
+    actual = pool_wins(seeds, "ppo")
     assert actual is not None
     assert (actual.controlled.mean, actual.controlled.low, actual.controlled.high) == pytest.approx(
-        (0.75, 0.5313, 0.8881), abs=1e-4
+        (0.75, 0.75 - 0.2187 * halves, 0.75 + 0.1381 * halves), abs=1e-4
     )
+    assert actual.plain.high - actual.plain.low > 0.2 * halves
 
 
 @pytest.mark.parametrize(
