@@ -4,6 +4,7 @@ Colours are CSS classes (`tone-ppo`), so that the style sheet can set them for l
 is `WIDTH` units wide and is displayed at about as many pixels, which keeps its text readable.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,10 +35,18 @@ class Series:
 
 
 def figure(title: str, note: Child, description: str, parts: Child, height: float = HEIGHT) -> Markup:
-    """Build a chart with its title and a note below. `description` is the text for screen readers."""
+    """Build a chart with its title and a note below. `description` is the text for screen readers.
+
+    The title links to a large view: the same figure as the target of the link, which the style sheet shows on the whole
+    screen.
+    """
     drawing = element("svg", parts, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=description)
-    caption = element("figcaption", element("strong", title), element("span", note) if note else None)
-    return element("figure", caption, drawing)
+    name = f"chart-{hashlib.sha256(f'{title}{description}{drawing}'.encode('utf-8', 'replace')).hexdigest()[:10]}"
+    enlarge = element("a", title, href=f"#{name}", title="Large view")
+    shrink = element("a", "Close", href=f"#{name}-closed", class_="close")
+    caption = element("figcaption", element("strong", enlarge), element("span", note) if note else None, shrink)
+    place = element("span", id=f"{name}-closed")  # closing the large view returns to the chart
+    return element("figure", place, caption, drawing, id=name)
 
 
 @dataclass(frozen=True)
