@@ -378,7 +378,7 @@ class Engine:
         logprobs: (n,) for the tokens of each answer, by the module's own forward. Raises ValueError if they differ.
         """
         eight_bits = self.config.compress in ("gather8", "both")
-        compare_logprobs(self.flip.checked, logprobs, "the trainer's forward", eight_bits=eight_bits)
+        compare_logprobs(self.flip.checked, logprobs, eight_bits=eight_bits)
 
     def start_averaging(self, decay: float) -> None:
         """Start an exponential moving average of the trained parameters, in fp32, sharded like them.

@@ -61,21 +61,20 @@ def check_generator(generator: Generator) -> list[CheckedAnswer]:
     return checked
 
 
-def compare_logprobs(
-    checked: Sequence[CheckedAnswer], logprobs: Sequence[Tensor], source: str, *, eight_bits: bool = False
-) -> None:
-    """Compare checked answers with log-probabilities (n,) of their tokens from `source`, such as the trainer.
+def compare_logprobs(checked: Sequence[CheckedAnswer], logprobs: Sequence[Tensor], *, eight_bits: bool = False) -> None:
+    """Compare checked answers with log-probabilities (n,) of their tokens from the trainer's forward.
 
-    `eight_bits` is whether `source` gathered its weights in 8 bits. Raises ValueError if they differ.
+    `eight_bits` is whether the trainer gathered its weights in 8 bits. Raises ValueError if they differ.
     """
     for one, expected in zip(checked, logprobs, strict=True):
         tolerance = one.eight_bit_tolerance if eight_bits else one.tolerance
         gaps = (torch.tensor(one.answer.logprobs) - expected.float().cpu()).abs()
         if _exceeds(gaps, tolerance):
             raise ValueError(
-                f"{source} gives the generator's tokens other log-probabilities: they differ by {gaps.max():.2g}, and "
-                f"rounding explains {tolerance.mean():.2g}. The rollouts are off-policy. Likely cause: a layer "
-                "computes something else in training than in evaluation, or the weight sync left out weights"
+                "the trainer's forward gives the generator's tokens other log-probabilities: they differ by "
+                f"{gaps.max():.2g}, and rounding explains {tolerance.mean():.2g}. The rollouts are off-policy. Likely "
+                "cause: a layer computes something else in training than in evaluation, or the weight sync left out "
+                "weights"
             )
 
 

@@ -82,10 +82,10 @@ def test_packs_of_older_weights_are_detected() -> None:
 def test_other_logprobs_are_refused() -> None:
     checked = parity_check.check_generator(Generator(build("llama"), "cpu"))
     logprobs = [torch.tensor(answer.answer.logprobs) for answer in checked]
-    parity_check.compare_logprobs(checked, logprobs, "the trainer")
+    parity_check.compare_logprobs(checked, logprobs)
     logprobs[1] = logprobs[1] - 0.1
-    with pytest.raises(ValueError, match=r"the trainer gives.*differ by 0\.1"):
-        parity_check.compare_logprobs(checked, logprobs, "the trainer")
+    with pytest.raises(ValueError, match=r"the trainer's forward gives.*differ by 0\.1"):
+        parity_check.compare_logprobs(checked, logprobs)
 
 
 @torch.no_grad()
@@ -97,9 +97,9 @@ def test_large_logits_do_not_hide_a_difference() -> None:
     prompt = checked[0].prompt + checked[0].answer.token_ids
     assert model(torch.tensor([prompt])).logits.abs().max() > 18
     logprobs = [torch.tensor(answer.answer.logprobs) for answer in checked]
-    parity_check.compare_logprobs(checked, logprobs, "the trainer")
-    with pytest.raises(ValueError, match=r"the trainer gives.*differ by 0\.3"):
-        parity_check.compare_logprobs(checked, [each - 0.3 for each in logprobs], "the trainer")
+    parity_check.compare_logprobs(checked, logprobs)
+    with pytest.raises(ValueError, match=r"the trainer's forward gives.*differ by 0\.3"):
+        parity_check.compare_logprobs(checked, [each - 0.3 for each in logprobs])
 
 
 def test_rounding_is_the_first_order_change_of_a_logprob() -> None:
@@ -129,12 +129,12 @@ def test_a_trainer_with_8_bit_weights_passes() -> None:
         numbers = parameter.data.view(-1)
         numbers.copy_(comm_hooks.decode(comm_hooks.encode(numbers), len(numbers)))
     logprobs = [logprobs_of(rounded, answer) for answer in checked]
-    with pytest.raises(ValueError, match="the trainer gives"):
-        parity_check.compare_logprobs(checked, logprobs, "the trainer")
-    parity_check.compare_logprobs(checked, logprobs, "the trainer", eight_bits=True)
+    with pytest.raises(ValueError, match="the trainer's forward gives"):
+        parity_check.compare_logprobs(checked, logprobs)
+    parity_check.compare_logprobs(checked, logprobs, eight_bits=True)
     logprobs[1] = logprobs[1] - 2
-    with pytest.raises(ValueError, match=r"the trainer gives.*rounding explains 0\.\d"):
-        parity_check.compare_logprobs(checked, logprobs, "the trainer", eight_bits=True)
+    with pytest.raises(ValueError, match=r"the trainer's forward gives.*rounding explains 0\.\d"):
+        parity_check.compare_logprobs(checked, logprobs, eight_bits=True)
 
 
 def logprobs_of(model: nn.Module, answer: parity_check.CheckedAnswer) -> torch.Tensor:
