@@ -19,7 +19,7 @@ RETAINED = ("inference_model", "prepacked_linears", "cache")
 
 @dataclass(frozen=True)
 class GenerationLoad:
-    """One call of generation: `sequences` responses (0: as many as slots), `samples` a prompt, on `slots` slots.
+    """One call of generation: `sequences` responses, `samples` a prompt, `slots` at a time.
 
     keep, stream, park_optimizer, cache_bytes: as in the engine's `generating` and `Generator`. With `uses_vllm`, vLLM
     generates; the slots are then the sequences that it decodes at a time.
@@ -28,7 +28,7 @@ class GenerationLoad:
     prompt: int = 512
     response: int = 256
     slots: int = 64
-    sequences: int = 0
+    sequences: int = 64
     samples: int = 1
     keep: bool = True
     stream: bool = False
@@ -147,12 +147,11 @@ def _cache_bytes(shape: ModelShape, work: Workload, load: GenerationLoad, free: 
     token = shape.cache_per_token * BYTES[work.config.dtype]
     if not token:
         return 0
-    sequences = load.sequences or load.slots
-    slots, prompts = min(load.slots, sequences), math.ceil(sequences / load.samples)
-    demand = CacheDemand(load.prompt, load.response, prompts=prompts, sequences=sequences, batch_size=slots)
+    prompts = math.ceil(load.sequences / load.samples)
+    demand = CacheDemand(load.prompt, load.response, prompts, load.sequences, load.slots)
     limit = load.cache_bytes
     if limit is None and free is not None:
-        few = CacheDemand(load.prompt, load.response, prompts=8, sequences=8, batch_size=min(8, slots))
+        few = CacheDemand(load.prompt, load.response, prompts=8, sequences=8, batch_size=8)
         limit = max(token * few.size_within(sys.maxsize).tokens, free // 2)
     return token * demand.size_within(sys.maxsize if limit is None else limit // token).tokens
 

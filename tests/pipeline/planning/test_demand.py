@@ -157,7 +157,7 @@ def test_cache(llama: ModelShape) -> None:
     assert tokens() == slots(64, 64)
     assert tokens(sequences=256, samples=4) == slots(64, 64), "64 prompts at a time, whichever come next"
     assert tokens(sequences=64, samples=4) == slots(64, 16)
-    assert tokens(sequences=12) == slots(12, 12)
+    assert tokens(sequences=12, slots=12) == slots(12, 12)
     assert tokens(free_bytes=0) == slots(8, 8) and tokens(free_bytes=0, slots=4) == slots(4, 4)
     assert tokens(cache_bytes=1000) == slots(1, 1), "one has to fit"
     assert slots(8, 8) <= tokens(free_bytes=40 * 768 * number + 10**6) <= 20 * 768
