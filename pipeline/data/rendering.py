@@ -36,17 +36,6 @@ def example_lines(
     yield from (f"  | {line}" for line in rendered_example(tokenizer, ids, counts, colour=colour).split("\n"))
 
 
-def token_line(tokenizer: ChatTokenizer) -> str:
-    """Return one line with the special tokens and their ids: those that end an answer, begin and padding."""
-
-    def named(token: int | None) -> str:
-        return "none" if token is None else f"{tokenizer.hf.convert_ids_to_tokens(token)} ({token})"
-
-    ends = ", ".join(map(named, tokenizer.end_ids))
-    begin, padding = named(tokenizer.hf.bos_token_id), named(tokenizer.pad_id)
-    return f"tokens: answers end with {ends}; begin {begin}, padding {padding}"
-
-
 def rendered_example(tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool], *, colour: bool) -> str:
     """Return a conversation as the model reads it, with the tokens of the loss in colour, or in [..] without colour.
 
