@@ -19,12 +19,13 @@ PLAN = "plan.json"  # the prediction of a stage, in its folder
 Record = TypeVar("Record")
 
 
-def write_atomically(file: Path, content: str | bytes) -> None:
-    """Replace a file atomically, also in a power cut. Text is written as UTF-8."""
+def write_atomically(file: Path, content: str | bytes | Iterable[bytes]) -> None:
+    """Replace a file atomically, also in a power cut. Text is written as UTF-8, and parts one after the other."""
+    content = content.encode() if isinstance(content, str) else content
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.writelines([content] if isinstance(content, bytes) else content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
@@ -73,13 +74,15 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
     A killed process or a full disk may have cut a line anywhere, also inside a character.
     """
-    lines = file.read_bytes().split(b"\n") if file.is_file() else []
-    for line in filter(bytes.strip, lines):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError
-            row = {}
-        yield row if isinstance(row, dict) else {}
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for line in filter(bytes.strip, lines):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError
+                row = {}
+            yield row if isinstance(row, dict) else {}
 
 
 def read_plan(folder: Path) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _read_stage(folder: Path, name: str) -> StageReading:
 
 def _read_rollouts(path: Path) -> list[tuple[float, float, float]]:
     """Return (step, score, KL) of the answers in rollouts.jsonl that have these numbers."""
-    rows = [row for row in json_lines(path) if {"step", "score", "kl"} <= row.keys()]
+    rows = (row for row in json_lines(path) if {"step", "score", "kl"} <= row.keys())
     numbers = [(row["step"], row["score"], row["kl"]) for row in rows]
     return [each for each in numbers if all(map(math.isfinite, each))]
 

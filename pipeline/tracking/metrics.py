@@ -42,16 +42,19 @@ def cut(path: Path, step: int) -> None:
     A killed run may have logged steps after its last checkpoint. The resumed run repeats these steps. A full disk may
     have cut a line anywhere, also inside a character. Lines that are not such JSON objects are removed, too.
     """
-    if not path.exists():
-        return
-    lines = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            if 0 < step >= json.loads(line)["step"]:
-                lines.append(line.decode() + "\n")
-        except (ValueError, KeyError, TypeError):  # invalid UTF-8 is a ValueError
-            continue
-    write_atomically(path, "".join(lines))
+    if path.exists():
+        write_atomically(path, _lines_until(path, step))
+
+
+def _lines_until(path: Path, step: int) -> Iterator[bytes]:
+    """Yield the lines up to `step`. rollouts.jsonl may be larger than the memory."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if 0 < step >= json.loads(line)["step"]:
+                    yield line.removesuffix(b"\n") + b"\n"
+            except (ValueError, KeyError, TypeError):  # invalid UTF-8 is a ValueError
+                continue
 
 
 def plain(value: float) -> float | int | None:
