@@ -139,7 +139,7 @@ def initialize_parameters(
     """Fill parameters with random values that do not depend on how they are sharded.
 
     Each module that owns some of `names` is copied with full parameters on the host. `initialize(copy, name)` writes
-    them as for a plain model, and each rank copies its region. The seed is a hash of (seed, module name).
+    them as for a plain model, and each rank copies its region. The seed is a hash of (seed, name of the plain module).
     """
     by_owner: dict[str, list[str]] = {}
     for name in names:
@@ -152,7 +152,7 @@ def initialize_parameters(
         full._parameters = {
             key: None if p is None else nn.Parameter(torch.zeros(p.shape)) for key, p in live._parameters.items()
         }
-        digest = hashlib.sha256(f"{seed}:{owner}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}:{owner.removesuffix('.base_layer')}".encode()).digest()
         with torch.random.fork_rng(devices=[]):  # not `torch.manual_seed`, which would also seed the GPU
             torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))
             initialize(full, owner)

@@ -16,7 +16,7 @@ from pipeline.config.stage_sections import LoraConfig
 from pipeline.models.build import build_policy
 from pipeline.models.export import export_policy
 from tests.pipeline.models.test_export import tokenizer
-from tests.pipeline.models.tiny import after_first, config_of, ids_of, language_model, source_in, trained
+from tests.pipeline.models.tiny import after_first, config_of, ids_of, language_model, source_drawn, source_in, trained
 from tests.ranks import run_ranks
 
 LORA = LoraConfig(rank=2, alpha=4.0)
@@ -70,6 +70,17 @@ def test_one_rank_holds_frozen_weights_once(dtype: str, folder: Path) -> None:
     merged = [p for name, p in live.items() if name.endswith(".base_layer.weight")]
     assert len(shared) == len(live) - len(merged) > 0
     assert engine.flip.bytes == 2 * sum(p.numel() for p in merged)
+
+
+def test_random_weights_are_the_same_with_and_without_adapters() -> None:
+    """The chat compares with the base model, which it builds without adapters."""
+    source = source_drawn(config_of("llama"))
+    plain, adapted = (
+        dict(build_policy(source, choice).module.named_parameters()) for choice in (trained(), trained(lora=LORA))
+    )
+    weights = {name.replace(".base_layer.", "."): p for name, p in adapted.items() if ".lora_" not in name}
+    assert weights.keys() == plain.keys() and len(adapted) > len(plain)
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
