@@ -14,6 +14,7 @@ from pipeline.config.compose import compose, compose_jobs, parse_command
 from pipeline.config.document import PAGE, page
 from pipeline.config.messages import in_keys
 from pipeline.config.overrides import groups
+from pipeline.config.recipes import parameter_count
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
@@ -337,11 +338,12 @@ def test_every_model_option_is_complete():
     [("opt-125m", 125.2), ("opt-350m", 331.2), ("opt-66b", 65719.7), ("gpt2", 124.4), ("pythia-160m", 162.3),
      ("llama-3.1-8b", 8030.3), ("qwen3-0.6b", 596.0), ("mistral-7b", 7248.0), ("gemma-2-2b", 2614.3)],
 )  # fmt: skip
-def test_architectures_have_the_published_sizes(option, millions):
+def test_architectures_have_the_published_sizes_and_their_estimates_are_close(option, millions):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = dict(yaml.safe_load((CONF / "model" / f"{option}.yaml").read_text())["architecture"])
+    assert parameter_count(fields) == pytest.approx(millions * 1e6, rel=0.02)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
