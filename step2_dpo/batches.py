@@ -21,9 +21,8 @@ from pipeline.stages.data import on_rank_zero
 from pipeline.stages.supervised import SupervisedTask
 
 REFERENCE_FILE = "reference.safetensors"
-CHUNK = 512  # examples that the reference model scores before progress is printed or saved
-PRINT_SECONDS = 10.0
-SAVE_SECONDS = 60.0
+CHUNK = 512  # examples that the reference model scores before the result is saved
+SAVE_SECONDS = 10.0
 
 Example = TypeVar("Example")
 
@@ -132,18 +131,16 @@ def reference_tables(
     is_leader, count = distributed.is_rank_zero(), sum(len(tables[name][chunk]) for name, chunk in missing)
     if is_leader and missing:
         print(f"dpo: the reference (the model before training) scores {count} {unit}", flush=True)
-    printed_at = saved_at = time.monotonic()
-    done = 0
+    saved_at, done = time.monotonic(), 0
     for name, chunk in missing:
         tables[name][chunk] = read(sets[name][chunk])
         done += len(tables[name][chunk])
-        if is_leader and time.monotonic() - printed_at >= PRINT_SECONDS:
-            printed_at = time.monotonic()
-            print(f"dpo: the reference has scored {done} of {count} {unit}", flush=True)
         if is_leader and (done == count or time.monotonic() - saved_at >= SAVE_SECONDS):
-            saved_at = time.monotonic()
             with explained_disk(folder):
                 write_atomically(folder / REFERENCE_FILE, save(tables))
+            saved_at = time.monotonic()
+            if done < count:
+                print(f"dpo: the reference has scored {done} of {count} {unit}", flush=True)
     return tables
 
 

@@ -246,7 +246,7 @@ def test_an_interrupted_reference_pass_resumes(
         first = items.index(some[0])
         return numbers[first : first + len(some)]
 
-    for name, value in {"CHUNK": 2, "PRINT_SECONDS": 0.0, "SAVE_SECONDS": 0.0}.items():
+    for name, value in {"CHUNK": 2, "SAVE_SECONDS": 0.0}.items():
         monkeypatch.setattr(batches_module, name, value)
     with pytest.raises(KeyboardInterrupt):
         reference_tables(tmp_path, {"train": items}, partial(read, until=2), unit="pairs")
