@@ -155,7 +155,7 @@ def test_lines_are_printed_first_periodically_and_last():
     logged = [(step, {"loss": 1.0 / step, "grad_norm": 9.0}) for step in range(1, 101)]
     lines = lines_of(logged, [0.1 * step for step in range(1, 101)])
     assert [line.split()[1] for line in lines] == ["1/100", "51/100", "100/100"]
-    assert lines[1] == "sft 51/100  loss 0.01961  5 s left"
+    assert lines[1] == "sft 51/100  loss 0.01961  4.9 s left"
     assert "grad_norm" not in lines[0]
 
 
