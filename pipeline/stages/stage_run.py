@@ -199,8 +199,7 @@ class StageRun:
         if stops:
             self.checkpoints.wait()
             if distributed.is_rank_zero():
-                after_bar = "\n" if sys.stderr.isatty() else ""
-                print(f"{after_bar}{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
+                print(f"{self.folder.name}: step {step} of {self.steps} is saved", flush=True)
             raise Stopped
 
     def _write(self, step: int) -> None:

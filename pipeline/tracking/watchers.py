@@ -1,4 +1,4 @@
-"""The watchers of a running stage: its trackers (`trackers.py`), and a progress bar or plain lines.
+"""The watchers of a running stage: its trackers (`trackers.py`), and lines about its progress.
 
 metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record.
 """
@@ -29,10 +29,7 @@ class Watcher(Protocol):
 
 
 class ProgressDisplay:
-    """The progress of a stage: a bar with the main metrics on a terminal, otherwise one line every few seconds.
-
-    Without a terminal the first and the last step always print a line.
-    """
+    """The progress of a stage: a line with the main metrics every few seconds, at the first step and at the last."""
 
     def __init__(
         self,
@@ -56,13 +53,12 @@ class ProgressDisplay:
         self._known: dict[str, float] = {}
         self._held_out: dict[str, float] = {}  # of the newest evaluation, at step `_evaluated_at`
         self._evaluated_at = 0
-        self._bar: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Show the metrics of one step, and print a sentence of the training guard.
 
-        A line has the metrics of an evaluation once, a bar until the next evaluation. If later steps have been taken
-        since the evaluation, the step of the evaluation is shown.
+        The metrics of an evaluation are in one line. If later steps have been taken since the evaluation, the step of
+        the evaluation is shown.
         """
         shown = {name: metrics[name] for name in STAGES[self._stage].progress if name in metrics}
         held_out = {name: value for name, value in shown.items() if name in self._of_evaluations}
@@ -71,44 +67,14 @@ class ProgressDisplay:
             self._held_out, self._evaluated_at = held_out, step
         clock, tokens = self._clock(), metrics.get("tokens", 0)
         self._first = self._first or (step, tokens, clock)
-        speed, left, end = self._outlook(step, tokens, clock)
-        if self._stream.isatty():
-            self._move_bar(step, [end.replace("run ends about", "ends"), speed, self._figures(step)])
-        elif step >= self._steps or clock - self._shown_at >= SECONDS_BETWEEN_LINES:
+        if step >= self._steps or clock - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = clock
             done = f"{step}/{self._steps}" if step else "before its first step"
-            times = ", ".join(filter(None, (left, end)))
-            words = "  ".join((self._figures(step), *filter(None, (speed, times))))
+            words = "  ".join(filter(None, (self._figures(step), *self._outlook(step, tokens, clock))))
             print(f"{self._stage}{self._place} {done}  {words}", file=self._stream, flush=True)
             self._held_out = {}
-        line = f"{self._stage}: step {step}: {note}"
-        if note and self._bar is not None:
-            self._bar.write(line, file=self._stream)
-        elif note:
-            print(line, file=self._stream, flush=True)
-
-    def finish(self) -> None:
-        """Close the progress bar."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def _move_bar(self, step: int, words: Sequence[str]) -> None:
-        """Show a step. The bar itself uses the remaining columns. A narrow terminal cuts the last words off."""
-        if self._bar is None:
-            from tqdm import tqdm
-
-            start = max(0, step - 1)
-            name = f"{self._stage}{self._place}"
-            self._bar = tqdm(
-                total=self._steps,
-                initial=start,
-                desc=name,
-                file=self._stream,
-                dynamic_ncols=True,
-                bar_format="{desc} {n_fmt}/{total_fmt} {remaining} left{postfix} |{bar}|",
-            )
-        self._bar.set_postfix_str("  ".join(filter(None, words)), refresh=False)
-        self._bar.update(step - self._bar.n)
+        if note:
+            print(f"{self._stage}: step {step}: {note}", file=self._stream, flush=True)
 
     def _figures(self, step: int) -> str:
         trained, held_out = (
@@ -119,20 +85,20 @@ class ProgressDisplay:
             held_out += f" (step {self._evaluated_at})"
         return "  ".join(filter(None, (trained, held_out)))
 
-    def _outlook(self, step: int, tokens: float, clock: float) -> tuple[str, str, str]:
-        """Return the tokens per second, the time that the stage still needs, and the expected end of the run."""
+    def _outlook(self, step: int, tokens: float, clock: float) -> tuple[str, str]:
+        """Return the tokens per second, and the time that the stage still needs with the expected end of the run."""
         assert self._first is not None
         first_step, first_tokens, began = self._first
         done, took = step - first_step, clock - began
         if done <= 0 or step >= self._steps:
-            return "", "", ""
+            return "", ""
         seconds = took / done * (self._steps - step)
         left = f"{format_time(seconds)} left"
         speed = f"{(tokens - first_tokens) / took:,.0f} tokens/s" if tokens > first_tokens and took > 0 else ""
         if self._later is None:
-            return speed, left, ""
+            return speed, left
         end = self._now() + timedelta(seconds=seconds + self._later * took / done * self._steps)
-        return speed, left, f"run ends about {end:%a %H:%M}"
+        return speed, f"{left}, run ends about {end:%a %H:%M}"
 
 
 @contextmanager
@@ -157,7 +123,6 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
         tables.log(steps, {})
         ended = True
     finally:
-        progress.finish()
         for tracker in trackers:
             tracker.finish(failed=not ended)
 

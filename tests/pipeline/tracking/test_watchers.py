@@ -1,14 +1,10 @@
-"""The watchers of a stage: wandb offline, a failing wandb, progress lines and the progress bar."""
+"""The watchers of a stage: wandb offline, a failing wandb, and progress lines."""
 
 import io
 import json
 import os
-import pty
-import re
 import resource
 import sys
-import termios
-from contextlib import suppress
 from datetime import datetime
 from types import ModuleType
 
@@ -147,7 +143,6 @@ def lines_of(progress_steps, clock_steps, steps=100):
     for (step, metrics), seconds in zip(progress_steps, clock_steps, strict=True):
         now[0] = seconds
         progress.log(step, metrics)
-    progress.finish()
     return stream.getvalue().splitlines()
 
 
@@ -170,34 +165,8 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run):
     progress.log(0, {"tokens": 10})
     seconds[0] = 50.0
     progress.log(50, {"tokens": 5010, "loss": 1.0})
-    progress.finish()
     shown = stream.getvalue().splitlines()[-1]
     assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
-
-
-def written_to(terminal: int) -> str:
-    """Return everything that was written before the other end was closed. One read may return a part of it."""
-    parts = []
-    with suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as stream:
-        while part := stream.read(4096):
-            parts.append(part)
-    return b"".join(parts).decode()
-
-
-def test_a_bar_of_80_columns_shows_speed_end_and_score_of_ppo():
-    terminal, other_end = pty.openpty()
-    termios.tcsetwinsize(other_end, (25, 80))
-    figures = {"score": 1.658, "kl": 2.465, "response_length": 20.06, "lr": 6.417e-08, "eval_score": 1.533}
-    with os.fdopen(other_end, "w") as stream:
-        seconds = [0.0]
-        progress = ProgressDisplay("ppo", 16, stream, clock=lambda: seconds[0], place="stage 3 of 3", later=0.0)
-        for step in (1, 9):
-            seconds[0] = 60.0 * step
-            progress.log(step, {"tokens": 4e5 * step, **figures})
-        progress.finish()
-    shown = written_to(terminal).rstrip().rpartition("\r")[2]
-    assert len(shown) <= 80
-    assert re.match(r"ppo \(stage 3 of 3\) 9/16 \S+ left, ends \w+ \S+  6,667 tokens/s  score 1\.658", shown), shown
 
 
 def test_figures_before_the_first_step_are_labelled():
