@@ -100,7 +100,8 @@ def measure_shape(
         with torch.device("meta"):
             model = kind.from_config(config, attn_implementation=attention)
     except ValueError as error:
-        raise ValueError(f"{name} cannot be built: {_reason(error, config, scores=scores)}") from error
+        reason = str(error).partition("\n")[0]  # the rest is advice
+        raise ValueError(f"{name} cannot be built: {reason}") from error
     text = config.get_text_config()
     heads = _field(text, "num_attention_heads") or 0  # 0 for state-space models
     groups = _field(text, "num_key_value_heads") or heads
@@ -164,16 +165,6 @@ def pipeline_stages(shape: ModelShape, ranks: int) -> tuple[ModelShape, ...]:
 def _parameters(module: nn.Module, ranks: int = 1) -> int:
     """Return the parameters on one of `ranks` tensor-parallel ranks: a share of each matrix, all norms and biases."""
     return sum(p.numel() // (ranks if p.ndim > 1 else 1) for p in module.parameters())
-
-
-def _reason(error: ValueError, config: PretrainedConfig, *, scores: bool) -> str:
-    """Return the first line of transformers' message, or a clearer one."""
-    reason = str(error).partition("\n")[0]
-    if "scaled_dot_product_attention" in reason:
-        return "transformers has no sdpa attention for it; set attention to eager"
-    if scores and "Unrecognized configuration class" in reason:
-        return f"transformers has no sequence classification of {config.model_type} for reward model and critic"
-    return reason
 
 
 def _field(text: PretrainedConfig, name: str) -> int | None:
