@@ -195,5 +195,5 @@ def _chunk(size: int, ranks: int) -> int:
 
 def _rank_rows(row: Tensor) -> Tensor:
     """Return the rows (1, n) of all ranks as one tensor (ranks, n), so that a checkpoint has all of them."""
-    ranks = meshes.mesh(replicate=dist.world().zero_size, shard=1)["replicate"]
+    ranks = meshes.zero_mesh(stage=0)["replicate"]
     return DTensor.from_local(row, ranks, [Shard(0)], run_check=False)

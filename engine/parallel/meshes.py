@@ -7,31 +7,22 @@ from engine import internals
 from engine.parallel import dist
 
 
-def mesh(*, replicate: int, shard: int) -> DeviceMesh:
-    """Return the mesh (pipeline, replicate, shard, tensor) without `pipeline` and `tensor` if these are 1.
-
-    replicate * shard must be `World.zero_size`. Each shape has one mesh: torch combines only tensors of one mesh.
-    """
-    world = dist.world()
-    sizes = {"pipeline": world.pipeline, "replicate": replicate, "shard": shard, "tensor": world.tensor}
-    dims = {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
-    key = ("mesh", *sizes.values())
-    return dist.cached(
-        key,
-        lambda: _with_timeout(init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))),
-    )
-
-
 def zero_mesh(*, stage: int, shard_ranks: int | None = None) -> DeviceMesh:
-    """Return the mesh of a ZeRO stage. From stage 1 on, `shard_ranks` ranks (default: all) share a copy of the model.
+    """Return the mesh (pipeline, replicate, shard, tensor) of a ZeRO stage. `pipeline` and `tensor` are left out if 1.
 
-    Raises ValueError if `shard_ranks` does not divide the ranks.
+    From stage 1 on, `shard_ranks` ranks (default: all) share a copy of the model. Each shape has one mesh: torch
+    combines only tensors of one mesh. Raises ValueError if `shard_ranks` does not divide the ranks.
     """
-    size = dist.world().zero_size
+    world, size = dist.world(), dist.world().zero_size
     shard = 1 if stage == 0 else shard_ranks or size
     if size % shard:
         raise ValueError(f"shard_ranks={shard} does not divide the {size} ranks. Use a divisor of {size}")
-    return mesh(replicate=size // shard, shard=shard)
+    sizes = {"pipeline": world.pipeline, "replicate": size // shard, "shard": shard, "tensor": world.tensor}
+    dims = {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
+    return dist.cached(
+        ("mesh", *sizes.values()),
+        lambda: _with_timeout(init_device_mesh(world.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))),
+    )
 
 
 def tensor_mesh(ranks: int) -> DeviceMesh:

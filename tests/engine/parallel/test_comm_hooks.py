@@ -115,7 +115,7 @@ def exchanged() -> tuple[Tensor, Tensor]:
     exchange, cpu = comm_hooks.Exchange(2), torch.device("cpu")
     given = exchange.allocate((2 * numbers,), dtype=torch.bfloat16, device=cpu).copy_(mine)
     out = exchange.allocate((numbers,), dtype=torch.bfloat16, device=cpu)
-    exchange(out, given, meshes.mesh(replicate=1, shard=2).get_group("shard"), torch.distributed.ReduceOp.AVG)
+    exchange(out, given, meshes.zero_mesh(stage=3).get_group("shard"), torch.distributed.ReduceOp.AVG)
     return out, mine
 
 

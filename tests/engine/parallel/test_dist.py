@@ -80,7 +80,7 @@ def reductions() -> tuple[Any, ...]:
     reduced = dist.reduce_over_ranks([numbers[0], 2.0**-40 * rank], [rank, -numbers[0], numbers[1]])
     large = dist.broadcast_object(bytes(range(256)) * 16 if rank == 0 else None)
     default = torch.distributed.get_backend()
-    mesh = meshes.mesh(replicate=1, shard=2)
+    mesh = meshes.zero_mesh(stage=3)
     of_rank = DTensor.from_local(
         torch.full((2, 3), float(rank), device=dist.world().device), mesh, [Replicate(), Shard(0)]
     )
@@ -91,7 +91,7 @@ def reductions() -> tuple[Any, ...]:
 
 def timeouts_of_meshes() -> set[timedelta]:
     dist.TIMEOUT = timedelta(minutes=7)  # torch's default for Gloo is the same as ours
-    found = [meshes.mesh(replicate=1, shard=2), meshes.mesh(replicate=2, shard=1), meshes.tensor_mesh(1)]
+    found = [meshes.zero_mesh(stage=3), meshes.zero_mesh(stage=0), meshes.tensor_mesh(1)]
     groups = [mesh.get_group(dim) for mesh in found for dim in range(mesh.ndim)]
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
