@@ -161,12 +161,14 @@ def download(hub: str, *, weights: bool = True) -> Path:
     except GatedRepoError as error:
         raise UserError(
             f"{hub} is gated: its licence must be accepted first. Accept it on https://huggingface.co/{hub}, then log "
-            "in with `hf auth login` or set HF_TOKEN; or set model.path=FOLDER with a local copy"
+            "in with `hf auth login` or set HF_TOKEN; or set model.path=FOLDER (of a reward model reward_model.path) "
+            "with a local copy"
         ) from error
     except Exception as error:
         raise UserError(
             f"{hub} cannot be downloaded from the hub ({type(error).__name__}). Download it on a machine with access "
-            "and set model.path=FOLDER, or use random weights with model.weights=random"
+            "and set model.path=FOLDER (of a reward model reward_model.path), or use random weights with "
+            "model.weights=random"
         ) from error
     if weights and not any(folder.glob("*.safetensors")):
         raise UserError(

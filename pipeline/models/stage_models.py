@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engine import distributed
@@ -144,11 +145,11 @@ def _too_long(config: RunConfig, stage: str, has: int) -> str | None:
 def require_later_models(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
     """Raise UserError if a model of this run cannot serve a stage after the first one.
 
-    `source` is the policy. The checks run before the first stage. A reward model on a hub is not checked, because it
-    would have to be downloaded first.
+    `source` is the policy. The checks run before the first stage. They download the configuration and the tokenizer of
+    a reward model on the hub, but not its weights.
     """
     stages = stages_to_run(config)
-    if "reward" in stages and (config.reward_model is None or config.reward_model.hub is None):
+    if "reward" in stages:
         _require_reward_base(config, source, tokenizer)
     if "dpo" in stages:
         _require_adapters(config, "dpo", source)
@@ -158,8 +159,11 @@ def require_later_models(config: RunConfig, source: ModelSource, tokenizer: Chat
 
 def _require_reward_base(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
     """Raise UserError if the reward stage cannot start from its model: `reward_model`, by default the policy."""
-    if config.reward_model is not None:
-        source = resolve(config.reward_model, config.seed)
+    if (model := config.reward_model) is not None:
+        hub = model.hub if model.path is None and model.weights == "pretrained" else None
+        source = resolve(model, config.seed, weights=hub is None)
+        if hub is not None:
+            source = replace(source, folder=download(hub, weights=False))
         check_base_tokenizer(source, tokenizer)
         _require_split(config, source)
         require_context(config, "reward", source)

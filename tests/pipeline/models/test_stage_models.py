@@ -161,6 +161,25 @@ def test_given_models_with_few_positions_or_another_tokenizer_are_refused_before
         require_later_models(config, llama(), train_tokenizer(["ba bb"], 300))
 
 
+def test_a_reward_model_on_the_hub_is_checked_before_sft(
+    given: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = naming("reward_model", given / "sft")
+    assert config.reward_model is not None
+    on_hub = config.reward_model.model_copy(update={"path": None, "hub": "me/reward"})
+    config = config.model_copy(update={"reward_model": on_hub})
+
+    def download(hub: str, *, weights: bool = True) -> Path:
+        assert hub == "me/reward" and not weights
+        return given / "sft"
+
+    for module in ("source", "stage_models"):
+        monkeypatch.setattr(f"pipeline.models.{module}.download", download)
+    require_later_models(config, llama(), tokenizer)
+    with pytest.raises(UserError, match=r"reward_model=.* has another tokenizer than the policy"):
+        require_later_models(config, llama(), train_tokenizer(["ba bb"], 300))
+
+
 def test_the_base_of_a_reward_model_and_a_teacher_may_have_another_chat_template(
     given: Path, tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
