@@ -113,13 +113,12 @@ class LabelledAnswer:
 
 CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("tool_calls", "function_call")
-NAMES = {
+NAMES = {  # of each role, in data files
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", *CALL_ROLES),
     "tool": ("tool", "function", "ipython", "observation", "tool_response"),
 }
-"""The names of each role in data files."""
 ROLES = {name: role for role, names in NAMES.items() for name in names}
 # A list of messages as text, in JSON or as Python writes it: the cell of a CSV file.
 _MESSAGES = re.compile(
@@ -150,22 +149,16 @@ def text_of(value: Any, what: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON may contain and tokenizers reject, by the replacement character.
-
-    A text without surrogates is returned itself, so that a record shares the memory of its row.
-    """
+    """Replace lone surrogates, which JSON may contain and tokenizers reject, by the replacement character."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text  # itself, so that a record shares the memory of its row
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:
-    """Parse a list of {"role", "content"} (or {"from", "value"}). Consecutive messages of one role are joined.
-
-    Results of tools are not joined.
-    """
+    """Parse a list of {"role", "content"} (or {"from", "value"}), and join consecutive messages of one role."""
     value = _list_of(value)
     if isinstance(value, (str, bytes)):
         raise BadRow("messages are not a list")
@@ -250,12 +243,11 @@ def answer_of(value: Any) -> tuple[Message, ...]:
 
 def history_of(value: Any) -> tuple[Message, ...]:
     """Parse the turns before a prompt: a list of [question, answer], or of messages, also as JSON text."""
-    value = _list_of(value)
-    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        return ()
-    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        return messages_of(value)
-    if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 2 for each in value):
+    value = _list_of(value.strip() if isinstance(value, str) else value) or []
+    is_list = isinstance(value, list)
+    if is_list and all(isinstance(each, Mapping) for each in value):
+        return messages_of(value) if value else ()
+    if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in value):
         raise BadRow("history is neither a list of [question, answer] nor a list of messages")
     return tuple(message for question, answer in value for message in (*question_of(question), *answer_of(answer)))
 
