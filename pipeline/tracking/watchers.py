@@ -49,8 +49,6 @@ class ProgressDisplay:
         self._clock = clock
         self._first: tuple[int, float, float] | None = None  # the first step, its tokens, and its time
         self._shown_at = -float("inf")
-        self._of_evaluations = {name for name in STAGES[stage].progress if section_of(name) == "held_out"}
-        self._known: dict[str, float] = {}
         self._held_out: dict[str, float] = {}  # of the newest evaluation, at step `_evaluated_at`
         self._evaluated_at = 0
 
@@ -61,8 +59,7 @@ class ProgressDisplay:
         the evaluation is shown.
         """
         shown = {name: metrics[name] for name in STAGES[self._stage].progress if name in metrics}
-        held_out = {name: value for name, value in shown.items() if name in self._of_evaluations}
-        self._known.update({name: value for name, value in shown.items() if name not in held_out})
+        held_out = {name: shown.pop(name) for name in [*shown] if section_of(name) == "held_out"}
         if held_out:
             self._held_out, self._evaluated_at = held_out, step
         clock, tokens = self._clock(), metrics.get("tokens", 0)
@@ -70,20 +67,18 @@ class ProgressDisplay:
         if step >= self._steps or clock - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = clock
             done = f"{step}/{self._steps}" if step else "before its first step"
-            words = "  ".join(filter(None, (self._figures(step), *self._outlook(step, tokens, clock))))
+            words = "  ".join(filter(None, (*self._figures(step, shown), *self._outlook(step, tokens, clock))))
             print(f"{self._stage}{self._place} {done}  {words}", file=self._stream, flush=True)
             self._held_out = {}
         if note:
             print(f"{self._stage}: step {step}: {note}", file=self._stream, flush=True)
 
-    def _figures(self, step: int) -> str:
-        trained, held_out = (
-            "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None)
-            for metrics in (self._known, self._held_out)
-        )
-        if held_out and self._evaluated_at != step:
-            held_out += f" (step {self._evaluated_at})"
-        return "  ".join(filter(None, (trained, held_out)))
+    def _figures(self, step: int, trained: Mapping[str, float]) -> list[str]:
+        both = [*trained.items(), *self._held_out.items()]
+        figures = [f"{name} {value:.4g}" for name, value in both if value is not None]
+        if figures and self._held_out and self._evaluated_at != step:
+            figures[-1] += f" (step {self._evaluated_at})"
+        return figures
 
     def _outlook(self, step: int, tokens: float, clock: float) -> tuple[str, str]:
         """Return the tokens per second, and the time that the stage still needs with the expected end of the run."""
