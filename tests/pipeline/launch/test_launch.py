@@ -147,6 +147,14 @@ def test_the_rank_that_failed_is_named_and_the_others_end(fake, ends, behaviour,
     assert not any(_alive(fake, rank) for rank in (0, 1))
 
 
+def test_a_kill_by_the_kernel_is_named(fake, monkeypatch):
+    counts = iter([4, 5])
+    monkeypatch.setattr(processes, "count_out_of_memory_kills", lambda: next(counts))
+    monkeypatch.setenv("FAKE_STAGE", "kill:0")
+    message = launch_fake(fake, world=1).message
+    assert message.startswith("rank 0 was killed by SIGKILL (by the kernel, because the host is out of memory")
+
+
 def test_a_crash_prints_how_to_resume(tmp_path):
     killed = StageEnd(1, "rank 0 was killed")
     (tmp_path / "checkpoints" / "step-3.tmp").mkdir(parents=True)

@@ -12,10 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
 from pipeline.launch import failure, processes, ranks, watchdog
 from pipeline.launch.failure import CRASHED, END_ORDER, HUNG, StageEnd, merge_ends
 from pipeline.launch.watchdog import RankState, RankWatch, frames, is_hung, report, stacks
@@ -283,23 +280,6 @@ def test_restarts_end_and_mistakes_of_the_user_are_not_repeated(tmp_path):
     worker = start(tmp_path, "restarts=3", FAKE_STAGE="user")
     output, _ = worker.communicate()
     assert (worker.returncode, len(failures(output))) == (2, 1) and "restart 1" not in output
-
-
-def test_a_kill_by_the_kernel_is_named(tmp_path, monkeypatch):
-    counts = iter([4, 5])
-    monkeypatch.setattr(processes, "count_out_of_memory_kills", lambda: next(counts))
-    monkeypatch.setattr(processes, "MODULES", {"sft": "fake_stage"})
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-    monkeypatch.setenv("FAKE_STAGE", "kill:0")
-    _config(tmp_path / "run" / "sft")
-    end = processes.launch_stage("sft", tmp_path / "run", ranks.own_ranks(1, gpus=0))
-    assert end.message.startswith("rank 0 was killed by SIGKILL (by the kernel, because the host is out of memory")
-
-
-def _config(stage: Path) -> None:
-    stage.mkdir(parents=True)
-    config = validate(compose(["model=gpt2", "data=demo", "tracking=none"]))
-    (stage / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
 
 def _given(rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
