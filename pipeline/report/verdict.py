@@ -247,7 +247,7 @@ def _by_gold(run: RunReading, gold: Change, scores: Change | None, best_of: Chan
     if gold.outcome == "bad":
         gamed = f" (the {rewarder} was gamed)" if scores is not None and scores.outcome == "good" else ""
         return Verdict("bad", f"{method} hurt{gamed}{over}", evidence, caveat)
-    reason = _few(gold) or " The interval of the change contains zero."
+    reason = _few(gold) or " The interval of the gold score's change contains zero."
     return Verdict("open", f"No clear difference between {start} and {label}{over}", f"{evidence}{reason}", caveat)
 
 
