@@ -39,7 +39,9 @@ def test_three_agreeing_seeds_give_a_verdict(tmp_path: Path) -> None:
     means = r"Temperature 1: Over 3 seeds the mean gold score went from 0\.4\d after SFT to 0\.\d\d after PPO: \+0"
     assert re.match(means, verdict.evidence)
     assert "It rose in 3 of 3 seeds." in verdict.evidence and "between seeds and 0." in verdict.evidence
-    actual = check(path.read_text(encoding="utf-8"))
+    page = path.read_text(encoding="utf-8")
+    assert page.count(">3 of 3</td>") == 8  # of the two scores, from base to SFT and from SFT to PPO, two temperatures
+    actual = check(page)
     for text in ("Gold score: change at temperature 0", "seed 2", "all seeds", "demo-seed=3", "SD, prompts",
                  "KL to the reference, nats per answer", "Held-out SFT loss", "Gold score at temperature 1 ",
                  "no common scale of scores"):  # fmt: skip
@@ -58,6 +60,13 @@ def test_the_mean_over_seeds_is_that_of_the_paired_differences(tmp_path: Path) -
     half = 4.302653 * statistics.stdev(means) / 3**0.5
     middle = statistics.fmean(means)
     assert (actual.mean, actual.low, actual.high) == pytest.approx((middle, middle - half, middle + half), rel=1e-3)
+
+
+def test_seeds_with_one_prompt_have_no_change(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_demo_run(tmp_path / f"demo-seed={seed}", seed=seed, prompts=1)
+    _, verdict = write_seed_report([tmp_path / "demo-seed=1", tmp_path / "demo-seed=2"])
+    assert verdict.evidence == "They have no graded held-out answers in common."
 
 
 def test_a_gamed_seed_prevents_success(tmp_path: Path) -> None:

@@ -139,6 +139,12 @@ def test_a_request_that_the_batch_refuses_gets_an_error(url: str) -> None:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], seed=13)
 
 
+def test_an_error_of_the_server_itself_has_no_traceback(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ServedModel, "encode")
+    with client_of(url) as client, pytest.raises(openai.InternalServerError, match="the server failed: AttributeError"):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}])
+
+
 def test_a_slow_chat_template_delays_no_other_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     renders, go_on = threading.Event(), threading.Event()
 
