@@ -35,17 +35,17 @@ class Workload:
     """The layout of a model, and the micro-batches that it trains on. Lengths count tokens.
 
     ranks: ranks that share the states; a tensor group or a pipeline counts once. step_tokens: one rank's tokens of an
-    optimizer step (0: unknown, several micro-batches). item_sequences: sequences of one training item, which share a
-    micro-batch (2 for a pair). adapters: trained parameters next to a frozen model (0: all parameters train). packed:
-    the frozen weights in packed layers, which need packed_bytes. has_average: a moving average of the parameters
-    exists. has_other_loss: each step has micro-batches of a second data source. is_cpu: the device is the host.
+    optimizer step. item_sequences: sequences of one training item, which share a micro-batch (2 for a pair). adapters:
+    trained parameters next to a frozen model (0: all parameters train). packed: the frozen weights in packed layers,
+    which need packed_bytes. has_average: a moving average of the parameters exists. has_other_loss: each step has
+    micro-batches of a second data source. is_cpu: the device is the host.
     """
 
     config: EngineConfig = field(default_factory=EngineConfig)
     ranks: int = 1
     micro_batch_tokens: int = 8192
     max_length: int = 1024
-    step_tokens: int = 0
+    step_tokens: int = 16384
     item_sequences: int = 1
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
     has_average: bool = False
@@ -73,7 +73,7 @@ class Workload:
     @property
     def accumulates(self) -> bool:
         """Whether a step has several micro-batches."""
-        return self.step_tokens == 0 or self.micro_batches > 1 or self.has_other_loss
+        return self.micro_batches > 1 or self.has_other_loss
 
     @property
     def shards(self) -> int:
