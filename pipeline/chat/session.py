@@ -162,7 +162,7 @@ def with_option(sampling: Sampling, key: str, value: str) -> Sampling:
         change: dict[str, Any] = {key.replace("-", "_"): SETTERS[key](value)}
         return replace(sampling, **change)
     except ValueError as problem:
-        kind = "an integer" if OPTIONS[key] is int else "a number"
+        kind = "an integer" if SETTERS[key] is int else "a number"
         reason = str(problem) if "must be" in str(problem) else f"{value} is not {kind}"
         raise UserError(f"{key}: {reason}") from problem
 
