@@ -69,7 +69,7 @@ def judge(run: RunReading) -> Verdict:
     policy = run.stage(run.policy)
     if not policy.finished:
         return _unfinished(run)
-    verdict = _judge([run]) or _without_grades(policy)
+    verdict = _judge([run]) or _without_grades(policy, run.rewarder)
     step, guard, start = policy.number("exported_step"), policy.guard, run.labels["sft"]
     if step == 0 and policy.name != "dpo" and guard.get("stopped_step") is None:
         text = f"ppo.export=best selected no rollout, so the exported model is the {start} model."
@@ -302,8 +302,10 @@ def _went(found: Change, measure: str, means: tuple[str, str], names: tuple[str,
     return f"{opening} the mean {measure} went from {old} to {new}: {_interval(found)}.{spread if seeds else ''}"
 
 
-def _without_grades(policy: StageReading) -> Verdict:
+def _without_grades(policy: StageReading, rewarder: str) -> Verdict:
     """Return the verdict on a policy without graded answers. Preference accuracy does not show better answers."""
+    if policy.name == "ppo" and rewarder == "teacher":
+        return Verdict("open", "Distillation has finished.", f"This {NO_GOLD}")
     if policy.name != "dpo":
         return Verdict("open", "PPO has finished.", "This folder has no scored held-out answers.")
     accuracy, pairs = policy.number("eval_accuracy"), policy.number("eval_pairs")

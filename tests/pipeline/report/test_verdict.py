@@ -244,6 +244,13 @@ def test_dpo_without_gold_reports_only_its_ranking() -> None:
     assert judge(RunReading("run", {"dpo": replace(dpo, samples=answers)}, {})) == verdict
 
 
+def test_distillation_without_a_judge_names_the_setting() -> None:
+    run = RunReading("run", {"ppo": StageReading("ppo", summary={"steps": 1})}, {"ppo": {"advantage": "distill"}})
+    verdict = judge(run)
+    assert (verdict.outcome, verdict.headline) == ("open", "Distillation has finished.")
+    assert verdict.evidence.startswith("This data has no gold score") and "set evaluation.judge" in verdict.evidence
+
+
 def test_change_counts_prompts_that_both_models_have() -> None:
     rows = samples([0.5, 0.5, 0.5], [0.75, 0.5, 0.0])
     rows.append(Sample(PROMPT, {"sft": "only"}, gold={"sft": 1.0}))
