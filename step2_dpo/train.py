@@ -37,9 +37,9 @@ def run(config: RunConfig, folder: Path) -> None:
         records = replace(records, train=labelled_answers(records.train), held_out=labelled_answers(records.held_out))
     data = examples(config, "dpo", records, tokenizer)
     log_divided("dpo", tokenizer)
+    del records  # frees the texts
     prompts = evaluation_prompts(config, tokenizer)
     evaluator = build_evaluator(config, tokenizer, prompts)
-    del records  # frees the texts
     plan = plan_stage(config, "dpo", folder, data.train, policy=source)
     config, section = plan.config, plan.config.dpo
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)

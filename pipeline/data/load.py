@@ -38,7 +38,7 @@ class StageRecords:
     prompt, so its first N records are a fair sample of all sources. `skipped` counts the excluded rows by reason.
     """
 
-    train: list[Any]
+    train: Sequence[Any]
     held_out: list[Any]
     skipped: dict[str, int]
 

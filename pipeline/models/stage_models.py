@@ -58,7 +58,7 @@ def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToken
     return train_tokenizer((text for record in records for text in _texts(record)), size)
 
 
-def _records_or_none(config: RunConfig, stage: str) -> list[Record]:
+def _records_or_none(config: RunConfig, stage: str) -> Sequence[Record]:
     """Return the training records of a stage; an empty list if they cannot be loaded."""
     try:
         return load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs).train

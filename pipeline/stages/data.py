@@ -1,9 +1,10 @@
 """The data of a stage: records, token ids and evaluation prompts, made by rank 0 for all ranks."""
 
+import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -100,6 +101,13 @@ def examples(config: RunConfig, stage: str, records: StageRecords, tokenizer: Ch
     return Examples(train, held_out, {**records.skipped, **notes})
 
 
+def return_memory_of_texts() -> None:
+    """Return the memory of deleted records to the system, which may be gigabytes. Does nothing without glibc."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def encode_for_all(
     encode: Callable[[Sequence[Any]], tuple[list[Any], Counter[str]]], records: Sequence[Any]
 ) -> tuple[list[Any], Counter[str]]:
@@ -159,7 +167,7 @@ def check_data_to_come(config: RunConfig, stage: str, records: StageRecords) -> 
 
     def check() -> None:
         print(f"{stage}: checking the data of {' and '.join(to_read)}", flush=True)
-        loaded = {stage: records} | {each: _load(config, each) for each in to_read}
+        loaded = {stage: records} | {each: _load_counts(config, each) for each in to_read}
         held_out.update({each: loaded[each].held_out for each in to_read})
         if any(RESERVED in each.skipped for each in loaded.values()):
             print("\n".join(share_table(config, loaded)), flush=True)
@@ -258,6 +266,12 @@ def _load(config: RunConfig, stage: str) -> StageRecords:
             "and score_rejected (columns of a source renames columns), or remove reward.use_margin"
         )
     return records
+
+
+def _load_counts(config: RunConfig, stage: str) -> StageRecords:
+    """Return the records of a stage with numbers instead of the training records."""
+    records = _load(config, stage)
+    return replace(records, train=range(len(records.train)))
 
 
 def _wants_rows(config: RunConfig) -> bool:

@@ -24,6 +24,7 @@ from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import size_of
 from pipeline.planning.planner import announce
 from pipeline.planning.stage_task import PlanInputs, data_ranks, item_sequences, longest_sequence, stage_steps
+from pipeline.stages.data import return_memory_of_texts
 from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
 
@@ -161,9 +162,12 @@ def plan_stage(
 ) -> StagePlan:
     """Log the number of steps and the predicted memory, choose settings for `engine=auto`, and seed torch.
 
+    Call this when the records are deleted.
+
     `examples` are the encoded training examples. On a CPU, compile the kernels in C, so that no step waits for the
     compiler.
     """
+    return_memory_of_texts()
     section = getattr(config, stage)
     steps = stage_steps(section, len(examples))
     log_steps(stage, section, steps, len(examples))

@@ -1,8 +1,11 @@
+import ctypes
+import gc
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine import distributed
@@ -10,15 +13,45 @@ from pipeline.config.schema import DataConfig, RolloutSection
 from pipeline.data.encode import encode_conversations
 from pipeline.data.load import StageRecords, load_held_out, load_stage
 from pipeline.data.new_tokenizer import train_tokenizer
-from pipeline.data.records import Prompt
+from pipeline.data.records import Preference, Prompt
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
-from pipeline.stages.data import encode_for_all, log_cut, log_divided
+from pipeline.stages.data import encode_for_all, log_cut, log_divided, return_memory_of_texts
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
 ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
 NONE = StageRecords([], [], {})
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="without glibc")
+def test_the_memory_of_texts_returns_to_the_system() -> None:
+    texts = [str(number) * 250 for number in range(10_000, 110_000)]  # 125 MB, between which other memory stays
+    kept = texts[::100]
+    del texts
+    before = resident_bytes()
+    return_memory_of_texts()
+    assert before - resident_bytes() > 60_000_000 and len(kept) == 1000
+
+
+def test_the_check_of_later_data_holds_one_stage_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, alive = tmp_path / "pairs.jsonl", dict[str, int]()
+    file.write_text("".join(json.dumps({"prompt": f"{n}?", "chosen": "a", "rejected": "b"}) + "\n" for n in range(300)))
+
+    def counted(data: DataConfig, which: str, seed: int, **keys: Any) -> StageRecords:
+        alive[which] = sum(isinstance(each, Preference) for each in gc.get_objects())
+        return load_stage(data, which, seed, **keys)
+
+    monkeypatch.setattr(stage_data, "load_stage", counted)
+    config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=str(file))})
+    before = sum(isinstance(each, Preference) for each in gc.get_objects())
+    assert stage_data.check_data_to_come(config, "sft", NONE)
+    assert alive["reward"] == before
+    assert alive["ppo"] - before < 50  # those that the reward stage holds out
 
 
 def test_held_out_prompts_that_do_not_fit_are_reported_before_any_stage(
