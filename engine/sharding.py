@@ -168,7 +168,7 @@ def _split(module: nn.Module, config: EngineConfig) -> None:
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype, *, has_masters: bool) -> None:
-    """Cast parameters to `dtype`, except trained ones with masters: these to fp32 if they have 16 bits.
+    """Cast parameters to `dtype`, except trained ones with masters: these to fp32.
 
     Buffers need their own precision.
     """
@@ -176,9 +176,7 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype, *, has_masters: bool
     def cast(t: Tensor) -> Tensor:
         if not isinstance(t, nn.Parameter) or not t.is_floating_point():
             return t
-        if not has_masters or (dtype.itemsize < 4 and not t.requires_grad):
-            return t.to(dtype)
-        return t.float() if t.itemsize < 4 else t
+        return t.float() if has_masters and t.requires_grad else t.to(dtype)
 
     module._apply(cast)
     for norm in module.modules():

@@ -91,9 +91,10 @@ def test_frozen_engines_store_their_precision_and_trained_ones_fp32(dtype: str) 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_module_in_16_bits_gets_fp32_masters(dtype: Precision, trained: bool) -> None:
-    """With fp32, all parameters have fp32 masters. In 16 bits, frozen parameters keep 16 bits."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).bfloat16()
+@pytest.mark.parametrize("before", [torch.bfloat16, torch.float64])
+def test_a_module_in_another_precision_gets_fp32_masters(before: torch.dtype, dtype: Precision, trained: bool) -> None:
+    """With fp32, all parameters have fp32 masters. In 16 bits, frozen parameters have 16 bits."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(before)
     model[0].requires_grad_(trained)
     full = model[1].weight.detach().float()
     engine = Engine(model, EngineConfig(dtype=dtype), optimizer=OptimizerConfig(lr=1e-4, schedule="constant"))
