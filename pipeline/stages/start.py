@@ -127,9 +127,10 @@ def few_steps(stage: str, section: StageSection, steps: int, examples: int) -> s
     if section.steps is not None or steps >= FEW_STEPS:
         return ""
     epochs = _epochs_for(FEW_STEPS, section.batch_size, examples)
+    step = STAGES[stage].step
     return (
-        f"{stage}: {steps} {STAGES[stage].step}{'s' if steps > 1 else ''} will hardly change the model: for "
-        f"{FEW_STEPS} steps set {stage}.epochs={epochs} or a smaller {stage}.batch_size, or add data"
+        f"{stage}: {steps} {step}{'s' if steps > 1 else ''} will hardly change the model: for {FEW_STEPS} {step}s set "
+        f"{stage}.epochs={epochs} or a smaller {stage}.batch_size, or add data"
     )
 
 

@@ -12,6 +12,8 @@ def test_a_stage_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
         "warning: sft: 1 step will hardly change the model: for 20 steps set sft.epochs=16 or a smaller "
         "sft.batch_size, or add data\n",
     )
+    log_steps("ppo", section, 2, 128)
+    assert "ppo: 2 rollouts will hardly change the model: for 20 rollouts set" in capsys.readouterr().err
     log_steps("sft", section.model_copy(update={"steps": 2}), 2, 85)
     log_steps("ppo", section, 20, 1280)
     log_steps("sft", section, 375, 139)
