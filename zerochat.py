@@ -14,7 +14,7 @@ USAGE = """\
 usage: zerochat COMMAND ...
 
   train KEY=VALUE ...   train a chat model (zerochat train --help lists the keys)
-  doctor KEY=VALUE ...  show what a train command would train on what (zerochat doctor --help)
+  doctor KEY=VALUE ...  check a train command: data, batches, steps (zerochat doctor --help)
   chat RUN              chat with the result (zerochat chat --help)
   serve RUN             serve the result to clients of OpenAI's API (zerochat serve --help)
   export RUN --to FORM  a folder with a model card, adapters, an upload to the hub, or a GGUF file

@@ -1,1 +1,1 @@
-"""`zerochat doctor`: one screen about what a command line would train on what, before any work."""
+"""`zerochat doctor`: one screen with the data, batches and steps of a command line, before any work."""

@@ -1,4 +1,4 @@
-"""The command `zerochat doctor`: show on one screen what a command line of `train` would train on what.
+"""The command `zerochat doctor`: show the data, batches and steps of a command line of `train` on one screen.
 
 The command checks the configuration, the data, the tokenizer and the sizes as `train` does, with the same messages. It
 loads no weights, starts no process and writes no run folder.
@@ -33,7 +33,7 @@ from pipeline.planning.stage_task import PlanInputs
 from pipeline.stages.start import batch_line, few_steps, steps_line
 
 USAGE = f"""\
-Show what a command line of `train` would train on what, without training.
+Show the data, batches, steps and learning rates of a `train` command, without training.
 
 {DOCTOR} model=opt-1.3b data.path=mine.jsonl
 {DOCTOR} model.path=FOLDER data.path=pairs.jsonl method=dpo sft=lora
