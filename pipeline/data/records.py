@@ -248,7 +248,7 @@ def history_of(value: Any) -> tuple[Message, ...]:
     if is_list and all(isinstance(each, Mapping) for each in value):
         return messages_of(value) if value else ()
     if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in value):
-        raise BadRow("history is neither a list of [question, answer] nor a list of messages")
+        raise BadRow("history is neither a list of [question, answer] nor of messages (rename it if it is other text)")
     return tuple(message for question, answer in value for message in (*question_of(question), *answer_of(answer)))
 
 

@@ -238,7 +238,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
             "a message with an image",
         ),
         ({"prompt": "q", "completion": "a", "history": ["x"]}, "history is neither a list of [question, answer]"),
-        ({"prompt": "q", "completion": "a", "history": "a text"}, "history is neither a list of [question, answer]"),
+        ({"prompt": "q", "completion": "a", "history": "a text"}, "nor of messages (rename it if it is other text)"),
         ({"prompt": "q", "completion": "a", "history": 7}, "history is neither a list of [question, answer]"),
         ({"prompt": "q", "completion": "a", "history": "[['a', 'b']]"}, "a list of messages that is not JSON"),
         (
