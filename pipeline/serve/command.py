@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 KEY_VARIABLE = "ZEROCHAT_KEY"
+KEEP_ALIVE = 75  # seconds; OpenAI's client may send a request on a connection that was idle for almost 5 seconds
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 USAGE = """\
 Serve the models of a run to clients of OpenAI's API.
@@ -136,7 +137,9 @@ class Listener:
 
         self.socket.listen(128)
         print(greeting, file=sys.stderr, flush=True)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=5
+        )
         uvicorn.Server(config).run(sockets=[self.socket])
 
 

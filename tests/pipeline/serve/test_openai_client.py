@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
+import uvicorn
 
 from engine import Sampling
 from pipeline.chat.folder import ChatModel
@@ -16,6 +18,7 @@ from pipeline.chat.participant import ChatParticipant, load
 from pipeline.data.records import Message, messages_of
 from pipeline.data.tool_calls import with_tools
 from pipeline.serve.app import create_app
+from pipeline.serve.command import Listener
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.running import client_of, served, small_models
 from tests.test_chat import save_model
@@ -378,3 +381,12 @@ def test_a_server_with_a_key_refuses_others(models: dict[str, ServedModel]) -> N
             )
             assert urllib.request.urlopen(request).status == 200
         assert urllib.request.urlopen(f"{url}/health").status == 200
+
+
+def test_clients_close_idle_connections_before_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a request on an idle connection can meet its end."""
+    found: list[uvicorn.Config] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: found.append(server.config))
+    Listener("127.0.0.1", 0, None).run(create_app({}, key=None), "")
+    (config,) = found
+    assert config.timeout_keep_alive > 2 * (httpx.Limits().keepalive_expiry or 0)
