@@ -56,7 +56,7 @@ def test_the_function_gets_no_stop_string(tmp_path: Path) -> None:
 
 def numbers_of(ppo: Ppo, actual: Any) -> list[int]:
     """Return the row numbers of a rollout's prompts."""
-    return [ppo.prompts.index(prompt) for prompt in actual.prompts]
+    return [[*map(list, ppo.prompts)].index(prompt) for prompt in actual.prompts]
 
 
 def test_without_a_reward_model_the_critic_starts_from_the_actor_with_a_zero_head(tmp_path: Path) -> None:
