@@ -51,19 +51,20 @@ def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, fo
         block, recomputed = work.rank_tokens * shape.width * BYTES[work.config.dtype], saved.block
     # A block of logits, its softmax and its gradient; and gradients of hidden states in fp32.
     logits = 12 * _logits(shape, work) + 4 * work.rank_tokens * shape.width if shape.vocabulary else 0
-    return {
-        "gathered": states.gathered,
+    owners = {
+        **_gathered_bytes(states),
         "gradients": states.gradients,
         "reduction": states.reduction,
         "activations": forwards * (saved.outside + shape.blocks * block),
         "recomputed": recomputed,
         "logits": logits,
     }
+    return owners | ({"overlap": -states.overlap} if states.overlap else {})
 
 
 def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
     """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
-    return {"gathered": states.gathered, "logits": 8 * _logits(shape, work)}
+    return _gathered_bytes(states) | {"logits": 8 * _logits(shape, work)}
 
 
 def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
@@ -111,6 +112,10 @@ def generation_bytes(
     }
     free = None if free_bytes is None else free_bytes - resident - sum(owners.values())
     return owners | {"cache": _cache_bytes(shape, work, load, free)}
+
+
+def _gathered_bytes(states: ModelStates) -> Owners:
+    return {"gathered": states.gathered - states.prefetched, "prefetched": states.prefetched}
 
 
 def _weight_bytes(shape: ModelShape, work: Workload, load: GenerationLoad) -> int:

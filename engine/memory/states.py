@@ -95,7 +95,8 @@ class ModelStates:
     """Bytes of one model on one rank, at the peak of a step.
 
     Between steps the device holds `parameters` (masters, or shards in compute precision), `optimizer` (moments) and
-    `average`. While the model trains, `gathered`, `gradients` and `reduction` come on top. `host` includes
+    `average`. While the model trains, `gathered`, `gradients` and `reduction` come on top. `gathered` includes the
+    `prefetched` block, and `overlap` bytes of it are freed before the last gradients exist. `host` includes
     `host_gradients`, which exist while the model trains; `nvme` is in files.
     """
 
@@ -103,8 +104,10 @@ class ModelStates:
     optimizer: int = 0
     average: int = 0
     gathered: int = 0
+    prefetched: int = 0
     gradients: int = 0
     reduction: int = 0
+    overlap: int = 0
     host: int = 0
     host_gradients: int = 0
     nvme: int = 0
@@ -117,7 +120,7 @@ class ModelStates:
     @property
     def peak(self) -> int:
         """Bytes on the device at the peak of a step."""
-        return self.resting + self.gathered + self.gradients + self.reduction
+        return self.resting + self.gathered + self.gradients + self.reduction - self.overlap
 
 
 def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
@@ -132,17 +135,18 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
         frozen, unit = shape.parameters - work.packed, work.adapters // shape.blocks
     is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}
     states = _stored_states(work, trained, frozen)
+    prefetched = 0
     if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
         gathered, reduction = size * trained if size < 4 else 0, size * unit  # without FSDP2
     else:
-        gathered = _gathered_bytes(shape, trained + frozen, work)
+        gathered, prefetched = _gathered_bytes(shape, trained + frozen, work)
         reduction = max((size + 4) * unit, 2 * size * largest)
         if is_offloaded and config.zero_stage < 3:  # the peak of stage 3 is in the gathers
             reduction += (4 + size) * unit // work.shards
         if not (is_offloaded or work.accumulates or config.zero_stage == 3):
-            # The gradients of a block take the memory of its gathered copy, which the last micro-batch frees.
-            states = replace(states, gradients=max(0, states.gradients - gathered))
-    states = replace(states, gathered=gathered, reduction=reduction)
+            # The last micro-batch frees the gathered copy of each block when the block's gradient exists.
+            states = replace(states, overlap=min(gathered, states.gradients))
+    states = replace(states, gathered=gathered, prefetched=prefetched, reduction=reduction)
     # The memory for gradients of a GPU is pinned, and remains between steps.
     return states if work.is_cpu else replace(states, host_gradients=0)
 
@@ -208,15 +212,17 @@ def frozen_states(shape: ModelShape, work: Workload) -> ModelStates:
     is_whole = work.is_single or (config.zero_stage == 0 and config.tensor_parallel == 1)
     if is_whole and config.offload_parameters == "none":
         return states
-    return replace(states, gathered=_gathered_bytes(shape, frozen, work))
+    gathered, prefetched = _gathered_bytes(shape, frozen, work)
+    return replace(states, gathered=gathered, prefetched=prefetched)
 
 
-def _gathered_bytes(shape: ModelShape, parameters: int, work: Workload) -> int:
-    """Return the bytes of gathered copies. Stage 3 prefetches a block."""
+def _gathered_bytes(shape: ModelShape, parameters: int, work: Workload) -> tuple[int, int]:
+    """Return the bytes of gathered copies, and those of the prefetched block among them, which only stage 3 has."""
     size = BYTES[work.config.dtype]
     if work.config.zero_stage < 3:
-        return size * parameters
-    gathered = size * min(parameters, shape.root_unit + shape.largest_released + shape.block)
+        return size * parameters, 0
+    used = shape.root_unit + shape.largest_released
+    gathered = size * min(parameters, used + shape.block)
     if work.config.compress in ("gather8", "both") and work.shards > 1:
         gathered += shape.block + 4 * shape.block // work.shards
-    return gathered
+    return gathered, size * max(0, min(shape.block, parameters - used))

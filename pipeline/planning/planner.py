@@ -79,7 +79,8 @@ def announce(
     if record and distributed.is_rank_zero():
         write_json(folder / PLAN, record | {"ranks": world.size, "bytes": planned.demand.phases})
     distributed.barrier()
-    return config, planned.demand.phases
+    phases = planned.demand.phases.items()
+    return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}
 
 
 def _tightest(plans: Sequence[Prediction]) -> Prediction:

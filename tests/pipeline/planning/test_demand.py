@@ -119,7 +119,8 @@ def test_shards_average_and_adapters(llama: ModelShape) -> None:
     assert "reference" not in adapters, "the reference is the actor under its adapters"
     one = sft(llama, work(zero_stage=1, step_tokens=8192))  # copies are freed as gradients come
     train = one.phases["train"]
-    assert (train["gathered"], train["gradients"]) == (2 * full, 0)
+    assert (train["gathered"], train["gradients"]) == (2 * full, 4 * full // 8)
+    assert train["overlap"] == -4 * full // 8 and one.device_bytes("train") == sum(train.values())
 
 
 def test_weights_for_generation(llama: ModelShape) -> None:
