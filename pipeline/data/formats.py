@@ -42,6 +42,7 @@ PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "inpu
 RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {their name: our name}}]"'
 ANSWER_COLUMNS = ("completion", "answer", "output", "response")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+FIRST_TURN_COLUMNS = {*MESSAGE_COLUMNS, *PROMPT_COLUMNS}
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")  # of an instruction or a question
 STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
@@ -206,7 +207,7 @@ def _first(row: Row, names: tuple[str, ...]) -> Any:
 
 def _from_the_user(row: Row) -> Row:
     """Return a row whose columns of messages have no greeting of the assistant; the same row if none has."""
-    columns = {*MESSAGE_COLUMNS, *PROMPT_COLUMNS} & row.keys() or {"chosen", "rejected"} & row.keys()
+    columns = row.keys() & FIRST_TURN_COLUMNS or row.keys() & {"chosen", "rejected"}
     changed = {name: new for name in columns if (new := without_greeting(row[name])) is not row[name]}
     return {**row, **changed} if changed else row
 

@@ -173,10 +173,10 @@ def without_greeting(value: Any) -> Any:
     Any other value is returned unchanged, and so is a list that does not begin with the assistant or has no user.
     """
     items = list_in(value)
-    roles = [_role_of(item)[1] for item in items] if isinstance(items, list) else []
-    begins = next((role for role in roles if role != "system"), None)
-    if begins != "assistant" or "user" not in roles:
-        return value
+    read = (_role_of(item)[1] for item in items) if isinstance(items, list) else iter(())
+    if next((role for role in read if role != "system"), None) != "assistant" or "user" not in read:
+        return value  # usually after the role of one message
+    roles = [_role_of(item)[1] for item in items]
     first = roles.index("user")
     return [item for index, item in enumerate(items) if index >= first or roles[index] == "system"]
 
