@@ -198,8 +198,10 @@ class ChatTokenizer:
             encoded.append(ids[len(start) :] if ids[: len(start)] == start else self._encode([text])[0])
         return encoded
 
-    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
+    def _prepared(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages whose fields are plain, and whose reasoning is apart from the content if the model thinks."""
+        if not self._template.thinks and not any(message.fields or message.reasoning for message in messages):
+            return messages  # the usual case
         prepared = []
         for message in messages:
             content, reasoning = message.content, message.reasoning if self._template.thinks else ""
