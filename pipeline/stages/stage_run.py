@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +137,9 @@ class StageRun:
         After a stop signal, `save` raises Stopped at the end of the step.
         """
         took: float | None = None
-        steps = takewhile(lambda step: step <= self.last_step, range(self._begun + 1, self.steps + 1))
+        planned = range(self._begun + 1, self.steps + 1)
         with delay_stop(distributed.request_stop):
-            for step in metrics.profiled(steps, self.folder, self._profile):
+            for step in metrics.profiled(planned, lambda step: step <= self.last_step, self.folder, self._profile):
                 progress.own().begin_step(step, took)
                 began = time.monotonic()
                 yield step

@@ -7,8 +7,9 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,10 @@ def peak_memory() -> dict[str, int]:
     return {"rank": distributed.world().rank, "device_bytes": device_bytes, "host_bytes": host_bytes}
 
 
-def profiled(steps: Iterator[int], folder: Path, section: ProfileSection) -> Iterator[int]:
-    """Yield the steps of a stage. Record those of `profile.steps` with torch.profiler, on the first rank or on all.
+def profiled(planned: range, goes_on: Callable[[int], bool], folder: Path, section: ProfileSection) -> Iterator[int]:
+    """Yield the planned steps of a stage until one that `goes_on` rejects.
+
+    The steps of `profile.steps` are recorded with torch.profiler, on the first rank or on all.
 
     folder/profile/steps-5-8-rank-0.json.gz: the trace, for ui.perfetto.dev or chrome://tracing
     folder/profile/steps-5-8-rank-0.txt: the slowest operators, and kernels on a GPU
@@ -171,10 +174,13 @@ def profiled(steps: Iterator[int], folder: Path, section: ProfileSection) -> Ite
     generate, ...) are spans of the trace. The own time of a span is the time outside of PyTorch's operators: Python,
     waiting, and kernels that are called without PyTorch. Recording slows a step down.
     """
+    steps = takewhile(goes_on, planned)
     if section.steps is None or (section.ranks == "first" and not distributed.is_rank_zero()):
         yield from steps
         return
     first, last = section.steps
+    if not range(max(first, planned.start), min(last + 1, planned.stop)) and distributed.is_rank_zero():
+        print(f"{folder.name}: none of the steps {first} to {last} (profile.steps) is left to record", flush=True)
     recorder: Any = None
     recorded: list[int] = []
     for step in steps:
@@ -186,8 +192,6 @@ def profiled(steps: Iterator[int], folder: Path, section: ProfileSection) -> Ite
             break
     if recorder is not None:
         _write_profile(recorder, folder / "profile", f"{recorded[0]}-{recorded[-1]}")
-    elif distributed.is_rank_zero():
-        print(f"{folder.name}: none of the steps {first} to {last} (profile.steps) is left to record", flush=True)
     yield from steps
 
 
