@@ -44,9 +44,8 @@ class DecodeRows(NamedTuple):
 
     slots: answer slots. tokens and positions: the inputs of the forward. counts: the number of sampled tokens of each
     sequence. offsets: the index of each new token in its slot. lengths: tokens of each sequence with the new one (0:
-    attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence,
-    and the number of its tokens in this slot. firsts: the first of the neighbouring rows with the same prompt, which is
-    read once for all of them.
+    attend to nothing). prompt_slots and prompt_lengths: the prompt slot of each sequence, and the number of its tokens
+    in this slot. firsts: the first of the neighbouring rows with the same prompt, which is read once for all of them.
     """
 
     slots: Tensor
