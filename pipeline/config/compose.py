@@ -11,14 +11,14 @@ import argparse
 import itertools
 import os
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.config.messages import OTHER_NAMES, as_written
-from pipeline.config.overrides import PLAIN_VALUE, default_options, quoted, rewrite, split
-from pipeline.config.recipes import LORA_RATES, Recipe, read_recipe, select
+from pipeline.config.overrides import PLAIN_VALUE, default_options, groups, quoted, rewrite, split
+from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
 from pipeline.config.schema import RunConfig
 from pipeline.errors import UserError
 from pipeline.installation import CONF, TRAIN
@@ -110,45 +110,36 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _compose_job(overrides: Sequence[str], label: str = "") -> Job:
-    """Return the configuration of one job. The model and the data of the first composition select the recipe."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    inherited, replaced = _inherited(overrides)
-    tokens = [*replaced, *overrides]
-    rewritten = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
-    store = ConfigStore.instance()
-    store.store("schema", OmegaConf.merge(RunConfig.defaults(), inherited), provider="schema")
-    raw = _composed(rewritten)
-    values, line = {key: value for _, key, value in map(split, overrides)}, ""
-    named = values.get("recipe")
-    recipe = read_recipe(named, "selected with recipe=") if named else select(raw)
-    if recipe is not None and "recipe" not in values and not inherited:
-        store.store("chosen", recipe.settings, group="recipe", package="_global_", provider="recipe")
-        raw = _composed([*rewritten, "recipe=chosen"])
-        line = _recipe_line(recipe, values.keys())
-    if not any(key.partition(".")[0] == LORA_RATES for key in values):
-        raw.pop(LORA_RATES, None)  # read by the options lora.yaml; otherwise no key, which the validation reports
-    return Job(raw, label, line, recipe)
-
-
-def _composed(rewritten: Sequence[str]) -> dict[str, Any]:
-    """Return what Hydra composes from rewritten overrides, as a dictionary. Raises UserError with advice."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    inherited, replaced = _inherited(overrides)
+    tokens = [*replaced, *overrides]
+    rewritten = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
+    recipe = _find_recipe(tokens, inherited)
+    store = ConfigStore.instance()
+    store.store("schema", OmegaConf.merge(RunConfig.defaults(), inherited), provider="schema")
+    keys = {key for _, key, _ in map(split, overrides)}
+    line = ""
+    if recipe is not None and "recipe" not in keys and not inherited:
+        store.store("chosen", recipe.settings, group="recipe", package="_global_", provider="recipe")
+        rewritten.append("recipe=chosen")
+        line = _recipe_line(recipe, keys)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            raw = OmegaConf.to_container(hydra_compose("config", overrides=list(rewritten)), resolve=True)
+            raw = OmegaConf.to_container(hydra_compose("config", overrides=rewritten), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as problem:
         raise UserError(_explain(problem, rewritten)) from problem
     assert isinstance(raw, dict)
-    return {str(key): value for key, value in raw.items()}
+    if not any(key.partition(".")[0] == LORA_RATES for key in keys):
+        raw.pop(LORA_RATES, None)  # read by the options lora.yaml; otherwise no key, which the validation reports
+    return Job({str(key): value for key, value in raw.items()}, label, line, recipe)
 
 
 def _explain(problem: Exception, overrides: Sequence[str]) -> str:
@@ -176,10 +167,30 @@ def _real_data(overrides: Sequence[str], skip: bool) -> list[str]:
     The demo's generated data teach rude answers on purpose, so only the demo's own model trains on them by default.
     """
     values = {key: value for _, key, value in map(split, overrides)}
-    has_own_model = "model" not in values and bool(values.keys() & {"model.path", "model.hub"})
-    is_default = values.get("model") in (None, default_options()["model"]) and not has_own_model
+    is_default = values.get("model") in (None, default_options()["model"]) and not has_own_model(values)
     has_data = bool(values.keys() & {"data", "data.path", "data.sources"})
     return [] if skip or has_data or is_default else [f"data={REAL_DATA}"]
+
+
+def _find_recipe(tokens: Sequence[str], inherited: Mapping[str, Any]) -> Recipe | None:
+    """Return the recipe of the command line, or the one for the model.
+
+    The model and the data of the run that `actor=` names count if the command line selects no others.
+    """
+    values = {key: value for _, key, value in map(split, [*tokens, *_real_data(tokens, skip=False)])}
+    for group in ("model", "data"):
+        if group in inherited:
+            values.pop(group, None)
+            values |= _selection(group, inherited[group])
+    named = values.get("recipe")
+    return read_recipe(named, "selected with recipe=") if named else select(values)
+
+
+def _selection(group: str, settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the keys of a command line that select a model or data with these settings."""
+    if settings["name"] in groups().get(group, []) and not settings.get("path"):
+        return {group: settings["name"]}
+    return {f"{group}.{key}": settings[key] for key in ("path", "hub") if settings.get(key)}
 
 
 def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline.config.overrides import default_options, groups
+from pipeline.config.overrides import default_options, groups, read_option
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
@@ -97,29 +97,33 @@ def _usual(recipe: Recipe | None, stage: str, rank: int) -> float | None:
     return settings.get(LORA_RATES, {}).get(stage) if rank else settings.get(stage, {}).get("lr")
 
 
-def select(settings: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe for the model and the data of a composed configuration. None if `conf/recipe` has none.
+def select(values: Mapping[str, str | None]) -> Recipe | None:
+    """Return the recipe for the values of a command line. None if `conf/recipe` has none.
 
     The first that exists counts: `<model>-<data>.yaml`, `<data>.yaml` (only for the default model), `<model>.yaml`,
     the recipe of the model's size class. A model whose size is unknown without network gets `UNKNOWN_SIZE`. A separate
     `reward_model` gets the learning rates of its own size.
     """
-    model, data = _option(settings["model"], "model"), _option(settings["data"], "data")
-    by_data = [data] if model == default_options()["model"] else []
-    found = _of_model(settings["model"], "model", [f"{model}-{data}", *by_data, model])
+    default = default_options()
+    model, scorer = values.get("model", default["model"]), values.get("reward_model", values.get("model@reward_model"))
+    has_own_data = "data" not in values and values.keys() & {"data.path", "data.sources"}
+    data = None if has_own_data else values.get("data", default["data"])
+    names = [f"{model}-{data}", *([data] if model == default["model"] else []), model]
+    found = _of_model(values, "model", [] if has_own_model(values) else names)
     if found is None:
         return None
-    recipe = _within(read_recipe(*found), _positions(_architecture(settings["model"]) or {}))
-    if settings.get("reward_model") is None:
+    recipe = _within(read_recipe(*found), _positions(_architecture(values, "model") or {}))
+    if scorer is None and not values.keys() & {"reward_model.path", "reward_model.hub"}:
         return recipe
-    scorer = _option(settings["reward_model"], "model")
-    found = _of_model(settings["reward_model"], "reward_model", [f"{scorer}-{data}", scorer])
-    return recipe if found is None or found[0] == recipe.name else _with_scorer(recipe, read_recipe(*found))
+    found = _of_model(values, "reward_model", [] if scorer is None else [f"{scorer}-{data}", scorer])
+    if found is None or found[0] == recipe.name:
+        return recipe
+    return _with_scorer(recipe, read_recipe(*found))
 
 
-def _option(settings: Mapping[str, Any], group: str) -> str | None:
-    """Return the option of `conf/` that a model or data is; None for a user's own."""
-    return settings["name"] if settings["name"] in groups()[group] and not settings.get("path") else None
+def has_own_model(values: Mapping[str, str | None]) -> bool:
+    """Return whether a folder or a hub id replaces the default model."""
+    return "model" not in values and bool(values.keys() & {"model.path", "model.hub"})
 
 
 def read_recipe(name: str, reason: str) -> Recipe:
@@ -142,8 +146,8 @@ def _read_settings(file: Path) -> Any:
     return OmegaConf.to_container(OmegaConf.load(file))
 
 
-def _of_model(model: Mapping[str, Any], group: str, names: Sequence[str | None]) -> tuple[str, str] | None:
-    """Return the name and the reason of the recipe for a model. `group` is "model" or "reward_model".
+def _of_model(values: Mapping[str, str | None], group: str, names: Sequence[str | None]) -> tuple[str, str] | None:
+    """Return the name and the reason of the recipe for the model of a group ("model" or "reward_model").
 
     names: recipes made for the model, the last one for any data; the first that exists counts
     """
@@ -151,7 +155,7 @@ def _of_model(model: Mapping[str, Any], group: str, names: Sequence[str | None])
     named = next((name for name in names if name in recipes), None)
     if named:
         return named, f"made for {group}={names[-1]}"
-    fields = _architecture(model)
+    fields = _architecture(values, group)
     count = parameter_count(fields or {})
     if count is None:
         name, reason = UNKNOWN_SIZE, "the configuration of the model has no usable sizes"
@@ -206,23 +210,28 @@ def _within(recipe: Recipe, positions: int | None) -> Recipe:
     return Recipe(recipe.name, f"{recipe.reason}, and {positions} positions, which limit the lengths", settings)
 
 
-def _architecture(model: Mapping[str, Any]) -> dict[str, Any] | None:
+def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any] | None:
     """Return the fields of a model's configuration: empty if they cannot be read, None if only the hub has them."""
     from huggingface_hub import try_to_load_from_cache
 
-    if model.get("path"):
-        file: Any = Path(os.path.expanduser(model["path"])) / "config.json"
-    elif model.get("architecture"):
-        return dict(model["architecture"])
-    else:
-        file = try_to_load_from_cache(model["hub"], "config.json") if model.get("hub") else None
-    if not isinstance(file, str | Path):
-        return None
+    option = CONF / "model" / f"{values.get(group) or values.get(f'model@{group}')}.yaml"
+    settings = dict(read_option(option)) if option.is_file() else {}
     try:
-        fields = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # later checks report an unusable model with advice
+        for key in ("path", "hub"):
+            settings[key] = (values.get(f"{group}.{key}") or settings.get(key) or "").strip("'\"")
+        file: Any = Path(os.path.expanduser(settings["path"])) / "config.json" if settings["path"] else None
+        if file is None and settings["hub"] and not settings.get("architecture"):
+            file = try_to_load_from_cache(settings["hub"], "config.json")
+        fields = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
+        fields = fields or settings.get("architecture") or ({} if isinstance(file, str | Path) else None)
+        for key, value in values.items():
+            if key == f"{group}.architecture":
+                fields = yaml.safe_load(value or "{}")
+            elif key.startswith(f"{group}.architecture."):
+                fields = {**(fields or {}), key.rsplit(".", 1)[1]: yaml.safe_load(value or "null")}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # later checks report an unusable model with advice
         return {}
-    return fields if isinstance(fields, dict) else {}
+    return fields if isinstance(fields, dict | None) else {}
 
 
 def parameter_count(fields: Mapping[str, Any]) -> float | None:

@@ -7,7 +7,7 @@ import yaml
 
 from pipeline.config.check import validate
 from pipeline.config.compose import Job, compose, compose_jobs, parse_command
-from pipeline.config.overrides import groups, read_option
+from pipeline.config.overrides import groups
 from pipeline.config.recipes import SIZE_CLASSES, select
 from pipeline.errors import UserError
 from pipeline.installation import CONF
@@ -43,8 +43,8 @@ def job_of(*overrides: str) -> Job:
     return compose_jobs(parse_command(list(overrides)))[0]
 
 
-def name_of(model: str, data: str) -> str:
-    recipe = select({"model": read_option(CONF / "model" / f"{model}.yaml"), "data": {"name": data}})
+def name_of(**values: str) -> str:
+    recipe = select(values)
     assert recipe is not None
     return recipe.name
 
@@ -52,8 +52,8 @@ def name_of(model: str, data: str) -> str:
 def test_each_model_option_has_a_size_class():
     expected = {model: name for name, models in CLASSES.items() for model in models.split()}
     assert expected.keys() == set(groups()["model"]) - {"tiny"}
-    assert {model: name_of(model, "ultrafeedback") for model in expected} == expected
-    assert [name_of("tiny", data) for data in ("demo", "gsm8k")] == ["tiny-demo", "tiny"]
+    assert {model: name_of(model=model) for model in expected} == expected
+    assert [name_of(), name_of(data="gsm8k")] == ["tiny-demo", "tiny"]
 
 
 def test_the_command_line_overrides_the_recipe():
