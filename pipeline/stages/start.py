@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import EVALUATION_SEED, Evaluator
 from pipeline.evaluation.judge import load_judge
 from pipeline.files import read_plan
+from pipeline.models.build import DTYPE, EngineChoice
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import size_of
 from pipeline.planning.planner import announce
@@ -29,6 +31,7 @@ from pipeline.stages.stage_run import StageRun
 from pipeline.tracking.watchers import open_watchers
 
 FEW_STEPS = 20  # with fewer steps a stage learns little
+SLOW_SHARE = 0.75  # of the rate of fp32; a precision below it is slow on this CPU
 
 
 def optimizer_config(section: StageSection, *, steps: int, lr: float | None = None) -> OptimizerConfig:
@@ -92,6 +95,34 @@ def log_steps(stage: str, section: StageSection, steps: int, examples: int) -> N
     print(f"{stage}: {counted_steps} of {batch_size} {kind}, {passes} over {examples}{limit}", flush=True)
     if warning := few_steps(stage, section, steps, examples):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def slow_precision(dtype: str, rate: Callable[[torch.dtype], float] | None = None) -> str | None:
+    """Return a warning if this CPU multiplies matrices of `dtype` clearly more slowly than those of fp32.
+
+    `rate` measures the products per second of a dtype. Without it, small matrices are multiplied.
+    """
+    if dtype == "fp32":
+        return None
+    rate = rate or _products_per_second
+    share = rate(DTYPE[dtype]) / rate(torch.float32)
+    if share >= SLOW_SHARE:
+        return None
+    return (
+        f"this processor multiplies {dtype} matrices at {share:.0%} of the speed of fp32: engine.dtype=fp32 is faster"
+    )
+
+
+def _products_per_second(dtype: torch.dtype) -> float:
+    """Return how many products of small matrices the CPU computes per second: the best of about 50 ms."""
+    matrix, best = torch.ones(256, 256, dtype=dtype), math.inf
+    torch.mm(matrix, matrix)  # loads the library
+    end = time.perf_counter() + 0.05
+    while best == math.inf or time.perf_counter() < end:
+        began = time.perf_counter()
+        torch.mm(matrix, matrix)
+        best = min(best, time.perf_counter() - began)
+    return 1 / best
 
 
 def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
@@ -175,6 +206,10 @@ def plan_stage(
     arrange_ranks(config)
     if distributed.world().device.type == "cpu":
         kernels.load_libraries()
+        if distributed.is_rank_zero() and (
+            warning := slow_precision(EngineChoice(config.engine).layout()["config"].dtype)
+        ):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     size = size_of(examples)
     if size.answer is None:  # PPO's prompts: answers as long as those of SFT
         size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))

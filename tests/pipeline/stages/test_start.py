@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from pipeline.stages.start import log_steps
+from pipeline.stages.start import log_steps, slow_precision
 from tests.tiny import tiny_config
 
 
@@ -35,3 +36,12 @@ def test_a_stage_that_its_epochs_end_names_both_keys(capsys: pytest.CaptureFixtu
         "ppo: 11 rollouts of 32 prompts, 0.96 passes over 366; ppo.epochs=1 ends before ppo.steps=15: "
         "set ppo.epochs=2\n"
     )
+
+
+def test_a_precision_that_is_slow_on_this_cpu_causes_a_warning() -> None:
+    rates = {torch.float32: 100.0, torch.bfloat16: 20.0, torch.float16: 80.0}
+    assert slow_precision("bf16", rates.__getitem__) == (
+        "this processor multiplies bf16 matrices at 20% of the speed of fp32: engine.dtype=fp32 is faster"
+    )
+    assert slow_precision("fp16", rates.__getitem__) is None
+    assert slow_precision("fp32", rates.__getitem__) is None
