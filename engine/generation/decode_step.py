@@ -2,8 +2,8 @@
 
 A row of the table is the state of a sequence: six int64 columns, one row per answer slot. A step reads the rows of its
 slots, runs the model's own forward with attention over the key-value cache, samples, tests for the end of each answer
-and writes the rows back. A step without chunks of prompts reads no number on the host
-and allocates nothing that outlives it, so a CUDA graph can replay it.
+and writes the rows back. A step without chunks of prompts reads no number on the host and allocates nothing that
+outlives it, so a CUDA graph can replay it.
 
 Shapes: B rows of a step, V vocabulary.
 """

@@ -249,7 +249,7 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
         print(f"{stage}: runs again ({reason}); its old folder is now {old_folder}", flush=True)
     makes_tokenizer = stage == "sft" or (stage == "reward" and "sft" not in manifest.stages)
     if makes_tokenizer and decision.action == "run" and (run_dir / "tokenizer").exists():
-        move_aside(run_dir / "tokenizer")  # its inputs are among those of the stage
+        move_aside(run_dir / "tokenizer")  # the stage makes a new one from its own inputs
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
     because = "; ".join(filter(None, (decision.because, judged)))
