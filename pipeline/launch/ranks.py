@@ -1,6 +1,5 @@
 """Determine the ranks: from torchrun or Slurm, or one process per GPU of this machine (one process without GPUs)."""
 
-import math
 import os
 import random
 import re
@@ -78,8 +77,8 @@ def prints_mistakes(env: Mapping[str, str]) -> bool:
 def _from_torchrun(env: Mapping[str, str]) -> Ranks:
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT: start through torchrun")
-    for name, largest in (("WORLD_SIZE", math.inf), ("RANK", math.inf), ("MASTER_PORT", 65535)):
-        if not env[name].isdecimal() or int(env[name]) > largest:
+    for name in filter(env.__contains__, ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")):
+        if not env[name].isdecimal() or (name == "MASTER_PORT" and int(env[name]) > 65535):
             raise UserError(f"the environment has {name}={env[name]}: start through torchrun, or unset RANK")
     local_rank = int(env.get("LOCAL_RANK", 0))
     return Ranks(

@@ -316,7 +316,9 @@ def test_a_launcher_that_is_stopped_before_the_start_stops_the_stage(launchers):
     assert end.status == STOPPED and "rank 1" in end.message
 
 
-@pytest.mark.parametrize("changed", [{"RANK": "abc"}, {"WORLD_SIZE": ""}, {"MASTER_PORT": "70000"}])
+@pytest.mark.parametrize(
+    "changed", [{"RANK": "abc"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "x"}, {"MASTER_PORT": "70000"}]
+)
 def test_invalid_variables_of_torchrun_are_named(changed):
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"} | changed
     ((name, value),) = changed.items()
