@@ -89,7 +89,7 @@ def reuse_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return free memory to the system now, and freed blocks of 4 MiB and more from now on.
+    """Return free memory to the system now, and from now on blocks of 4 MiB and more that fit into no free block.
 
     Offload to NVMe needs this: reused blocks would double the peak of a host.
     """

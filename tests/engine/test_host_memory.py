@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -12,29 +13,50 @@ from engine import host_memory as memory
 from tests.ranks import Worker
 
 GIB = 2**30
+LARGE, SMALL = 2**26, 2**24  # bytes of a tensor
+HUGE_PAGE = 2**21  # bytes; a fault brings one page, which may be huge
 
 
-def print_faults() -> None:
-    """Print the page faults of the last of four tensors of 64 MiB, by default and after each function.
+def faults_of_last(size: int) -> int:
+    """Return the page faults of the last of 16 tensors of `size` bytes, each freed before the next.
 
-    One of the first three may need new memory although a block is free: glibc aligns a tensor within a larger block,
-    and the free one can be a few bytes too small. The state of the heap decides which.
+    One of the first 8 may need new memory although a block is free: glibc aligns a tensor within a larger block, keeps
+    the rest for later, and the block that comes back is then a few bytes too small.
     """
-    for configure in (lambda: None, memory.reuse_freed_memory, memory.return_freed_memory):
-        configure()
-        for _ in range(4):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.empty(2**26, dtype=torch.uint8).fill_(1)
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        print(faults)
+    for _ in range(16):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(size, dtype=torch.uint8).fill_(1)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faults
+
+
+def print_by_default() -> None:
+    print(faults_of_last(LARGE), faults_of_last(SMALL))
+
+
+def print_reused() -> None:
+    """Print the faults with reuse, and the resident bytes that it adds, before and after they are returned."""
+    start = psutil.Process().memory_info().rss
+    memory.reuse_freed_memory()
+    faults, used = faults_of_last(LARGE), psutil.Process().memory_info().rss - start
+    memory.return_freed_memory()
+    print(faults, used, psutil.Process().memory_info().rss - start)
+
+
+def print_returned() -> None:
+    memory.reuse_freed_memory()
+    memory.return_freed_memory()
+    print(faults_of_last(SMALL))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator is glibc's")
 def test_freed_blocks_are_reused_until_memory_must_be_returned() -> None:
-    worker = Worker(print_faults, environment={})
-    default, reused, returned = map(int, worker.communicate()[0].split())
-    pages = 2**26 // 2**21  # pages may be huge
-    assert default > pages and reused < 4 and returned > pages
+    """By default, glibc returns a block above 32 MiB when it is freed, and reuses a smaller one."""
+    workers = [Worker(function, environment={}) for function in (print_by_default, print_reused, print_returned)]
+    default, reused, returned = (list(map(int, worker.communicate()[0].split())) for worker in workers)
+    assert default[0] >= LARGE // HUGE_PAGE and default[1] < 4
+    assert reused[0] < 4 and reused[1] > LARGE and reused[2] < LARGE / 2
+    assert returned[0] >= SMALL // HUGE_PAGE
 
 
 def write_group(folder: Path, names: tuple[str, str, str], limit: int | str, used: int, inactive: int) -> None:
