@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NEEDED = ("torch", "transformers", "hydra", "pydantic", "yaml", "numpy")
-EXTRAS = {"math_verify": "math", "reasoning_gym": "tasks"}
+EXTRAS = {"math_verify": "math", "reasoning_gym": "tasks", "openenv": "environments"}
 """Packages that a reward function may import -> the extra of pyproject.toml that contains them."""
 ROOT = Path(__file__).resolve().parents[1]  # the folder that Python imports the packages from
 IS_CHECKOUT = (ROOT / "conf" / "config.yaml").is_file()

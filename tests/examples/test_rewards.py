@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.files import find, read_table
+from pipeline.data.files import read_table
 from pipeline.data.records import Message, Prompt
 from pipeline.demo import rows_of
 from pipeline.errors import UserError
 from pipeline.evaluation.judge import compare_pairs
 from pipeline.evaluation.samples import Sample
 from pipeline.evaluation.user_function import JUDGE, PAIR_JUDGE, Dialogue, load_function
+from pipeline.installation import ROOT
 from pipeline.report.win_rate import win_rate
 
 REWARDS = Path(__file__).resolve().parents[2] / "examples" / "rewards"
@@ -36,8 +37,8 @@ def test_the_number_after_the_mark_must_be_correct(answer: str, score: int) -> N
 
 
 def test_every_worked_solution_passes_its_own_check() -> None:
-    folder = find("../shared/data/gsm8k")
-    if folder is None:
+    folder = ROOT.parent / "shared/data/gsm8k"
+    if not folder.is_dir():
         pytest.skip("no shared/data/gsm8k beside this checkout")
     function = load_function(f"{REWARDS}/gsm8k.py:exact_match")
     for file in ("train.jsonl", "test.jsonl"):

@@ -286,10 +286,11 @@ def test_every_configuration_is_valid_and_serves_all_stages(path: Path) -> None:
 
 
 def test_gsm8k() -> None:
-    data = DataConfig(**yaml.safe_load((CONF / "gsm8k.yaml").read_text()))
-    path = data.sources[0].path
-    if path is None or files.find(path) is None:
+    folder = files.ROOT.parent / "shared/data/gsm8k"
+    if not folder.is_dir():
         pytest.skip("no shared/data/gsm8k beside this checkout")
+    text = (CONF / "gsm8k.yaml").read_text()
+    data = DataConfig(**yaml.safe_load(text.replace("gsm8k/", f"{folder}/")))
     loaded = {stage: load_stage(data, stage, seed=1) for stage in (*STAGES, "dpo")}
     assert len(loaded["sft"].held_out) == len(loaded["ppo"].held_out) == 1000
     held_out = set().union(*(prompts(records.held_out) for records in loaded.values()))
