@@ -172,7 +172,10 @@ def without_greeting(value: Any) -> Any:
 
     Any other value is returned unchanged, and so is a list that does not begin with the assistant or has no user.
     """
-    items = list_in(value)
+    try:
+        items = list_in(value)
+    except BadRow:  # the row is unusable only if its form reads this column
+        return value
     read = (_role_of(item)[1] for item in items) if isinstance(items, list) else iter(())
     if next((role for role in read if role != "system"), None) != "assistant" or "user" not in read:
         return value  # usually after the role of one message

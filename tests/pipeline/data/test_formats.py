@@ -116,6 +116,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         ({"history": '[["a", "b"]]', "prompt": "c", "completion": "d"}, chat("a", "b", "c", "d")),
         ({"history": json.dumps([USER, GOOD]), "prompt": "c", "completion": "d"}, chat("a", "g", "c", "d")),
         ({"history": " ", "prompt": "a", "completion": "b"}, chat("a", "b")),
+        ({"prompt": "[{'role': 'user', 'content': 'a'}]", "prompt_id": "1", "messages": [USER, GOOD]}, chat("a", "g")),
         ({"instruction": "a", "context": "x", "response": "b"}, chat("a\n\nx", "b")),
         ({"question": "a", "context": "x", "answer": "b"}, chat("a\n\nx", "b")),
         ({"prompt": "a", "context": "x", "completion": "b"}, chat("a", "b")),
