@@ -298,7 +298,7 @@ def message_of(item: Any) -> Message:
             return EMPTY_SYSTEM
         if fields or role == "tool":
             return Message(role, "", _json({"content": "", **fields}), reasoning)
-    return Message(role, text_of(content, "answer" if role == "assistant" else "message"), _json(fields), reasoning)
+    return Message(role, text_of(content, "answer" if role == "assistant" else "content"), _json(fields), reasoning)
 
 
 def _role_of(item: Any) -> tuple[str, str | None]:

@@ -229,6 +229,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant's turn"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "a message of the role 'wizard' (known are system, user"),
         ({"messages": [{"content": "a"}]}, "a message without a role"),
+        ({"messages": [{"role": "user", "content": " "}, GOOD]}, "empty content"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "speaks first"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty answer"),
         ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
