@@ -174,8 +174,9 @@ def _parser() -> argparse.ArgumentParser:
 def _page_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{CHAT} --web", description="Serve a page that chats with the models.")
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
-    parser.add_argument("--web", action="store_true", help="serve the page instead of a chat in the terminal")
-    parser.add_argument(
+    page = parser.add_mutually_exclusive_group()
+    page.add_argument("--web", action="store_true", help="serve the page instead of a chat in the terminal")
+    page.add_argument(
         "--arena", action="store_true", help="hide the names of two models, and write people's votes to RUN/votes.jsonl"
     )
     parser.add_argument(

@@ -144,6 +144,12 @@ def test_an_arena_needs_two_models_of_a_run(tmp_path: Path, capsys: pytest.Captu
     assert "so a key is needed" in capsys.readouterr().err
 
 
+def test_the_arena_and_the_chat_page_are_not_served_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs/x", "--web", "--arena"])
+    assert "--arena: not allowed with argument --web" in capsys.readouterr().err
+
+
 def test_the_arena_has_the_two_newest_stages_and_knows_their_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
