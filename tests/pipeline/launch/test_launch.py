@@ -327,6 +327,18 @@ def test_invalid_variables_of_torchrun_are_named(changed):
     assert ranks.prints_mistakes(env)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_GPUS_ON_NODE", "MASTER_PORT"],
+)
+def test_invalid_variables_of_slurm_are_named(name):
+    env = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(UserError, match=f"{name}=-x: start through srun"):
+        external_ranks({**env, name: "-x"})
+    empty = external_ranks({**env, name: ""})
+    assert empty is None if name == "SLURM_PROCID" else empty.world == 2
+
+
 def test_a_launcher_that_never_connects_ends_the_stage(launchers, monkeypatch):
     """Its process ended before, for example because a package is missing on its machine."""
     first, second, _ = launchers
