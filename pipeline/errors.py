@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-Handler = Callable[[int, FrameType | None], None]
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 # SIGTERM from Slurm, torchrun, Kubernetes and spot machines; SIGUSR1 from Slurm's --signal; SIGHUP from a terminal.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

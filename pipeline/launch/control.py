@@ -163,13 +163,17 @@ class Control:
         self._publish([], None)
 
     def finish(self, status: int) -> None:
-        """Send the end of the job to all launchers, and wait until they have received it."""
+        """Send the end of the job to all launchers, and wait until they have received it.
+
+        After a stop, do not wait for launchers that have not connected yet: the stop may be the end of their machines.
+        """
         self.begin({"end": status, "hang_seconds": self._hang_seconds})
         deadline = time.monotonic() + LAST_MESSAGE_TIMEOUT
         while time.monotonic() < deadline and not self._lost():
             states = self._states().values()
             received = [state["launch"] == self._launch or state["stopped"] for state in states]
-            if len(received) == len(self._exchange.watched) and all(received):
+            is_complete = status in ENDED_EARLY or len(received) == len(self._exchange.watched)
+            if is_complete and all(received):
                 break
             time.sleep(0.05)
         self.close()
@@ -219,7 +223,7 @@ class Control:
         while True:
             verdict = self._judge([])
             ends = {first: StageEnd(**state["end"]) for first, state in self._current().items() if state["end"]}
-            if len(ends) == len(self._exchange.watched):
+            if len(ends) == len(self._states() if end.status in ENDED_EARLY else self._exchange.watched):
                 break
             if failed_at is None and verdict:
                 failed_at = time.monotonic()

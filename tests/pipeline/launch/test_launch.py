@@ -507,6 +507,20 @@ def test_ranks_started_by_slurm_run_all_stages(tmp_path):
     assert (tmp_path / "runs" / "x" / "ppo" / "rank-1.json").exists()
 
 
+def test_a_stop_does_not_wait_for_a_missing_launcher(tmp_path):
+    """The rank of the first launcher waits for the others in PyTorch, which calls no handler of a signal."""
+    process = _rank_of("torchrun", 0, ranks.free_port(), tmp_path, FAKE_STAGE_TORCH="1")
+    while not (tmp_path / "runs" / "x" / "sft" / "config.yaml").exists():
+        time.sleep(0.05)
+    time.sleep(3)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert time.monotonic() - began < 10
+    assert process.returncode == 143
+    assert output.endswith("sft: stopped; run the same command again to resume\n")
+
+
 def test_a_failing_rank_ends_all_launchers(tmp_path):
     port = ranks.free_port()
     began = time.monotonic()
