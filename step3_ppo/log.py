@@ -85,7 +85,7 @@ def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float
         found["alike_prompts"] = advantages.uniform_prompts
     if rollout.values is not None and advantages.returns is not None:
         found["value"], found["return"] = masked_mean(rollout.values, mask), masked_mean(advantages.returns, mask)
-        found["explained_variance"] = explained_variance(rollout.values, advantages.returns, mask)
+        found["explained_variance"] = explained_variance(rollout.values, advantages.returns, advantages.rewards, mask)
     means = torch.stack([value.double() for value in found.values()])
     values = torch.cat([means, rollout.scores.double()]).tolist()  # waits for the device once
     by_length = rank_correlation(rollout.lengths, values[len(found) :])
@@ -94,15 +94,19 @@ def rollout_metrics(rollout: Rollout, advantages: Advantages) -> dict[str, float
     return metrics if by_length is None else metrics | {"length_correlation": by_length}
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
     """Return () 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for one that predicts the mean.
 
-    The result is 0 for returns that are equal up to rounding (answers with equal scores, without a KL in the reward).
+    A return is a sum that includes values, so its rounding error grows with the values. Var(return) counts as at least
+    this error: the result is large and negative for a critic that diverges, also if its values exceed the returns a
+    million times. If the returns differ by rounding only and all answers have the same reward, the result is 0.
     """
-    spread = masked_variance(returns, mask)
     largest = torch.where(mask, torch.maximum(returns.abs(), values.abs()), 0.0).max()
-    is_rounding = spread <= (RETURN_ROUNDING * largest).square()
-    return torch.where(is_rounding, 0.0, 1.0 - masked_variance(returns - values, mask) / spread)
+    spread, rounding = masked_variance(returns, mask), (RETURN_ROUNDING * largest).square()
+    totals = rewards.sum(1)
+    is_uniform = totals.amax() - totals.amin() <= RETURN_ROUNDING * totals.abs().amax()
+    explained = 1.0 - masked_variance(returns - values, mask) / torch.maximum(spread, rounding)
+    return torch.where(is_uniform & (spread <= rounding), 0.0, explained)
 
 
 def log_generator_gap(gap: float) -> None:

@@ -10,6 +10,7 @@ import torch
 from engine import Update
 from engine.parallel.collectives import SentBytes
 from pipeline.config.stage_sections import PpoSection
+from step3_ppo.advantages import gae
 from step3_ppo.log import UpdateMetrics, explained_variance, log_generator_gap, rollout_metrics
 from step3_ppo.rollout import Rollout
 from tests.step3_ppo.example_rollouts import advantages_of, rollout_of
@@ -68,7 +69,8 @@ def test_rollout_metrics() -> None:
     actual = rollout_metrics(rollout, targets)
     explained = actual.pop("explained_variance")
     assert actual == pytest.approx(expected, rel=1e-4)
-    assert explained == explained_variance(rollout.values, targets.returns, rollout.response_mask).item()
+    mask = rollout.response_mask
+    assert explained == explained_variance(rollout.values, targets.returns, targets.rewards, mask).item()
 
 
 def test_a_generator_that_differs_from_the_model_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,14 +95,35 @@ def test_explained_variance() -> None:
     kept = [(r, v) for r, v, m in zip(returns.flatten(), values.flatten(), mask.flatten(), strict=True) if m]
     errors = [(r - v).item() for r, v in kept]
     expected = 1 - statistics.pvariance(errors) / statistics.pvariance([r.item() for r, _ in kept])
-    assert explained_variance(values, returns, mask).item() == pytest.approx(expected, rel=1e-5)
-    assert explained_variance(returns + 7, returns, mask).item() == pytest.approx(1.0)  # a constant error explains all
-    assert explained_variance(torch.zeros(2, 3), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
-    assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
-    assert explained_variance(values, torch.ones(2, 3), mask).item() == 0.0  # the returns have no variance
-    rounded = torch.ones(2, 3) + torch.tensor([0.0, 2.0**-23, 0.0])
-    assert explained_variance(values, rounded, mask).item() == 0.0  # nor have these
-    assert explained_variance(values, torch.ones(2, 3) + 0.01 * returns, mask).item() < -100
+    rewards = torch.tensor([[0.0, 0.0, 3.0], [0.0, 5.0, 0.0]])
+
+    def explained(values: torch.Tensor, returns: torch.Tensor) -> float:
+        return explained_variance(values, returns, rewards, mask).item()
+
+    assert explained(values, returns) == pytest.approx(expected, rel=1e-5)
+    assert explained(returns + 7, returns) == pytest.approx(1.0)  # a constant error explains all
+    assert explained(torch.zeros(2, 3), returns) == pytest.approx(0.0, abs=1e-6)
+    assert explained(-returns, returns) == pytest.approx(-3.0)
+    assert explained(values, torch.ones(2, 3) + 0.01 * returns) < -100
+
+
+@pytest.mark.parametrize("score", [0.0, 0.7])
+def test_explained_variance_of_equal_rewards_is_zero(score: float) -> None:
+    """Their returns differ by rounding only, and the values are not to blame."""
+    mask, values = torch.ones(4, 500, dtype=torch.bool), torch.randn(4, 500, generator=torch.manual_seed(0))
+    rewards = torch.zeros(4, 500)
+    rewards[:, -1] = score
+    _, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert returns.std() > 0 and explained_variance(values, returns, rewards, mask) == 0
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e6, 1e8])
+def test_explained_variance_shows_a_critic_that_diverges(size: float) -> None:
+    mask, values = torch.ones(4, 500, dtype=torch.bool), size * torch.randn(4, 500, generator=torch.manual_seed(0))
+    rewards = torch.zeros(4, 500)
+    rewards[:, -1] = torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    _, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert -1e12 < explained_variance(values, returns, rewards, mask) < -1e5
 
 
 def step(sums: dict[str, float], *, loss: float, norm: float, lr: float, **maxima: float) -> Update:
