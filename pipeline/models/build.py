@@ -198,12 +198,13 @@ def _should_fuse(fused_kernels: str) -> bool:
 def fuse_kernels(model: PreTrainedModel) -> None:
     """Replace a model's norms, rotary embedding and gates by Liger Kernel's (Hsu et al., 2024, arXiv:2410.10989).
 
-    A model of a family that Liger Kernel does not support stays as it is. The model's own losses are not used.
+    Liger Kernel's defaults select what it supports of a family, which may be nothing. Experts remain those of
+    transformers: the host waits for Liger's, so CUDA graphs could not contain them. The losses stay those of the model.
     """
     from transformers.integrations.liger import apply_liger_kernel
 
-    fused = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
-    apply_liger_kernel(model, fused | {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    apply_liger_kernel(model, {"swiglu": not has_experts, "cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrainedModel:

@@ -39,6 +39,7 @@ from pipeline.models.internals import adapters_off
 from pipeline.models.source import ModelSource, resolve
 from tests.pipeline.models.tiny import (
     FAMILIES,
+    LLAMA_LIKE,
     MULTIMODAL,
     after_first,
     classifier,
@@ -392,7 +393,30 @@ def fuse_an_unsupported_family() -> None:
     assert not any("liger" in module.forward.__module__ for module in model.modules())
 
 
-@pytest.mark.parametrize("check", [fuse_a_model_and_copy_it, fuse_an_unsupported_family])
+def fuse_a_family_without_a_fused_rotary_embedding() -> None:
+    config = AutoConfig.for_model("glm4", **LLAMA_LIKE, head_dim=8, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    fuse_kernels(model)
+    assert "liger" in model.model.norm.forward.__module__
+
+
+def fuse_no_experts() -> None:
+    """Liger Kernel's experts read a number of the device on the host."""
+    model = AutoModelForCausalLM.from_config(config_of("mixtral"))
+    fuse_kernels(model)
+    assert "liger" in model.model.norm.forward.__module__
+    assert "liger" not in model.model.layers[0].mlp.experts.forward.__module__
+
+
+FUSED = [
+    fuse_a_model_and_copy_it,
+    fuse_an_unsupported_family,
+    fuse_a_family_without_a_fused_rotary_embedding,
+    fuse_no_experts,
+]
+
+
+@pytest.mark.parametrize("check", FUSED)
 def test_fused_kernels_replace_norms_and_gates_of_supported_families(check: Callable[[], None]) -> None:
     run_ranks(check, 1)  # in a new process, because Liger Kernel also replaces functions of transformers
 
