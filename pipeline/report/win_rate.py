@@ -164,7 +164,9 @@ def length_controlled(outcomes: Sequence[float], differences: Sequence[float]) -
 
     The model is P(win) = sigmoid(a + b x) with x = tanh(difference / standard deviation of the differences), and the
     rate is sigmoid(a). The interval uses the robust covariance, which also fits ties (Papke & Wooldridge, 1996), and
-    Student's t with N - 2 degrees of freedom. If the differences or the outcomes are all equal, the length explains
+    Student's t with N - 2 degrees of freedom. The variance of two more pairs without a tie is added, because the
+    residuals of a few pairs among many ties underestimate it (Agresti & Min, 2005, doi:10.1002/sim.1781, add one pair
+    to a Wald interval). If the differences or the outcomes are all equal, the length explains
     nothing, and the result is the plain rate with Wilson's interval; if all answers are longer (or all shorter), the
     interval is 0 to 1.
     """
@@ -185,9 +187,10 @@ def length_controlled(outcomes: Sequence[float], differences: Sequence[float]) -
             break
     wins = _sigmoid(x @ coefficients)
     meat = x.T @ (x * ((y - wins) ** 2)[:, None]) + ridge  # without pairs of equal length, b is a guess
+    a = coefficients[0]
+    meat[0, 0] += 2 * _sigmoid(a) * _sigmoid(-a)
     inverse = np.linalg.inv(_hessian(wins, x) + ridge)
     half = t_quantile(count - 2) * math.sqrt((inverse @ meat @ inverse)[0, 0])
-    a = coefficients[0]
     return Rate(*(float(_sigmoid(value)) for value in (a, a - half, a + half)))
 
 

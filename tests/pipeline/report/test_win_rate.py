@@ -1,9 +1,11 @@
 """The win rate by a pair judge, plain and length-controlled, against closed forms; valid verdicts."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.data.records import Message
@@ -57,9 +59,25 @@ def test_two_groups_of_lengths_have_a_closed_form() -> None:
     logit = (math.log(2 / 6) + math.log(7 / 1)) / 2
     assert actual.mean == pytest.approx(1 / (1 + math.exp(-logit)), abs=2e-3)
     # Each group's logit has the robust variance 1 / (n p (1 - p)); the intercept is the mean of the two.
-    deviation = math.sqrt(1 / (8 * 0.25 * 0.75) + 1 / (8 * 0.875 * 0.125)) / 2
+    variance = (1 / (8 * 0.25 * 0.75) + 1 / (8 * 0.875 * 0.125)) / 4
+    deviation = math.sqrt(variance + variance**2 * 2 * actual.mean * (1 - actual.mean))  # with two more pairs
     low = 1 / (1 + math.exp(-(logit - 2.144787 * deviation)))
     assert actual.low == pytest.approx(low, abs=5e-3)
+
+
+@pytest.mark.parametrize(("pairs", "share"), [(50, 0.1), (100, 0.1), (200, 0.05), (100, 0.5), (100, 1.0)])
+@pytest.mark.parametrize("wins", [0.5, 1.0])
+def test_the_interval_covers_the_rate_among_many_ties(pairs: int, share: float, wins: float) -> None:
+    """`share` of the pairs are no ties, and `wins` of these are wins. The lengths explain nothing."""
+    rng = np.random.default_rng(0)
+    differences, rate = [-5.0, 5.0] * (pairs // 2), 0.5 + share * (wins - 0.5)
+    drawn = rng.multinomial(pairs, [share * wins, share * (1 - wins), 1 - share], size=2000).tolist()
+    covered = 0
+    for (won, lost, tied), count in Counter(map(tuple, drawn)).items():
+        outcomes = rng.permutation([1.0] * won + [0.0] * lost + [0.5] * tied).tolist()
+        actual = length_controlled(outcomes, differences)
+        covered += count * (actual.low <= rate <= actual.high)
+    assert covered / len(drawn) > 0.94
 
 
 def test_without_pairs_of_about_equal_length_the_rate_at_equal_length_is_unknown() -> None:
