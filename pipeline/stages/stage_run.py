@@ -82,6 +82,7 @@ class StageRun:
         self._begun = 0  # the number of finished steps when this process started
         self._sent = distributed.bytes_sent()
         self._profile = profile or ProfileSection()
+        self._earlier_memory: dict[str, dict[str, int]] = {}  # measured before this process started
 
     @property
     def seconds(self) -> float:
@@ -103,6 +104,7 @@ class StageRun:
             self.best_step = shared["best_step"]
             if mine is not None:
                 checkpoint.restore_random_state(mine["random"])
+                self._earlier_memory = mine.get("memory", {})
             self._take(shared["extra"])
         self.clock.begin_lap()
         self._begun, self._sent = step, distributed.bytes_sent()
@@ -218,7 +220,8 @@ class StageRun:
             if distributed.is_rank_zero():
                 with explained_disk(self.folder):  # a resumed run needs the log up to its checkpoint
                     sync(self.folder.glob("*.jsonl"))
-            self.checkpoints.save(step, shared, {"random": checkpoint.random_state()}, keep=self.best_step)
+            mine = {"random": checkpoint.random_state(), "memory": self._measured_memory()}
+            self.checkpoints.save(step, shared, mine, keep=self.best_step)
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
@@ -292,6 +295,10 @@ class StageRun:
         steps = max(1, self.last_step - self._begun)
         return {kind: round(size / steps) for kind, size in asdict(distributed.bytes_sent() - self._sent).items()}
 
+    def _measured_memory(self) -> dict[str, dict[str, int]]:
+        """Return this rank's peak bytes by phase and owner; of a phase that several starts ran, those of the last."""
+        return self._earlier_memory | measured_memory(self._engines)
+
     def finish(self, metrics_of_stage: Mapping[str, Any]) -> None:
         """Write summary.json: `metrics_of_stage`, final and best metrics, peak memory by rank, seconds by phase."""
         memory = distributed.gather_objects(peak_memory())
@@ -312,7 +319,7 @@ class StageRun:
                     "restarts": read_limits(self.folder).restarts,
                     "micro_batch_tokens": self.budget,
                 },
-                "memory": {"predicted": self.predicted, "measured": measured_memory(self._engines)},
+                "memory": {"predicted": self.predicted, "measured": self._measured_memory()},
                 "final": {k: metrics.plain(v) for k, v in self.last.items()},
                 "best": self.best,
                 "exported_step": self.exported_step,

@@ -369,6 +369,19 @@ def test_summary(tmp_path: Path) -> None:
     assert actual["peak_memory_by_rank"][0]["host_bytes"] > 10**7
 
 
+def test_the_summary_of_a_resumed_stage_has_the_memory_of_earlier_phases(tmp_path: Path) -> None:
+    stage, engine = stage_of(tmp_path / "sft", steps=2)
+    stage.folder.mkdir()
+    work(stage, engine, 1, 2)
+    stage.checkpoints.wait()
+    resumed, engine = stage_of(tmp_path / "sft", steps=2)
+    resumed.restore()
+    engine.memory_tracker.sample("score")
+    resumed.finish({})
+    measured = json.loads((tmp_path / "sft" / "summary.json").read_text())["memory"]["measured"]
+    assert measured["train"]["parameters"] == 32 and measured["score"]["parameters"] == 32  # 8 parameters in fp32
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_steps_with_non_finite_gradients_are_counted_and_reported(
     dtype: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
