@@ -22,7 +22,7 @@ from pipeline.installation import pip_install
 from pipeline.models.adapters import add_adapters
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, own_field
-from pipeline.models.weights import fill, is_reward_model
+from pipeline.models.weights import fill, is_reward_model, warn_once
 
 NO_SCORER = (
     "Set reward_model= to a model with such a head (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and the "
@@ -204,7 +204,11 @@ def fuse_kernels(model: PreTrainedModel) -> None:
     from transformers.integrations.liger import apply_liger_kernel
 
     has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
-    apply_liger_kernel(model, {"swiglu": not has_experts, "cross_entropy": False, "fused_linear_cross_entropy": False})
+    fused = {"swiglu": not has_experts, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    try:
+        apply_liger_kernel(model, fused)
+    except ImportError as reason:  # a newer transformers has other classes
+        warn_once(f"{type(model).__name__} runs without Liger Kernel, more slowly: {reason}")
 
 
 def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrainedModel:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -408,11 +409,20 @@ def fuse_no_experts() -> None:
     assert "liger" not in model.model.layers[0].mlp.experts.forward.__module__
 
 
+def fuse_a_family_that_liger_cannot_import() -> None:
+    """In transformers 5.23, Liger Kernel 0.8.5 does not find the output class of Qwen 2.5 VL."""
+    model = multimodal_model("qwen2_5_vl")
+    with patch.dict("sys.modules", {"liger_kernel.transformers.model.qwen2_5_vl": None}):
+        fuse_kernels(model)
+    assert "liger" not in model.model.language_model.norm.forward.__module__
+
+
 FUSED = [
     fuse_a_model_and_copy_it,
     fuse_an_unsupported_family,
     fuse_a_family_without_a_fused_rotary_embedding,
     fuse_no_experts,
+    fuse_a_family_that_liger_cannot_import,
 ]
 
 
