@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with batcher:
-            yield
+        with suppress(asyncio.CancelledError):  # a second Ctrl-C; uvicorn would log a traceback
+            async with batcher:
+                yield
 
     return Starlette(
         routes=[

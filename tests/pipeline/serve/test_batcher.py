@@ -1,5 +1,6 @@
 """The decoding thread with a batch that the test controls: disconnects, failures, a full queue, stop strings."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -9,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -212,6 +213,22 @@ def test_a_port_that_cannot_be_used_is_one_line(tmp_path: Path, capsys: pytest.C
     assert shown.count("\n") == 1 and "set another --port" in shown
     assert main([str(tmp_path / "nothing"), "--port", "0"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_prints_no_traceback() -> None:
+    """uvicorn cancels the lifespan of the application, and logs its failures."""
+    requests, sent = iter([{"type": "lifespan.startup"}]), []
+
+    async def receive() -> Any:
+        for request in requests:
+            return request
+        raise asyncio.CancelledError
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    asyncio.run(create_app({}, key=None)({"type": "lifespan"}, receive, send))
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
 def serve_with_ctrl_c(run: Path) -> None:
