@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "ZEROCHAT_KEY"
 KEEP_ALIVE = 75  # seconds; OpenAI's client may send a request on a connection that was idle for almost 5 seconds
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+API_GREETING = "serving {models} at {url}/v1, chat page at {url}/ (Ctrl-C ends)"
+PAGE_GREETING = "chat page of {models} at {url}/, API at {url}/v1 (Ctrl-C ends)"
 USAGE = """\
 Serve the models of a run to clients of OpenAI's API.
 
@@ -34,7 +36,7 @@ Serve the models of a run to clients of OpenAI's API.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until the process is interrupted; return the exit status."""
     options = _parser().parse_args(arguments)
-    return exit_status(lambda: _serve(options, default=lambda path: [find(path)]), debug=options.debug)
+    return exit_status(lambda: _serve(options, API_GREETING, default=lambda path: [find(path)]), debug=options.debug)
 
 
 def page_main(arguments: Sequence[str]) -> int:
@@ -45,11 +47,11 @@ def page_main(arguments: Sequence[str]) -> int:
         parser.error(
             f"not an option of the page: {' '.join(unknown)}; the page itself has fields for sampling settings"
         )
-    command = _serve_arena if options.arena else partial(_serve, default=find_all)
+    command = _serve_arena if options.arena else partial(_serve, greeting=PAGE_GREETING, default=find_all)
     return exit_status(lambda: command(options), debug=options.debug)
 
 
-def _serve(options: argparse.Namespace, *, default: Callable[[Path], list[ChatModel]]) -> int:
+def _serve(options: argparse.Namespace, greeting: str, *, default: Callable[[Path], list[ChatModel]]) -> int:
     listener = Listener.of(options)
     models = find_each(options.path, options.models, "--models") if options.models else default(options.path)
     prepare_single_process()
@@ -57,8 +59,8 @@ def _serve(options: argparse.Namespace, *, default: Callable[[Path], list[ChatMo
     from pipeline.serve.models import load_all
 
     served = load_all(models, options, skip_base=not options.models)
-    greeting = f"serving {', '.join(served)} at {listener.url}/v1, chat page at {listener.url}/ (Ctrl-C ends)"
-    listener.run(create_app(served, key=listener.key), greeting)
+    app = create_app(served, key=listener.key)
+    listener.run(app, greeting.format(models=", ".join(served), url=listener.url))
     return 0
 
 

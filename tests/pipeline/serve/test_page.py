@@ -1,6 +1,7 @@
 """The chat page in a real headless Chromium: streaming, stop, regenerate, edit, reload, hostile text."""
 
 import json
+import re
 import urllib.error
 import urllib.request
 from argparse import Namespace
@@ -18,7 +19,7 @@ from pipeline.serve.command import Listener
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
 from tests.pipeline.serve.running import LIMIT, pause_after, served, small_models
-from tests.test_chat import write_manifest
+from tests.test_chat import save_model, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +190,14 @@ def test_the_page_offers_all_finished_stages_newest_first(tmp_path: Path) -> Non
     (tmp_path / "sft" / "config.yaml").write_text("")
     assert [model.name for model in find_all(tmp_path)] == ["ppo", "sft", "base"]
     assert [model.name for model in find_all(tmp_path / "sft")] == ["sft"]
+
+
+def test_the_first_address_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "mine", 0)
+    greetings = []
+    monkeypatch.setattr(Listener, "run", lambda _, app, greeting: greetings.append(greeting))
+    assert main([str(tmp_path / "mine"), "--web"]) == 0
+    assert re.match(r"chat page of mine at http://127\.0\.0\.1:\d+/, API at http", greetings[0])
 
 
 def test_other_addresses_need_a_key(
