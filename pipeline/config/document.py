@@ -63,7 +63,7 @@ zerochat: from a base language model to a chat model, by SFT, a reward model and
   python train.py data.path=mine.jsonl model.path=FOLDER
   python train.py model=opt-1.3b reward_model=opt-350m engine=zero3
   python -m step3_ppo actor=runs/x/sft reward=runs/x/reward ppo.kl_coef=0.1
-  torchrun --nnodes 4 --nproc-per-node 8 ... train.py model=llama-3.1-8b engine=zero3
+  torchrun --nnodes 4 --nproc-per-node 8 ... -m zerochat train model=llama-3.1-8b engine=zero3
   python chat.py runs/x                            chat with the model
 
 Run the same command again to resume a stopped run. Results are in runs/<name>/.
