@@ -200,7 +200,7 @@ def _advice(config: RunConfig, setting: Setting, machine: Machine, *, fits: Call
     if not _fits(setting):
         stage = max(setting, key=lambda stage: setting[stage].demand.peak)
         advice = more_memory(config, stage, ranks=machine.ranks, capacity=machine.capacity, fits=fits)
-        yield f"  {stage} does not fit on {machine.name} with any engine setting: {advice}"
+        yield f"  {stage} does not fit with any engine setting on {machine.name}: {advice}"
 
 
 def _three_digits(value: float) -> str:

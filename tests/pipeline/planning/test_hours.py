@@ -71,7 +71,7 @@ def test_at_most_three_settings_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reason in text.partition(table)[0] and "offload_optimizer=cpu" in text
     monkeypatch.setattr(hours, "UNLIMITED", GIB)
     text = "\n".join(h100(tiny_config(model=large, engine={"dtype": "bf16"})))
-    assert "ppo does not fit on 1 x h100" in text and "worth choosing" not in text
+    assert "ppo does not fit with any engine setting on 1 x h100" in text and "worth choosing" not in text
     assert "2 or 4 ranks with 78.00 GiB each do not fit either" in text  # 65e9 parameters, 16 bytes each
 
 
@@ -83,7 +83,7 @@ def test_the_plan_names_the_smallest_number_of_gpus_on_which_all_stages_fit(monk
     config = tiny_config(model=large, engine={"dtype": "bf16"}, plan={"device": "h100"}, **sections)
     text = {ranks: "\n".join(h100(config, ranks)) for ranks in (1, 4, 8)}
     for ranks in (1, 4):
-        assert f"ppo does not fit on {ranks} x h100" in text[ranks]
+        assert f"ppo does not fit with any engine setting on {ranks} x h100" in text[ranks]
         assert "use 8 ranks with 78.00 GiB each (plan.ranks=8), adapters (ppo.lora.rank=16)" in text[ranks]
     assert "does not fit" not in text[8] and "worth choosing" in text[8]
 
