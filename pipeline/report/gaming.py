@@ -80,12 +80,13 @@ def check_last_step(found: BestAgainstLast | None, gain: float | None) -> Check:
     text = (
         f"Gold was best at rollout {found.best} ({_plain(found.best_mean)})"
         f"{', the last evaluation' if found.best == found.last else last}. On prompts that did not select the best "
-        f"step, the last one differs by {format_signed(found.mean)}, {_interval(found.low, found.high)}."
+        f"step, the last step differs from it by {format_signed(found.mean)}, {_interval(found.low, found.high)}."
     )
     if found.high < 0:
         return Check("bad", text)
     excludes = gain is not None and found.low > -LOST_GAIN * gain
-    text += f" The interval {'excludes' if excludes else 'does not exclude'} a loss of half of the gain."
+    verb = "excludes" if excludes else "does not exclude"
+    text += f" The interval of this difference {verb} a loss of half of the gain."
     return Check("good" if excludes else "open", text)
 
 
