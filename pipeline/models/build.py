@@ -198,13 +198,16 @@ def _should_fuse(fused_kernels: str) -> bool:
 def fuse_kernels(model: PreTrainedModel) -> None:
     """Replace a model's norms, rotary embedding and gates by Liger Kernel's (Hsu et al., 2024, arXiv:2410.10989).
 
-    Liger Kernel's defaults select what it supports of a family, which may be nothing. Experts remain those of
-    transformers: the host waits for Liger's, so CUDA graphs could not contain them. The losses stay those of the model.
+    By default, Liger Kernel replaces what it supports of a family, which may be nothing. Its gates compute SiLU,
+    whatever the configuration has, and models that are built later lose the biases beside them. Experts remain those
+    of transformers: the host waits for Liger's, so no CUDA graph could contain them. The model's own losses are not
+    used.
     """
     from transformers.integrations.liger import apply_liger_kernel
 
     has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
-    fused = {"swiglu": not has_experts, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    is_silu = own_field(model.config, "hidden_act") in ("silu", "swish") and not own_field(model.config, "mlp_bias")
+    fused = {"swiglu": is_silu and not has_experts, "cross_entropy": False, "fused_linear_cross_entropy": False}
     try:
         apply_liger_kernel(model, fused)
     except ImportError as reason:  # a newer transformers has other classes

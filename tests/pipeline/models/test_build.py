@@ -417,12 +417,23 @@ def fuse_a_family_that_liger_cannot_import() -> None:
     assert "liger" not in model.model.language_model.norm.forward.__module__
 
 
+def fuse_only_gates_that_liger_computes() -> None:
+    """Liger Kernel's gates have SiLU and no bias, whatever the configuration has."""
+    for changes in ({"hidden_act": "relu"}, {"mlp_bias": True}):
+        models = [AutoModelForCausalLM.from_config(config_of("llama", **changes))]
+        fuse_kernels(models[0])
+        models.append(AutoModelForCausalLM.from_config(models[0].config))
+        assert "liger" in models[0].model.norm.forward.__module__
+        assert all("liger" not in model.model.layers[0].mlp.forward.__module__ for model in models)
+
+
 FUSED = [
     fuse_a_model_and_copy_it,
     fuse_an_unsupported_family,
     fuse_a_family_without_a_fused_rotary_embedding,
     fuse_no_experts,
     fuse_a_family_that_liger_cannot_import,
+    fuse_only_gates_that_liger_computes,
 ]
 
 
