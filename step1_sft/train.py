@@ -26,7 +26,15 @@ from pipeline.models.stage_models import (
     require_later_models,
     run_tokenizer,
 )
-from pipeline.stages.data import check_data_to_come, evaluation_prompts, examples, log_divided, stage_records
+from pipeline.stages.data import (
+    check_data_to_come,
+    evaluation_prompts,
+    examples,
+    held_out_prompts,
+    log_divided,
+    open_data,
+    stage_records,
+)
 from pipeline.stages.start import build_evaluator, open_stage, optimizer_config, plan_stage, prepare_generation
 from pipeline.stages.supervised import StepBatch, SupervisedTask, train_supervised
 from step1_sft.loss import sft_loss
@@ -35,8 +43,11 @@ from step1_sft.loss import sft_loss
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate and export. `folder` is RUN/sft."""
     source = resolve(config.model, config.seed)
-    records = stage_records(config, "sft")
-    ppo_prompts = check_data_to_come(config, "sft", records)
+    reader = open_data(config)
+    records = stage_records(config, "sft", reader)
+    check_data_to_come(config, "sft", records, reader)
+    held_out = held_out_prompts(reader)
+    del reader  # frees the records of later stages
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
     check_vocabulary(source, tokenizer)
     adopt_special_ids(source, tokenizer)
@@ -48,8 +59,8 @@ def run(config: RunConfig, folder: Path) -> None:
         first = data.train[0]
         shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)
         print(f"sft: {token_line(tokenizer)}", *shown, sep="\n", flush=True)
-    evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, ppo_prompts))
-    del records, ppo_prompts  # frees the texts
+    evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, held_out))
+    del records, held_out  # frees the texts
     plan = plan_stage(config, "sft", folder, data.train, policy=source)
     config, section = plan.config, plan.config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora, section.dropout)

@@ -16,7 +16,15 @@ from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
 from pipeline.models.stage_models import actor_folder, policy_to_tune, require_context
-from pipeline.stages.data import evaluation_prompts, examples, log_divided, log_undecided, stage_records
+from pipeline.stages.data import (
+    evaluation_prompts,
+    examples,
+    held_out_prompts,
+    log_divided,
+    log_undecided,
+    open_data,
+    stage_records,
+)
 from pipeline.stages.start import build_evaluator, open_stage, optimizer_config, plan_stage, prepare_generation
 from pipeline.stages.supervised import train_supervised
 from step2_dpo.batches import Batches
@@ -30,15 +38,18 @@ def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate and export the policy. `folder` is RUN/dpo."""
     source, tokenizer = policy_to_tune(config, actor_folder(config, folder.parent))
     require_context(config, "dpo", source)
-    records, reads_pairs = stage_records(config, "dpo"), config.dpo.reads_pairs
+    reader = open_data(config)
+    records, reads_pairs = stage_records(config, "dpo", reader), config.dpo.reads_pairs
+    held_out = held_out_prompts(reader)
+    del reader
     if reads_pairs:
         log_undecided("dpo", records.train)
     else:
         records = replace(records, train=labelled_answers(records.train), held_out=labelled_answers(records.held_out))
     data = examples(config, "dpo", records, tokenizer)
     log_divided("dpo", tokenizer)
-    del records  # frees the texts
-    prompts = evaluation_prompts(config, tokenizer)
+    prompts = evaluation_prompts(config, tokenizer, held_out)
+    del records, held_out  # frees the texts
     evaluator = build_evaluator(config, tokenizer, prompts)
     plan = plan_stage(config, "dpo", folder, data.train, policy=source)
     config, section = plan.config, plan.config.dpo

@@ -16,7 +16,14 @@ from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluations
 from pipeline.evaluation.judge import Call
 from pipeline.planning.stage_task import DECODE_BATCH, stage_steps
-from pipeline.stages.data import encode_for_all, evaluation_prompts, log_cut, stage_records
+from pipeline.stages.data import (
+    encode_for_all,
+    evaluation_prompts,
+    held_out_prompts,
+    log_cut,
+    open_data,
+    stage_records,
+)
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import prepare_generation, sampling
 from step3_ppo.advantages import (
@@ -263,10 +270,11 @@ class Ppo:
 
 def load_prompts(config: RunConfig, sources: ModelSources) -> tuple[list[PromptItem], list[Prompt], dict[str, int]]:
     """Return the training prompts, the evaluation prompts, and the number of skipped rows by reason."""
-    records, tokenizer = stage_records(config, "ppo"), sources.tokenizer
+    reader, tokenizer = open_data(config), sources.tokenizer
+    records, held_out = stage_records(config, "ppo", reader), held_out_prompts(reader)
     prompts, notes = encode_for_all(encoder(config, "ppo", tokenizer), records.train)
     log_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
-    return prompts, evaluation_prompts(config, tokenizer, records.held_out), {**records.skipped, **notes}
+    return prompts, evaluation_prompts(config, tokenizer, held_out), {**records.skipped, **notes}
 
 
 def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
@@ -274,7 +282,7 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
     ppo = config.ppo
     if ppo.ptx_coef == 0.0:
         return None
-    items, _ = encode_for_all(encoder(config, "sft", tokenizer), stage_records(config, "sft").train)
+    items, _ = encode_for_all(encoder(config, "sft", tokenizer), stage_records(config, "sft", open_data(config)).train)
     size = max(1, ppo.batch_size // ppo.minibatches)
     return PtxMix(items, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.load import first_turn
 from pipeline.data.records import Conversation, Document, LabelledAnswer, Preference, Prompt, Row
+from pipeline.data.sources import first_turn
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 

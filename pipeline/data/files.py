@@ -58,6 +58,10 @@ class Table:
         """Return the position of a row in its file, for messages: "line 3"."""
         return f"{self.unit} {self.numbers[index]}"
 
+    def renamed(self, row: Row) -> Row:
+        """Return a row with its renamed columns under both names."""
+        return {**row, **{new: row.get(name) for name, new in self.new_names.items()}} if self.new_names else row
+
 
 def find(path: str) -> Path | None:
     """Return the file or folder at `path`, relative to the current folder or to the checkout, or None."""

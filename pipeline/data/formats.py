@@ -1,14 +1,11 @@
 """Convert rows to records. The columns of a table determine its form (docs/reference/data.md lists the forms)."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGES
-from pipeline.data.files import Table
 from pipeline.data.records import (
     FP32_MAX,
     NOT_TEXT,
@@ -24,7 +21,6 @@ from pipeline.data.records import (
     answer_of,
     history_of,
     in_order,
-    label_of,
     list_in,
     messages_of,
     question_of,
@@ -119,52 +115,15 @@ def _form(found: set[str], name: str) -> Form:
     )
 
 
-def to_records(
-    table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False, labels: bool = False
-) -> tuple[list[Record], Counter[str]]:
-    """Return the records of a stage in a table, and the number of skipped rows by reason.
+def parse_row(row: Row, form: Form, source: str) -> tuple[Record, bool]:
+    """Return the record of a row in the type of its form, and whether a greeting of the assistant was removed.
 
-    rows: prompts store the row that they were read from
-    labels: dpo also reads labelled answers (LabelledAnswer), and sft leaves out the undesirable ones
-    Unusable rows are skipped and counted. Raises UserError if their share is above `bad_row_limit`. The message lists
-    the number of rows and the first row for each reason.
+    Raises BadRow for an unusable row, and UnusedRow for a row that no stage reads.
     """
-    parse = _PARSERS[detect(table.columns, table.name)]
-    records: list[Record] = []
-    skipped: Counter[str] = Counter()
-    unused: Counter[str] = Counter()
-    first: dict[str, str] = {}
-    for index, read in enumerate(table.rows):
-        row = {**read, **{new: read.get(name) for name, new in table.new_names.items()}}
-        named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a renamed column
-        try:
-            cleaned = _from_the_user(named)
-            record = parse(cleaned, source)
-            unused[GREETING] += cleaned is not named
-            _require_text(named, record)
-            record = _for_stage(record, stage, labels=labels)
-            records.append(replace(record, row=row) if rows and isinstance(record, Prompt) else record)
-        except UnusedRow as reason:
-            unused[str(reason)] += 1
-        except BadRow as reason:
-            skipped[str(reason)] += 1
-            first.setdefault(str(reason), table.position(index))
-    for position, fault in table.broken:
-        skipped[fault] += 1
-        first.setdefault(fault, position)
-    if sum(skipped.values()) > bad_row_limit * (len(table.rows) + len(table.broken)):
-        raise UserError(_refusal(table, stage, skipped, first, bad_row_limit))
-    return records, skipped + unused
-
-
-def _refusal(table: Table, stage: str, skipped: Counter[str], first: dict[str, str], limit: float) -> str:
-    reasons = ", ".join(f"{count} x {reason} (first: {first[reason]})" for reason, count in skipped.most_common())
-    bad, rows = sum(skipped.values()), len(table.rows) + len(table.broken)
-    skip = f", or skip these rows with data.bad_row_limit={math.ceil(100 * bad / rows) / 100:g}" if bad < rows else ""
-    return (
-        f"{table.name}: {bad} of {rows} rows cannot be used for {stage}: {reasons}. "
-        f"data.bad_row_limit={limit:g} is the largest share: correct the file{skip}."
-    )
+    cleaned = _from_the_user(row)
+    record = _PARSERS[form](cleaned, source)
+    _require_text(row, record)
+    return record, cleaned is not row
 
 
 def _require_text(row: Row, record: Record) -> None:
@@ -175,8 +134,12 @@ def _require_text(row: Row, record: Record) -> None:
         raise BadRow(NOT_TEXT)
 
 
-def _for_stage(record: Record, stage: str, *, labels: bool) -> Record:
-    """Convert a record to the type that the stage reads. The form must serve the stage."""
+def for_stage(record: Record, stage: str, *, labels: bool) -> Record:
+    """Convert a record to the type that the stage reads. The form must serve the stage.
+
+    labels: dpo also reads labelled answers (LabelledAnswer), and sft leaves out the undesirable ones
+    Raises BadRow or UnusedRow if the stage cannot use the record.
+    """
     reads = STAGES[stage].reads
     if reads == "reward":
         assert isinstance(record, Preference) or (labels and isinstance(record, LabelledAnswer))
@@ -245,7 +208,7 @@ def _completion_row(row: Row, source: str) -> Record:
 
 
 def _labelled_row(row: Row, source: str) -> Record:
-    label = label_of(row.get(LABEL_COLUMN))
+    label = _label(row.get(LABEL_COLUMN))
     record = _messages_row(row, source) if _first(row, MESSAGE_COLUMNS) is not None else _completion_row(row, source)
     if not isinstance(record, Conversation):
         raise BadRow("no assistant's turn")
@@ -315,6 +278,17 @@ def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
     if messages[-1].role != "assistant":
         raise BadRow("empty answer" if isinstance(value, str) else "answer does not end with the assistant's turn")
     return messages
+
+
+def _label(value: Any) -> bool:
+    """Parse a label: true or false, 1 or 0, or these words as text."""
+    labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if value is None:
+        raise BadRow("no label")
+    label = labels.get(str(value).strip().lower())
+    if label is None:
+        raise BadRow("label is neither true nor false (write true or false, or rename a column with another meaning)")
+    return label
 
 
 def _margin(row: Row) -> float:

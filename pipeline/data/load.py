@@ -7,18 +7,18 @@ and a change of one share does not change the other split. A conversation and it
 side.
 """
 
-import hashlib
+import gc
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config.stages import STAGES
-from pipeline.data.files import Table
-from pipeline.data.formats import RENAME, STAGES_BY_FORM, Record, detect, stages_of, to_records
-from pipeline.data.records import Conversation, Document, LabelledAnswer, Message, Preference, Prompt
-from pipeline.data.sources import Source, configured_sources, is_absent, open_source
+from pipeline.data.formats import RENAME, STAGES_BY_FORM, Record, stages_of
+from pipeline.data.records import Prompt
+from pipeline.data.sources import RecordTable, Source, configured_sources, digest, is_absent, open_source
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
 HELD_OUT = "prompt is held out"  # the first turn of the row is that of a held-out row
 
-_Row = tuple[Record, bytes, Table]  # the record, the digest of its first turn, and its table
+Item = TypeVar("Item")
+_Row = tuple[Record, bytes, RecordTable]  # the record, the digest of its first turn, and its table
 
 
 @dataclass(frozen=True)
@@ -43,27 +44,69 @@ class StageRecords:
     skipped: dict[str, int]
 
 
-def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False, labels: bool = False) -> StageRecords:
-    """Return the records of one stage ("sft", "reward", "dpo" or "ppo").
+class DataReader:
+    """Reads the data of a run. Each file is read and each row is parsed once, for all stages.
 
     seed: selects rows if sources are mixed by weight, and generates the rows of the demo; the splits of files do not
         depend on it
-    rows: prompts store the rows that they were read from
     labels: dpo also reads answers with a label (LabelledAnswer), and sft imitates the desirable ones only
-    Raises UserError if the data is missing, damaged or has no records for the stage.
+    keeps_rows: prompts may need the rows that they were read from
     """
-    return _Loading(data, stage, rows, STAGES[stage].reads, seed, labels).records()
+
+    def __init__(self, data: "DataConfig", seed: int, *, labels: bool = False, keeps_rows: bool = False) -> None:
+        self.data, self.seed, self.labels, self.keeps_rows = data, seed, labels, keeps_rows
+        self._opened: dict[int, Source] = {}
+
+    def stage(self, stage: str, *, rows: bool = False) -> StageRecords:
+        """Return the records of one stage ("sft", "reward", "dpo" or "ppo").
+
+        rows: prompts store the rows that they were read from (needs `keeps_rows`)
+        Raises UserError if the data is missing, damaged or has no records for the stage.
+        """
+        with _paused_collection():
+            return _Loading(self, stage, STAGES[stage].reads, rows).records()
+
+    def held_out(self, *, rows: bool = False) -> list[Prompt]:
+        """Return the held-out prompts that policies answer in evaluations.
+
+        The prompts come from the sources of PPO. If there are none, they come from the sources of SFT, or else from the
+        sources of the reward model. `rows` and errors are those of `stage`.
+        """
+        with _paused_collection():
+            found = (_Loading(self, "ppo", kind, rows).held_out() for kind in ("ppo", "sft", "reward"))
+            return next((prompts for prompts in found if prompts), [])
+
+    def sources(self, kind: str) -> list[Source]:
+        """Return the opened sources. A missing file is left out if no stage `kind` reads it."""
+        configs = configured_sources(self.data)
+        prefix = "data.path" if self.data.path is not None else "data.sources.{}.path"
+        for index, config in enumerate(configs):
+            if index not in self._opened and (kind in config.stages or not is_absent(config)):
+                key = prefix.format(index)
+                self._opened[index] = open_source(config, self.data, seed=self.seed, key=key)
+        return [self._opened[index] for index in sorted(self._opened)]
+
+    def keep_only(self, stages: Sequence[str]) -> None:
+        """Free the records of the sources that none of these stages reads."""
+        kinds = {STAGES[stage].reads for stage in stages}
+        self._opened = {index: source for index, source in self._opened.items() if kinds & {*source.config.stages}}
 
 
-def load_held_out(data: "DataConfig", seed: int, *, rows: bool = False) -> list[Prompt]:
-    """Return the held-out prompts that policies answer in evaluations.
+@contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Pause the garbage collection, which would visit millions of new records again and again: they form no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
-    The prompts come from the sources of PPO. If there are none, they come from the sources of SFT, or else from the
-    sources of the reward model. With `rows`, prompts store the rows that they were read from.
-    Raises UserError if the data is missing or damaged.
-    """
-    found = (_Loading(data, "ppo", rows, kind, seed).held_out() for kind in ("ppo", "sft", "reward"))
-    return next((prompts for prompts in found if prompts), [])
+
+def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False, labels: bool = False) -> StageRecords:
+    """Return the records of a single stage. The arguments are those of `DataReader`."""
+    return DataReader(data, seed, labels=labels, keeps_rows=rows).stage(stage, rows=rows)
 
 
 def is_generated(data: "DataConfig", stage: str) -> bool:
@@ -74,13 +117,12 @@ def is_generated(data: "DataConfig", stage: str) -> bool:
 class _Loading:
     """Loads the records for `stage` from the sources with `kind` in their stages, and counts skipped rows by reason."""
 
-    def __init__(self, data: "DataConfig", stage: str, rows: bool, kind: str, seed: int, labels: bool = False) -> None:
-        self.data, self.stage, self.kind, self.rows, self.seed = data, stage, kind, rows, seed
-        self.labels = labels
+    def __init__(self, reader: DataReader, stage: str, kind: str, rows: bool) -> None:
+        self.reader, self.data, self.stage, self.kind, self.rows = reader, reader.data, stage, kind, rows
         self.own_shares = STAGES[stage].shares  # the keys of data.stage_shares whose prompts this stage reads
         self.skipped: Counter[str] = Counter()
-        self.unused: list[Table] = []
-        self.sources = _open(data, self.kind, seed)
+        self.unused: list[RecordTable] = []
+        self.sources = reader.sources(kind)
 
     def records(self) -> StageRecords:
         parts = self._split_sources()
@@ -98,11 +140,11 @@ class _Loading:
         """Return each source with its training rows (of all stages) and its held-out records."""
         read: list[tuple[Source, list[_Row]]] = []
         for each in self.sources:
-            tables = each.train(self.kind) if self.kind in each.config.stages else []
+            tables = self._tables(each) if self.kind in each.config.stages else []
             used = [table for table in tables if self.kind in self._form_stages(each, table)]
-            self.unused += [table for table in tables if table not in used]
+            self.unused += [table for table in tables if self.kind not in self._form_stages(each, table)]
             if used:
-                rows = [(record, first_turn(record), table) for table in used for record in self._parse(each, table)]
+                rows = [(*record, table) for table in used for record in self._records(table)]
                 read.append((each, rows))
         turns = self._held_out_turns(read)
         return [(each, *self._split(each, rows, turns)) for each, rows in read]
@@ -113,7 +155,7 @@ class _Loading:
         They are those of the held-out rows of all sources. If a source has no such rows, they also include a share of
         all first turns by hash, and at least one first turn of the source.
         """
-        turns = {first_turn(record) for each in self.sources for record in _every_held_out(each)}
+        turns = set().union(*(table.turns() for each in self.sources for table in self._every_held_out(each)))
         if any(each.held_out is None for each in self.sources):
             every = {turn for _, rows in read for _, turn, _ in rows}
             turns |= {turn for turn in every if held_out_point(turn) < self.data.eval_fraction}
@@ -126,9 +168,20 @@ class _Loading:
             held_out = [record for record, turn, _ in rows if turn in turns]
         else:
             self._count(HELD_OUT, len(rows) - len(train))
-            own = [table for table in each.held_out(self.kind) if self.kind in self._form_stages(each, table)]
-            held_out = [record for table in own for record in self._parse(each, table)]
+            tables = self._tables(each, held_out=True)
+            own = [table for table in tables if self.kind in self._form_stages(each, table)]
+            held_out = [record for table in own for record, _ in self._records(table)]
         return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
+
+    def _tables(self, each: Source, *, held_out: bool = False) -> list[RecordTable]:
+        return each.tables(self.kind, held_out=held_out, keeps_rows=self.reader.keeps_rows)
+
+    def _every_held_out(self, each: Source) -> Iterator[RecordTable]:
+        """Yield the held-out tables of all stages of a source that has held-out rows."""
+        if each.held_out is None:
+            return
+        for stage in each.config.stages if each.dedicated else each.config.stages[:1]:
+            yield from each.tables(stage, held_out=True, keeps_rows=self.reader.keeps_rows)
 
     def _share(self, each: Source, train: list[_Row], held_out: int) -> list[Record]:
         """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
@@ -142,26 +195,27 @@ class _Loading:
             )
         return records
 
-    def _form_stages(self, each: Source, table: Table) -> list[str]:
+    def _form_stages(self, each: Source, table: RecordTable) -> list[str]:
         """Return the stages that divide the rows of this table among them."""
-        readers = stages_of(detect(table.columns, table.name), labels=self.labels)
+        readers = stages_of(table.form, labels=self.reader.labels)
         return [stage for stage in each.config.stages if stage in readers]
 
-    def _parse(self, each: Source, table: Table) -> list[Record]:
-        limit = self.data.bad_row_limit
-        records, skipped = to_records(table, self.stage, each.name, limit, rows=self.rows, labels=self.labels)
+    def _records(self, table: RecordTable) -> list[tuple[Record, bytes]]:
+        """Return the records of a table for the stage, with the digests of their first turns."""
+        limit, labels = self.data.bad_row_limit, self.reader.labels
+        records, skipped = table.for_stage(self.stage, limit, rows=self.rows, labels=labels)
         self.skipped.update(skipped)
-        if self.kind == "reward" or detect(table.columns) not in ("preferences", "labelled"):
+        if self.kind == "reward" or table.form not in ("preferences", "labelled"):
             return records
         return self._once(records, "repeats another row")  # they often share their prompt, and chosen answer
 
-    def _once(self, records: list[Record], reason: str) -> list[Record]:
+    def _once(self, records: list[Item], reason: str) -> list[Item]:
         """Return the records without duplicates, and count the duplicates under `reason`."""
         unique = list(dict.fromkeys(records))
         self._count(reason, len(records) - len(unique))
         return unique
 
-    def _shares(self, each: Source, table: Table) -> dict[str, float]:
+    def _shares(self, each: Source, table: RecordTable) -> dict[str, float]:
         """Return the shares of a table by stage."""
         stages = self._form_stages(each, table)
         if each.dedicated or stages == [self.kind]:
@@ -181,30 +235,13 @@ class _Loading:
         self._count("more than the source's weight", sum(sizes) - sum(used))
         mixed: list[Record] = []
         for index, ((_, train), size) in enumerate(zip(parts, used, strict=True)):
-            chosen = random.Random(f"{self.seed} {index}").sample(range(len(train)), size)
+            chosen = random.Random(f"{self.reader.seed} {index}").sample(range(len(train)), size)
             mixed += [train[row] for row in sorted(chosen)]
         return mixed
 
     def _count(self, reason: str, rows: int) -> None:
         if rows:
             self.skipped[reason] += rows
-
-
-def _open(data: "DataConfig", kind: str, seed: int) -> list[Source]:
-    """Open the sources. A missing file is skipped if no stage `kind` reads it."""
-    configs = configured_sources(data)
-    keys = ["data.path" if data.path is not None else f"data.sources.{i}.path" for i in range(len(configs))]
-    read = [pair for pair in zip(configs, keys, strict=True) if kind in pair[0].stages or not is_absent(pair[0])]
-    return [open_source(config, data, seed=seed, key=key) for config, key in read]
-
-
-def _every_held_out(each: Source) -> Iterator[Record]:
-    """Yield the held-out records of all stages of a source that has held-out rows."""
-    if each.held_out is None:
-        return
-    for stage in each.config.stages if each.dedicated else each.config.stages[:1]:
-        for table in each.held_out(stage):
-            yield from to_records(table, "ppo", each.name, bad_row_limit=1.0)[0]  # every row has a first turn
 
 
 def _at_least_one(held_out: Set[bytes], each: Source, rows: Sequence[_Row]) -> set[bytes]:
@@ -220,12 +257,12 @@ def _at_least_one(held_out: Set[bytes], each: Source, rows: Sequence[_Row]) -> s
     return {min(turns, key=held_out_point)}
 
 
-def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
-    forms = [detect(table.columns) for table in unused]
+def _no_data(data: "DataConfig", stage: str, unused: Sequence[RecordTable]) -> str:
+    forms = [each.form for each in unused]
     found = [
-        f"{table.name} (columns {', '.join(sorted(table.columns))}) has {form}, for "
+        f"{each.name} (columns {', '.join(sorted(each.table.columns))}) has {form}, for "
         f"{', '.join((*STAGES_BY_FORM[form], *['dpo with dpo=kto'] * (form == 'labelled')))}"
-        for table, form in zip(unused, forms, strict=True)
+        for each, form in zip(unused, forms, strict=True)
     ]
     ways = [f"run only a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})"] if forms else []
     if stage == "reward" and any("ppo" in STAGES_BY_FORM[form] for form in forms):
@@ -235,32 +272,6 @@ def _no_data(data: "DataConfig", stage: str, unused: Sequence[Table]) -> str:
         f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
         f"{'; '.join(found) or 'no source lists the stage'}. Choose one: {'; '.join(ways)}. {RENAME}."
     )
-
-
-def digest(record: Record) -> bytes:
-    """Return the SHA-256 of the prompt of a record (every message before the answer, with its role), or of its text."""
-    if isinstance(record, Document):
-        return digest_of(record.messages)
-    if isinstance(record, Conversation | LabelledAnswer):
-        return digest_of(record.messages[:-1])
-    return digest_of(record.prompt if isinstance(record, Preference) else record.messages)
-
-
-def first_turn(record: Record) -> bytes:
-    """Return the SHA-256 of the first turn of a record, in lower case and with single spaces.
-
-    The first turn is the system message, if there is one, and the first message of the user, or a document's text.
-    Conversations with the same first turn may contain each other's prompts and answers.
-    """
-    messages = record.prompt if isinstance(record, Preference) else record.messages
-    turn = messages[: 2 if messages[0].role == "system" else 1]
-    return digest_of([Message(message.role, " ".join(message.content.casefold().split())) for message in turn])
-
-
-def digest_of(messages: Sequence[Message]) -> bytes:
-    parts = ((each.role, each.content, *filter(None, (each.fields, each.reasoning))) for each in messages)
-    text = "\x1e".join(map("\x1f".join, parts))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def held_out_point(turn: bytes) -> float:

@@ -255,17 +255,6 @@ def history_of(value: Any) -> tuple[Message, ...]:
     return tuple(message for question, answer in value for message in (*question_of(question), *answer_of(answer)))
 
 
-def label_of(value: Any) -> bool:
-    """Parse a label: true or false, 1 or 0, or these words as text."""
-    labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    if value is None:
-        raise BadRow("no label")
-    label = labels.get(str(value).strip().lower())
-    if label is None:
-        raise BadRow("label is neither true nor false (write true or false, or rename a column with another meaning)")
-    return label
-
-
 def message_of(item: Any) -> Message:
     """Parse a message: {"role", "content"}, or {"from", "value"}, and calls or the name of a tool. Raises BadRow."""
     if not isinstance(item, Mapping):

@@ -1,15 +1,22 @@
-"""Sources of rows: local files, data sets of the Hugging Face hub, and generated data (the demo, reasoning-gym)."""
+"""Sources of rows: local files, data sets of the Hugging Face hub, and generated data (the demo, reasoning-gym).
 
+A source reads each of its tables and parses each row once. Every stage converts the parsed records to its own type.
+"""
+
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data.files import Table, data_files, find, read_table, table_of
+from pipeline.data.formats import GREETING, Record, detect, for_stage, parse_row
+from pipeline.data.records import BadRow, Conversation, Document, LabelledAnswer, Message, Preference, Prompt, UnusedRow
 from pipeline.errors import UserError
 from pipeline.installation import pip_install
 
@@ -17,6 +24,88 @@ if TYPE_CHECKING:
     from pipeline.config.schema import DataConfig, SourceConfig, TaskConfig
 
 _DEMO_ROWS = {"sft": "conversations", "reward": "preferences", "ppo": "prompts"}
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """The parsed rows of a table.
+
+    records: of each usable row its index, its record and the digest of its first turn
+    bad: (position, reason) of each unusable row
+    unused: numbers of rows by reason; these rows are not unusable
+    """
+
+    records: list[tuple[int, Record, bytes]]
+    bad: list[tuple[str, str]]
+    unused: Counter[str]
+    count: int
+
+
+@dataclass
+class RecordTable:
+    """The records of a table. The rows are parsed once, into records of the table's form.
+
+    source: the name of the source
+    keeps_rows: prompts may need their rows; otherwise the rows are dropped when they are parsed
+    """
+
+    table: Table
+    source: str
+    keeps_rows: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self.table.name
+        self.form = detect(self.table.columns, self.name)
+
+    def for_stage(
+        self, stage: str, bad_row_limit: float, *, rows: bool = False, labels: bool = False
+    ) -> tuple[list[tuple[Record, bytes]], Counter[str]]:
+        """Return the records of a stage with the digests of their first turns, and the skipped rows by reason.
+
+        rows: prompts store the row that they were read from
+        labels: dpo also reads labelled answers, and sft leaves out the undesirable ones
+        Unusable rows are skipped and counted. Raises UserError if their share is above `bad_row_limit`. The message
+        lists the number of rows and the first row for each reason.
+        """
+        parsed, records = self._parsed, []
+        bad, unused = [*parsed.bad], Counter(parsed.unused)
+        for index, record, turn in parsed.records:
+            try:
+                own = for_stage(record, stage, labels=labels)
+            except UnusedRow as reason:
+                unused[str(reason)] += 1
+            except BadRow as reason:
+                bad.append((self.table.position(index), str(reason)))
+            else:
+                if rows and isinstance(own, Prompt):
+                    own = replace(own, row=self.table.renamed(self.table.rows[index]))
+                records.append((own, turn))
+        if len(bad) > bad_row_limit * parsed.count:
+            raise UserError(_refusal(self.name, stage, bad, parsed.count, bad_row_limit))
+        return records, Counter(reason for _, reason in bad) + unused
+
+    def turns(self) -> set[bytes]:
+        """Return the digests of the first turns of all usable rows."""
+        return {turn for *_, turn in self._parsed.records}
+
+    @cached_property
+    def _parsed(self) -> _Parsed:
+        table, records, bad = self.table, [], []
+        unused: Counter[str] = Counter()
+        for index, read in enumerate(table.rows):
+            row = table.renamed(read)
+            named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a column
+            try:
+                record, has_greeting = parse_row(named, self.form, self.source)
+                unused[GREETING] += has_greeting
+                records.append((index, record, first_turn(record)))
+            except UnusedRow as reason:
+                unused[str(reason)] += 1
+            except BadRow as reason:
+                bad.append((table.position(index), str(reason)))
+        if not self.keeps_rows:
+            self.table = replace(table, rows=())
+        return _Parsed(records, [*bad, *table.broken], unused, len(table.rows) + len(table.broken))
 
 
 @dataclass(frozen=True)
@@ -32,6 +121,16 @@ class Source:
     train: Callable[[str], list[Table]]
     held_out: Callable[[str], list[Table]] | None
     dedicated: bool = False
+    _read: dict[tuple[bool, str], list[RecordTable]] = field(default_factory=dict)
+
+    def tables(self, stage: str, *, held_out: bool = False, keeps_rows: bool = False) -> list[RecordTable]:
+        """Return the training or the held-out tables of a stage, which are read at the first call."""
+        key = held_out, stage if self.dedicated else ""
+        if key not in self._read:
+            read = self.held_out if held_out else self.train
+            assert read is not None
+            self._read[key] = [RecordTable(table, self.name, keeps_rows) for table in read(stage)]
+        return self._read[key]
 
 
 def configured_sources(data: "DataConfig") -> list["SourceConfig"]:
@@ -156,3 +255,43 @@ def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
         )
     renamed = frozenset(columns.get(column, column) for column in table.columns)
     return replace(table, columns=renamed, new_names=columns)
+
+
+def _refusal(name: str, stage: str, bad: Sequence[tuple[str, str]], rows: int, limit: float) -> str:
+    first: dict[str, str] = {}
+    for position, reason in bad:
+        first.setdefault(reason, position)
+    counts = Counter(reason for _, reason in bad).most_common()
+    reasons = ", ".join(f"{count} x {reason} (first: {first[reason]})" for reason, count in counts)
+    share = math.ceil(100 * len(bad) / rows) / 100
+    skip = f", or skip these rows with data.bad_row_limit={share:g}" if len(bad) < rows else ""
+    return (
+        f"{name}: {len(bad)} of {rows} rows cannot be used for {stage}: {reasons}. "
+        f"data.bad_row_limit={limit:g} is the largest share: correct the file{skip}."
+    )
+
+
+def digest(record: Record) -> bytes:
+    """Return the SHA-256 of the prompt of a record (every message before the answer, with its role), or of its text."""
+    if isinstance(record, Document):
+        return digest_of(record.messages)
+    if isinstance(record, Conversation | LabelledAnswer):
+        return digest_of(record.messages[:-1])
+    return digest_of(record.prompt if isinstance(record, Preference) else record.messages)
+
+
+def first_turn(record: Record) -> bytes:
+    """Return the SHA-256 of the first turn of a record, in lower case and with single spaces.
+
+    The first turn is the system message, if there is one, and the first message of the user, or a document's text.
+    Conversations with the same first turn may contain each other's prompts and answers.
+    """
+    messages = record.prompt if isinstance(record, Preference) else record.messages
+    turn = messages[: 2 if messages[0].role == "system" else 1]
+    return digest_of([Message(message.role, " ".join(message.content.casefold().split())) for message in turn])
+
+
+def digest_of(messages: Sequence[Message]) -> bytes:
+    parts = ((each.role, each.content, *filter(None, (each.fields, each.reasoning))) for each in messages)
+    text = "\x1e".join(map("\x1f".join, parts))
+    return sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.config.schema import ModelConfig, RunConfig
 from pipeline.config.stages import POLICIES, stages_to_run
 from pipeline.data.encode import LabelledItem, PairItem, TokenItem, encoder, labelled_answers
-from pipeline.data.load import StageRecords, load_stage
+from pipeline.data.load import DataReader, StageRecords
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
@@ -61,9 +61,8 @@ def gather(config: RunConfig) -> Facts:
     """
     stages = stages_to_run(config)
     reward = _source(config.reward_model, config.seed) if config.reward_model is not None else None
-    records = {
-        stage: load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs) for stage in stages
-    }
+    reader = DataReader(config.data, config.seed, labels=not config.dpo.reads_pairs)
+    records = {stage: reader.stage(stage) for stage in stages}
     if stages[0] in POLICIES and config.actor is not None:
         policy, tokenizer = policy_to_tune(config, Path(config.actor))
     else:

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config.schema import RunConfig, SourceConfig
 from pipeline.config.stages import STAGES
 from pipeline.data.encode import LabelledItem, PairItem, TokenItem, labelled_answers
-from pipeline.data.load import load_stage
+from pipeline.data.load import DataReader
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import configured_sources, is_remote
 from pipeline.data.tokenizer import ChatTokenizer
@@ -58,12 +58,13 @@ def later_size(config: RunConfig, stage: str, size: DataSize, later: str) -> Dat
 def data_sizes(config: RunConfig, stages: Sequence[str]) -> dict[str, DataSize]:
     """Return the size of each stage's data. Raises UserError for local data that cannot be read."""
     sizes, tokenizer = dict[str, DataSize](), None
+    reader = DataReader(config.data, config.seed, labels=not config.dpo.reads_pairs)
     for stage in stages:
         sources = [s for s in configured_sources(config.data) if STAGES[stage].reads in s.stages]
         if any(map(is_remote, sources)):
             sizes[stage] = _recorded_size(config, stage, sources)
             continue
-        records: Sequence[Any] = load_stage(config.data, stage, config.seed, labels=not config.dpo.reads_pairs).train
+        records: Sequence[Any] = reader.stage(stage).train
         if stage == "dpo" and not config.dpo.reads_pairs:
             records = labelled_answers(records)
         tokenizer = tokenizer or _local_tokenizer(config, records)

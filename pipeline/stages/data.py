@@ -16,8 +16,9 @@ from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
 from pipeline.data.encode import ADDED, encoder
 from pipeline.data.formats import GREETING
-from pipeline.data.load import RESERVED, StageRecords, first_turn, is_generated, load_held_out, load_stage
+from pipeline.data.load import RESERVED, DataReader, StageRecords, is_generated
 from pipeline.data.records import Preference, Prompt
+from pipeline.data.sources import first_turn
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.planning.stage_task import stage_steps
@@ -54,7 +55,14 @@ def on_rank_zero(make: Callable[[], Result]) -> Result:
     return cast(Result, result)
 
 
-def stage_records(config: RunConfig, stage: str) -> StageRecords:
+def open_data(config: RunConfig) -> DataReader:
+    """Return the reader of the data of a run. It holds what it read, so delete it before training."""
+    judges = config.evaluation.judge, config.evaluation.pair_judge
+    keeps_rows = _wants_rows(config) or any(judge is not None for judge in judges)
+    return DataReader(config.data, config.seed, labels=not config.dpo.reads_pairs, keeps_rows=keeps_rows)
+
+
+def stage_records(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
     """Return the records of a stage on rank 0; on the other ranks, return only the numbers of skipped rows.
 
     Rank 0 prints the numbers of skipped and repeated rows.
@@ -65,7 +73,7 @@ def stage_records(config: RunConfig, stage: str) -> StageRecords:
         generated = is_generated(config.data, stage)
         if not generated:
             print(f"{stage}: reading the data", flush=True)
-        records = _load(config, stage)
+        records = _load(config, stage, reader)
         loaded.append(records)
         unusable = {reason: count for reason, count in records.skipped.items() if reason not in (RESERVED, GREETING)}
         if unusable:
@@ -153,29 +161,28 @@ def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
         )
 
 
-def check_data_to_come(config: RunConfig, stage: str, records: StageRecords) -> list[Prompt] | None:
+def check_data_to_come(config: RunConfig, stage: str, records: StageRecords, reader: DataReader) -> None:
     """Check the data of later stages in the first stage of a run, so that errors appear at once.
 
-    `records` are those of the first stage. Prints how the stages divide the rows that serve several of them. Returns
-    the held-out prompts of PPO on rank 0 if they were read, else None.
+    `records` are those of the first stage. Prints how the stages divide the rows that serve several of them.
     """
     first, *later = stages_to_run(config)
     to_read = [each for each in later if not is_generated(config.data, each)]
     if stage != first or not to_read:
-        return None
-    held_out: dict[str, list[Prompt]] = {}
+        return
 
     def check() -> None:
         print(f"{stage}: checking the data of {' and '.join(to_read)}", flush=True)
-        loaded = {stage: records} | {each: _load_counts(config, each) for each in to_read}
-        held_out.update({each: loaded[each].held_out for each in to_read})
+        loaded = {stage: records}
+        for index, each in enumerate(to_read):
+            loaded[each] = _load_counts(config, each, reader)
+            reader.keep_only([*to_read[index + 1 :], "ppo"])
         if any(RESERVED in each.skipped for each in loaded.values()):
             print("\n".join(share_table(config, loaded)), flush=True)
         for each in to_read:
             stage_steps(getattr(config, each), len(loaded[each].train))  # the stage may drop long prompts
 
     on_rank_zero(check)
-    return held_out.get("ppo")
 
 
 def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[str]:
@@ -195,22 +202,22 @@ def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[s
     ]
 
 
-def evaluation_prompts(
-    config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None = None
-) -> list[Prompt]:
+def held_out_prompts(reader: DataReader) -> list[Prompt]:
+    """Return the held-out prompts on rank 0, with their rows if the reader keeps them. Other ranks return none."""
+    held_out: list[Prompt] = []
+    on_rank_zero(lambda: held_out.extend(reader.held_out(rows=reader.keeps_rows)))
+    return held_out
+
+
+def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt]) -> list[Prompt]:
     """Return the evaluation prompts on every rank. The base, SFT and PPO (or DPO) models all answer them.
 
-    `held_out` are the held-out prompts of PPO on rank 0, if they were read before. Raises UserError if no prompt fits
-    and the run has PPO or DPO.
+    `held_out` are the held-out prompts on rank 0. Raises UserError if no prompt fits and the run has PPO or DPO.
     """
     return on_rank_zero(lambda: _chosen_prompts(config, tokenizer, held_out))
 
 
-def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt] | None) -> list[Prompt]:
-    judges = config.evaluation.judge, config.evaluation.pair_judge
-    rows = any(judge is not None for judge in judges) or _wants_rows(config)
-    if held_out is None or rows != _wants_rows(config):  # the given prompts may lack the rows
-        held_out = load_held_out(config.data, config.seed, rows=rows)
+def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt]) -> list[Prompt]:
     limit = config.rollout.max_prompt_tokens
     fitting: Iterator[Prompt] = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
     if not is_generated(config.data, "ppo"):  # generated conversations share a first turn by chance only
@@ -257,9 +264,8 @@ def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> Non
         print(f"{stage}: {added:,} more examples: earlier answers that the template rewrites", flush=True)
 
 
-def _load(config: RunConfig, stage: str) -> StageRecords:
-    rows = stage == "ppo" and _wants_rows(config)
-    records = load_stage(config.data, stage, config.seed, rows=rows, labels=not config.dpo.reads_pairs)
+def _load(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
+    records = reader.stage(stage, rows=stage == "ppo" and _wants_rows(config))
     if stage == "reward" and config.reward.use_margin and not any(pair.margin for pair in records.train):
         raise UserError(
             "reward.use_margin=true has no effect, because no pair has a margin: add a column margin, or score_chosen "
@@ -268,9 +274,9 @@ def _load(config: RunConfig, stage: str) -> StageRecords:
     return records
 
 
-def _load_counts(config: RunConfig, stage: str) -> StageRecords:
+def _load_counts(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
     """Return the records of a stage with numbers instead of the training records."""
-    records = _load(config, stage)
+    records = _load(config, stage, reader)
     return replace(records, train=range(len(records.train)))
 
 

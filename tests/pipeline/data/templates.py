@@ -1,11 +1,15 @@
-"""Chat templates of the usual kinds, small tokenizers and conversations for the tests of this folder."""
+"""Chat templates of the usual kinds, small tokenizers, conversations and records for the tests of this folder."""
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.data.files import Table
 from pipeline.data.records import Message
+from pipeline.data.sources import RecordTable
 from pipeline.data.template import ChatTemplate
 
 CHATML = (
@@ -105,3 +109,12 @@ def segments(hf: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[t
     layout = ChatTemplate(hf).layout(turns[:-1] if answered else turns)
     texts = [(segment.text(messages), segment.is_answer) for segment in layout]
     return [*texts, (messages[-1].content, True)] if answered else texts
+
+
+def to_records(
+    table: Table, stage: str, source: str, bad_row_limit: float, *, rows: bool = False, labels: bool = False
+) -> tuple[list[Any], Counter[str]]:
+    """Return the records of a stage in a table, and the number of skipped rows by reason."""
+    records = RecordTable(table, source, keeps_rows=rows)
+    found, skipped = records.for_stage(stage, bad_row_limit, rows=rows, labels=labels)
+    return [record for record, _ in found], skipped

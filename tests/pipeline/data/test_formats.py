@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.files import Table, table_of
-from pipeline.data.formats import GREETING, detect, stages_of, to_records
+from pipeline.data.formats import GREETING, detect, stages_of
 from pipeline.data.records import (
     Conversation,
     Document,
@@ -17,7 +17,7 @@ from pipeline.data.records import (
     Prompt,
 )
 from pipeline.errors import UserError
-from tests.pipeline.data.templates import chat
+from tests.pipeline.data.templates import chat, to_records
 
 
 def one(row: dict[str, Any], stage: str) -> Any:

@@ -9,8 +9,9 @@ import yaml
 
 from pipeline.config.schema import DataConfig, SourceConfig
 from pipeline.data import files
-from pipeline.data.load import digest, first_turn, held_out_point, load_held_out, load_stage
+from pipeline.data.load import DataReader, held_out_point, load_stage
 from pipeline.data.records import Conversation, Document, LabelledAnswer, Message, Preference, Prompt
+from pipeline.data.sources import digest, first_turn
 from pipeline.errors import UserError
 
 STAGES = ("sft", "reward", "ppo")
@@ -234,7 +235,7 @@ def test_texts_and_conversations_are_mixed_for_sft(tmp_path: Path) -> None:
     assert kinds.count(Document) == 100 and Conversation in kinds
     assert not prompts(records.train) & prompts(records.held_out)
     assert {type(record) for record in load_stage(data, "ppo", seed=1).train} == {Prompt}
-    assert load_held_out(data, seed=1)
+    assert DataReader(data, seed=1).held_out()
     with pytest.raises(UserError, match=r"Stage ppo needs prompts.*texts\.jsonl \(columns text\) has text.* for sft"):
         load_stage(of({"path": str(tmp_path / "texts.jsonl")}), "ppo", seed=1)
 

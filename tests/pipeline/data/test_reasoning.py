@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from pipeline.data.encode import encode_conversations, encode_prompts
-from pipeline.data.formats import to_records
 from pipeline.data.records import Message
 from pipeline.data.template import DEFAULT_TEMPLATE, THINKING
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from tests.pipeline.data.templates import CHATML, REASONING, tokenizer
+from tests.pipeline.data.templates import CHATML, REASONING, to_records, tokenizer
 from tests.pipeline.data.test_formats import table_of
 from tests.pipeline.data.test_tool_calls import counted
 

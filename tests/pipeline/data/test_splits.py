@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.data.load import digest, digest_of, first_turn, held_out_point, mixed_sizes, stage_of, stage_point
+from pipeline.data.load import held_out_point, mixed_sizes, stage_of, stage_point
 from pipeline.data.records import Conversation, Message, Preference, Prompt
+from pipeline.data.sources import digest, digest_of, first_turn
 
 USER = Message("user", "How much is 2 + 2?")
 FOUR, FIVE = Message("assistant", "4"), Message("assistant", "5")

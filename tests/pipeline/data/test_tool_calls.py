@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from pipeline.data.encode import encode_conversations, encode_preferences, encode_prompts
-from pipeline.data.formats import to_records
 from pipeline.data.records import Message
 from pipeline.data.template import DEFAULT_TEMPLATE
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
-from tests.pipeline.data.templates import CALLS, CHATML, STRICT_CALLS, tokenizer
+from tests.pipeline.data.templates import CALLS, CHATML, STRICT_CALLS, to_records, tokenizer
 from tests.pipeline.data.test_formats import table_of
 
 ADD = {

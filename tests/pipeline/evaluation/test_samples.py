@@ -3,9 +3,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from pipeline.data.formats import to_records
 from pipeline.data.records import Message
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
+from tests.pipeline.data.templates import to_records
 from tests.pipeline.data.test_formats import table_of
 from tests.pipeline.report.example_runs import HOSTILE
 
@@ -38,8 +38,8 @@ def test_prompts_are_written_as_rows_of_data_files(tmp_path: Path) -> None:
     assert read_samples(tmp_path / "samples.jsonl") == [sample]
     table = table_of("t", [{"prompt": turns, "tools": turns[0]["tools"]}])  # as read from a data file
     (record,), _ = to_records(table, "ppo", "s", bad_row_limit=0.0)
-    write_samples(tmp_path / "samples.jsonl", [Sample(record.messages, {})])  # type: ignore[union-attr]
-    assert read_samples(tmp_path / "samples.jsonl")[0].prompt == record.messages  # type: ignore[union-attr]
+    write_samples(tmp_path / "samples.jsonl", [Sample(record.messages, {})])
+    assert read_samples(tmp_path / "samples.jsonl")[0].prompt == record.messages
 
 
 def test_invalid_lines_are_skipped(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pipeline.evaluation.judge import judged, load_judge
 from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
 from pipeline.launch.command import main
 from pipeline.progress import Progress, Row
-from pipeline.stages.data import evaluation_prompts, stage_records
+from pipeline.stages.data import evaluation_prompts, held_out_prompts, open_data, stage_records
 from tests import composed
 from tests.tiny import tiny_config
 
@@ -256,11 +256,11 @@ def test_a_failed_call_in_threads_stops_further_calls(tmp_path: Path) -> None:
 def test_prompts_have_rows_only_with_a_function() -> None:
     with_rows = tiny_config(ppo={"reward_function": "mine.py:score"})
     for config, has_rows in ((tiny_config(), False), (with_rows, True)):
-        records = stage_records(config, "ppo")
+        records = stage_records(config, "ppo", open_data(config))
         for prompt in (*records.train[:5], *records.held_out[:5]):
             assert (prompt.row is not None) == has_rows
             assert not has_rows or prompt.row["prompt"][-1]["content"] == prompt.messages[-1].content
-        assert not has_rows or records.train == stage_records(tiny_config(), "ppo").train
+        assert not has_rows or records.train == stage_records(tiny_config(), "ppo", open_data(tiny_config())).train
 
 
 def test_a_judge_replaces_the_gold_scorer_and_gets_held_out_rows(tmp_path: Path) -> None:
@@ -268,12 +268,12 @@ def test_a_judge_replaces_the_gold_scorer_and_gets_held_out_rows(tmp_path: Path)
     where = write_function(tmp_path, "def score(answer, row): return len(answer) / len(row['prompt'][-1]['content'])")
     config = tiny_config(evaluation={"prompts": 8, "judge": where, "judge_threads": 2})
     tokenizer = train_tokenizer(["some words"] * 9, 300)
-    prompts, judge = evaluation_prompts(config, tokenizer), load_judge(config)
+    prompts, judge = evaluation_prompts(config, tokenizer, held_out_prompts(open_data(config))), load_judge(config)
     assert judge is not None and judge.threads == 2 and len(prompts) == 8
     assert judged(prompts, ["abc"] * 8, judge) == [3 / len(prompt.messages[-1].content) for prompt in prompts]
     assert judged(prompts, ["abc"] * 8, None) == [0.0] * 8  # the demo's gold scorer
     assert judged([*prompts[:7], replace(prompts[7], row=None)], ["abc"] * 8, judge) is None
-    assert all(prompt.row is None for prompt in stage_records(config, "ppo").train)
+    assert all(prompt.row is None for prompt in stage_records(config, "ppo", open_data(config)).train)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,8 @@ def test_held_out_prompts_of_every_stage_are_judged(
     listed = {key: data.pop(key) for key in ("stages",) if key in data}
     sources = {"sources": [{"path": f"{tmp_path}/a.jsonl", **listed}], **data}
     config = tiny_config(data=sources, evaluation={"judge": "mine.py:score"}).model_copy(update={"stage": "sft"})
-    prompts = evaluation_prompts(config, train_tokenizer(["some words"] * 9, 300))
+    tokenizer = train_tokenizer(["some words"] * 9, 300)
+    prompts = evaluation_prompts(config, tokenizer, held_out_prompts(open_data(config)))
     assert prompts and all(prompt.row in rows for prompt in prompts)
     assert judged(prompts, ["a"] * len(prompts), giving(1, key=JUDGE)) == [1.0] * len(prompts)
 

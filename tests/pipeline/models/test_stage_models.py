@@ -19,7 +19,7 @@ from pipeline.models.stage_models import (
     require_later_models,
     run_tokenizer,
 )
-from pipeline.stages.data import stage_records
+from pipeline.stages.data import open_data, stage_records
 from tests.pipeline.models.tiny import classifier, config_of, language_model
 from tests.tiny import tiny_config
 
@@ -27,7 +27,7 @@ from tests.tiny import tiny_config
 def test_a_tokenizer_is_trained_on_the_given_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result equals a tokenizer that reads the records itself: equal texts in equal order."""
     config = tiny_config()
-    read = stage_records(config, "sft").train
+    read = stage_records(config, "sft", open_data(config)).train
     itself = run_tokenizer(config, _folder(tmp_path / "itself"))
     monkeypatch.setattr(stage_models, "load_stage", None)
     made = run_tokenizer(config, _folder(tmp_path / "given"), trained_on=read)

@@ -9,11 +9,14 @@ import psutil
 import pytest
 
 from engine import distributed
-from pipeline.config.schema import DataConfig, RolloutSection
+from pipeline.config.schema import DataConfig, RolloutSection, RunConfig
+from pipeline.data import sources
 from pipeline.data.encode import encode_conversations
-from pipeline.data.load import StageRecords, load_held_out, load_stage
+from pipeline.data.files import Table, read_table
+from pipeline.data.load import DataReader, StageRecords, load_stage
 from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Preference, Prompt
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
 from pipeline.stages import data as stage_data
 from pipeline.stages.data import encode_for_all, log_cut, log_divided, return_memory_of_texts
@@ -22,6 +25,15 @@ from tests.tiny import tiny_config
 
 ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
 NONE = StageRecords([], [], {})
+
+
+def check_data_to_come(config: RunConfig, stage: str = "sft", records: StageRecords = NONE) -> None:
+    stage_data.check_data_to_come(config, stage, records, stage_data.open_data(config))
+
+
+def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
+    held_out = stage_data.held_out_prompts(stage_data.open_data(config))
+    return stage_data.evaluation_prompts(config, tokenizer, held_out)
 
 
 def resident_bytes() -> int:
@@ -38,20 +50,31 @@ def test_the_memory_of_texts_returns_to_the_system() -> None:
     assert before - resident_bytes() > 60_000_000 and len(kept) == 1000
 
 
-def test_the_check_of_later_data_holds_one_stage_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, alive = tmp_path / "pairs.jsonl", dict[str, int]()
-    file.write_text("".join(json.dumps({"prompt": f"{n}?", "chosen": "a", "rejected": "b"}) + "\n" for n in range(300)))
+def test_the_check_of_later_data_reads_each_file_once_and_frees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, alive = list[str](), list[int]()
+    for name, form in {"shared": 300, "pairs": 200, "prompts": 100}.items():
+        rows = [{"prompt": f"{n} {name}?", "chosen": "a", "rejected": "b"} for n in range(form)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def counted(data: DataConfig, which: str, seed: int, **keys: Any) -> StageRecords:
-        alive[which] = sum(isinstance(each, Preference) for each in gc.get_objects())
-        return load_stage(data, which, seed, **keys)
+    def counted(path: Path) -> Table:
+        read.append(path.stem)
+        alive.append(sum(isinstance(each, Preference) for each in gc.get_objects()))
+        return read_table(path)
 
-    monkeypatch.setattr(stage_data, "load_stage", counted)
-    config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=str(file))})
-    before = sum(isinstance(each, Preference) for each in gc.get_objects())
-    assert stage_data.check_data_to_come(config, "sft", NONE)
-    assert alive["reward"] == before
-    assert alive["ppo"] - before < 50  # those that the reward stage holds out
+    stages = {"shared": ["sft", "ppo"], "pairs": ["reward"], "prompts": ["ppo"]}
+    files = [{"path": str(tmp_path / f"{name}.jsonl"), "stages": stages[name]} for name in stages]
+    monkeypatch.setattr(sources, "read_table", counted)
+    data = DataConfig.model_validate({"name": "a", "sources": files})
+    config = tiny_config(evaluation={"judge": "judge.py:judge"}).model_copy(update={"data": data})
+    reader = stage_data.open_data(config)
+    records = stage_data.stage_records(config, "sft", reader)
+    stage_data.check_data_to_come(config, "sft", records, reader)
+    held_out = stage_data.held_out_prompts(reader)
+    assert read == ["shared", "pairs", "prompts"]
+    assert alive[2] - alive[1] < 50  # those of "shared"; of "pairs", the held-out ones
+    assert held_out and all(prompt.row and prompt.row["chosen"] == "a" for prompt in held_out)  # for the judge
 
 
 def test_held_out_prompts_that_do_not_fit_are_reported_before_any_stage(
@@ -63,8 +86,8 @@ def test_held_out_prompts_that_do_not_fit_are_reported_before_any_stage(
     own = {"data": DataConfig(name="a", path=str(file))}
     config = tiny_config(rollout={"max_prompt_tokens": 3}).model_copy(update=own)
     with pytest.raises(UserError, match=r"none of the \d held-out prompts fits .*max_prompt_tokens=3, .*raise it"):
-        stage_data.evaluation_prompts(config, tokenizer)
-    assert stage_data.evaluation_prompts(config.model_copy(update={"stage": "sft"}), tokenizer) == []
+        evaluation_prompts(config, tokenizer)
+    assert evaluation_prompts(config.model_copy(update={"stage": "sft"}), tokenizer) == []
     assert "max_prompt_tokens=3: no prompt is answered" in capsys.readouterr().out
 
 
@@ -91,13 +114,13 @@ def test_the_first_stage_refuses_invalid_data_of_later_stages(
     data = DataConfig.model_validate({"name": "x", "sources": sources})
     config = tiny_config().model_copy(update={"data": data})
     with pytest.raises(UserError, match="9 of 9 rows cannot be used for reward: 9 x chosen equals rejected"):
-        stage_data.check_data_to_come(config, "sft", NONE)
+        check_data_to_come(config)
     assert capsys.readouterr().out.startswith("sft: checking the data of reward and ppo")
     for nothing_bad_to_come in ({"stage": "sft"}, {"data": tiny_config().data}):
-        stage_data.check_data_to_come(config.model_copy(update=nothing_bad_to_come), "sft", NONE)
-    stage_data.check_data_to_come(config, "ppo", NONE)  # the reward stage has already run
+        check_data_to_come(config.model_copy(update=nothing_bad_to_come))
+    check_data_to_come(config, "ppo")  # the reward stage has already run
     assert capsys.readouterr().out == ""
-    stage_data.check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}), "sft", NONE)
+    check_data_to_come(config.model_copy(update={"reward_path": "elsewhere"}))
     assert capsys.readouterr().out.startswith("sft: checking the data of ppo")
 
 
@@ -110,7 +133,7 @@ def test_the_first_stage_refuses_a_critic_warmup_of_all_rollouts(tmp_path: Path)
 
     def check(warmup: int) -> None:
         ppo = {"batch_size": 1, "steps": None, "epochs": 1.0, "critic_warmup": warmup}
-        stage_data.check_data_to_come(tiny_config(ppo=ppo).model_copy(update=data), "sft", NONE)
+        check_data_to_come(tiny_config(ppo=ppo).model_copy(update=data))
 
     check(prompts - 1)
     with pytest.raises(UserError, match=rf"ppo\.critic_warmup={prompts} leaves no rollout .* over {prompts} prompts"):
@@ -124,9 +147,9 @@ def test_margins_that_the_data_does_not_have_are_refused(tmp_path: Path) -> None
     rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b", "margins": 2} for n in range(60)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=r"reward\.use_margin=true has no effect, because no pair has a margin"):
-        stage_data.check_data_to_come(config, "sft", NONE)
+        check_data_to_come(config)
     file.write_text("".join(json.dumps({**row, "margin": 2}) + "\n" for row in rows))
-    stage_data.check_data_to_come(config, "sft", NONE)
+    check_data_to_come(config)
 
 
 def test_names_of_control_tokens_in_answers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +170,9 @@ def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys
     rows.append({"prompt": greeted, "chosen": "a", "rejected": "b"})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = tiny_config().model_copy(update={"data": DataConfig(name="pairs", path=str(file))})
-    records = stage_data.stage_records(config, "sft")
-    stage_data.check_data_to_come(config, "sft", records)
+    reader = stage_data.open_data(config)
+    records = stage_data.stage_records(config, "sft", reader)
+    stage_data.check_data_to_come(config, "sft", records, reader)
     counts = {stage: load_stage(config.data, stage, seed=1) for stage in ("sft", "reward", "ppo")}
     rows_of = {stage: len(each.train) for stage, each in counts.items()}
     lines = capsys.readouterr().out.splitlines()
@@ -171,7 +195,7 @@ def test_without_held_out_prompts_there_are_no_evaluations(tmp_path: Path, capsy
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": f"Text {n}."}) + "\n" for n in range(40)))
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=str(file)), "stage": "sft"})
-    assert stage_data.evaluation_prompts(config, train_tokenizer(["Text"], 300)) == []
+    assert evaluation_prompts(config, train_tokenizer(["Text"], 300)) == []
     assert capsys.readouterr().out == "no held-out prompts: no prompt is answered\n"
 
 
@@ -189,9 +213,9 @@ def test_each_conversation_has_one_evaluation_prompt(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["user 1"], 300)
     for most, count in ((128, 7), (3, 3)):
         config = tiny_config(evaluation={"prompts": most}).model_copy(update={"data": data})
-        actual = stage_data.evaluation_prompts(config, tokenizer)
+        actual = evaluation_prompts(config, tokenizer)
         assert len(actual) == len({prompt.messages[0] for prompt in actual}) == count
-    held_out = load_held_out(data, seed=1)
+    held_out = DataReader(data, seed=1).held_out()
     assert stage_data.evaluation_prompts(tiny_config(), tokenizer, held_out) == held_out[:8]  # as if the demo made them
 
 
@@ -199,18 +223,15 @@ def on_every_rank(file: str) -> dict[str, Any]:
     """Return the data of a rank and the number of its reads."""
     read: list[str] = []
 
-    def counted(data: DataConfig, which: str, seed: int, **keys: Any) -> StageRecords:
-        read.append(which)
-        return load_stage(data, which, seed, **keys)
+    def counted(path: Path) -> Table:
+        read.append(path.name)
+        return read_table(path)
 
-    def counted_held_out(data: DataConfig, seed: int, **keys: Any) -> list[Prompt]:
-        read.append("held out")
-        return load_held_out(data, seed, **keys)
-
-    stage_data.load_stage, stage_data.load_held_out = counted, counted_held_out
+    sources.read_table = counted
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
     tokenizer = train_tokenizer(["Question 1?"], 300)
-    records = stage_data.stage_records(config, "sft")
+    reader = stage_data.open_data(config)
+    records, held_out = stage_data.stage_records(config, "sft", reader), stage_data.held_out_prompts(reader)
     sent: list[Any] = []
     broadcast = distributed.broadcast_object
 
@@ -223,7 +244,7 @@ def on_every_rank(file: str) -> dict[str, Any]:
     distributed.broadcast_object = broadcast
     short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
     with pytest.raises(UserError, match="held-out prompts fits") as refused:
-        stage_data.evaluation_prompts(short, tokenizer)
+        stage_data.evaluation_prompts(short, tokenizer, held_out)
     return {
         "read": read,
         "records": len(records.train),
@@ -231,7 +252,7 @@ def on_every_rank(file: str) -> dict[str, Any]:
         "items": [(item.ids.tolist(), item.counts.tolist()) for item in items],
         "notes": dict(notes),
         "sent": [len(part) for part in sent if isinstance(part, list)],
-        "prompts": stage_data.evaluation_prompts(config, tokenizer),
+        "prompts": stage_data.evaluation_prompts(config, tokenizer, held_out),
         "refused": str(refused.value),
     }
 
@@ -241,7 +262,7 @@ def test_the_first_rank_reads_and_encodes_for_all(tmp_path: Path) -> None:
     rows = [*ROWS, {"prompt": "Question?", "completion": ""}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second = run_ranks(on_every_rank, 2, str(file))
-    assert (first.pop("read"), second.pop("read")) == (["sft", "held out", "held out"], [])
+    assert (first.pop("read"), second.pop("read")) == (["a.jsonl"], [])
     assert first.pop("records") == len(first["items"]) > 5 and second.pop("records") == 0
     assert max(first["sent"]) == 4 and sum(first["sent"]) == len(first["items"])
     assert first == second and first["notes"]["cut to max_length"] > 0 and first["skipped"]["empty answer"] == 1
