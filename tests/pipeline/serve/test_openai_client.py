@@ -232,8 +232,8 @@ def test_the_log_probabilities_of_a_completion_have_the_sampled_token(client: op
     ("prompt", "message"),
     [
         ([[1]] * 100, "100 prompts with n=20 are more than 1024 answers"),  # a body may have millions of prompts
-        ([[1], []], "400 - prompt: empty; send at least one token"),
-        ([], "400 - prompt: empty; send at least one token"),
+        ([[1], []], "prompt: empty; send at least one token"),
+        ([], "prompt: empty; send at least one token"),
         ([1.5], "send a text, a list of token ids"),
         ([[True]], "send a text, a list of token ids"),
         ({"a": 1}, "send a text, a list of token ids"),
