@@ -43,13 +43,13 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     _split(module, config)
     if config.dtype == "fp32" and dist.world().device.type == "cpu":
         widen_linears(module)
+    if config.compile_blocks:
+        allow_compilations(MAX_COMPILED_VARIANTS)
+        for block in zero.blocks(module):  # before `checkpoint`, inside of which nothing is compiled from outside
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     if config.activation_checkpointing and is_trained:
         for block in zero.blocks(module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    if config.compile_blocks:
-        allow_compilations(MAX_COMPILED_VARIANTS)
-        for block in zero.blocks(module):
-            block.compile()
     offloads_parameters = config.offload_parameters != "none"
     device = torch.device("cpu") if offloads_parameters else dist.world().device
     is_on_meta = any(p.is_meta for p in module.parameters())

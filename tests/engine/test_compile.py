@@ -1,6 +1,8 @@
 """torch.compile around and inside an engine: two ranks under ZeRO 3 train like the plain module."""
 
 from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +65,8 @@ def train(make: Made, compile_blocks: bool) -> tuple[list[Tensor], str, int]:
 
 def train_all() -> dict[str, tuple[list[Tensor], str, int]]:
     torch.set_num_threads(1)
-    compile_in_place = nn.Module.compile
-    nn.Module.compile = lambda module: compile_in_place(module, backend="aot_eager")  # type: ignore[method-assign]
-    try:
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
         blocks = {"compile_blocks": train(*WAYS["compile_blocks"])}
-    finally:
-        nn.Module.compile = compile_in_place  # type: ignore[method-assign]
     return blocks | {name: train(*how) for name, how in WAYS.items() if name not in blocks}
 
 
