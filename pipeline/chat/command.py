@@ -2,10 +2,10 @@
 
 import argparse
 import io
-import secrets
 import sys
 from pathlib import Path
 
+from pipeline.chat.session import OPTIONS, Session, typed_lines
 from pipeline.errors import UserError, exit_status
 from pipeline.installation import CHAT, require_packages
 
@@ -20,17 +20,6 @@ Chat with a model in the terminal.
 {chat} runs/x --web                      a page in the browser (--web --help lists its options)
 {chat} runs/x --arena                    a page where people vote between two models without their names
 """
-OPTIONS: dict[str, tuple[type, float, str]] = {
-    "temperature": (float, 0.7, "0 selects the likeliest token (default 0.7)"),
-    "top-p": (float, 1.0, "sample from the smallest set of tokens with this probability (default 1)"),
-    "top-k": (int, 0, "sample from the k likeliest tokens (default 0: all)"),
-    "min-p": (float, 0.0, "skip tokens below this share of the highest probability"),
-    "repetition-penalty": (float, 1.0, "above 1: repeat less of the text so far"),
-    "min-new-tokens": (int, 0, "shortest answer in tokens (default 0)"),
-    "max-new-tokens": (int, 256, "longest answer in tokens (default 256)"),
-    "seed": (int, secrets.randbits(31), "the same seed gives the same answers (default: random)"),
-}
-"""The sampling settings with one value: their type, default and meaning. They can also be set during a chat."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +50,6 @@ def _chat(options: argparse.Namespace) -> int:
     prepare_single_process()
     from engine import Sampling
     from pipeline.chat.participant import load
-    from pipeline.chat.session import Session, typed_lines
 
     try:
         settings = {key: getattr(options, key) for key in (name.replace("-", "_") for name in OPTIONS)}

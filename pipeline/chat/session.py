@@ -2,16 +2,18 @@
 
 import json
 import re
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine import Sampling
-from pipeline.chat.command import OPTIONS
-from pipeline.chat.participant import ChatParticipant
 from pipeline.errors import UserError
+
+if TYPE_CHECKING:  # the command line is parsed before torch is imported
+    from engine import Sampling
+    from pipeline.chat.participant import ChatParticipant
 
 HELP = """\
 /reset             forget the conversation
@@ -22,6 +24,18 @@ HELP = """\
 /help              this
 /quit              leave, as Ctrl-D does
 Ctrl-C stops an answer. When the context of the model is full, the oldest turns are removed."""
+
+OPTIONS: dict[str, tuple[type, float, str]] = {
+    "temperature": (float, 0.7, "0 selects the likeliest token (default 0.7)"),
+    "top-p": (float, 1.0, "sample from the smallest set of tokens with this probability (default 1)"),
+    "top-k": (int, 0, "sample from the k likeliest tokens (default 0: all)"),
+    "min-p": (float, 0.0, "skip tokens below this share of the highest probability"),
+    "repetition-penalty": (float, 1.0, "above 1: repeat less of the text so far"),
+    "min-new-tokens": (int, 0, "shortest answer in tokens (default 0)"),
+    "max-new-tokens": (int, 256, "longest answer in tokens (default 256)"),
+    "seed": (int, secrets.randbits(31), "the same seed gives the same answers (default: random)"),
+}
+"""The sampling settings with one value: their type, default and meaning. They can also be set during a chat."""
 
 
 def stop_strings(text: str) -> tuple[str, ...]:
@@ -55,8 +69,8 @@ class Session:
     labels: whether the model's name precedes each answer
     """
 
-    participants: Sequence[ChatParticipant]
-    sampling: Sampling
+    participants: "Sequence[ChatParticipant]"
+    sampling: "Sampling"
     system: str = ""
     labels: bool = False
     turn: int = 0
@@ -85,7 +99,7 @@ class Session:
         self.turn += 1
         return all(self._speak(participant, text) for participant in self.participants)
 
-    def _speak(self, participant: ChatParticipant, text: str) -> bool:
+    def _speak(self, participant: "ChatParticipant", text: str) -> bool:
         """Print the answer of one participant as it is generated. Return False if Ctrl-C stopped it."""
         answer = participant.answer(self.system, text, self.sampling, self.turn)
         has_output = has_text = stopped = False
@@ -153,7 +167,7 @@ def _shown(value: int | float | tuple[str, ...]) -> str:
     return str(value)
 
 
-def with_option(sampling: Sampling, key: str, value: str) -> Sampling:
+def with_option(sampling: "Sampling", key: str, value: str) -> "Sampling":
     """Return the settings with one value changed. Raises UserError for an unknown key or an invalid value."""
     key = key.replace("_", "-")
     if key not in SETTERS:
