@@ -18,6 +18,7 @@ OTHER_NAMES = {
     "output_dir": "run_dir=FOLDER, or name=NAME for runs/NAME",
     "dtype": "engine.dtype",
     "bf16": "engine.dtype=bf16",
+    "fp16": "engine.dtype=fp16",
     "lora": "sft=lora, reward=lora, dpo=lora or ppo=lora",
     "deepspeed": "engine.deepspeed=FILE",
     "wandb": "tracking=wandb, tracking=tensorboard, tracking=both or tracking=none",
@@ -30,7 +31,10 @@ OTHER_NAMES = {
     "lora_r": "sft.lora.rank, reward.lora.rank, dpo.lora.rank or ppo.lora.rank",
     "load_in_4bit": "model.quantize=nf4",
     "gradient_accumulation_steps": "remove the key: batch_size is global, and micro_batch_tokens bounds a forward pass",
+    "resume_from_checkpoint": "run the same command again to resume",
     "ppo.beta": "the weight of the KL is ppo.kl_coef",
+    "ppo.vf_coef": "remove the key: the critic is a model of its own, with ppo.critic_lr",
+    "ppo.total_episodes": "ppo.steps, the number of rollouts of ppo.batch_size prompts",
     "ppo.mask_truncated_completions": "ppo.unfinished=mask",
     "engine.pipeline_schedule": "the schedule is always 1f1b, so remove the key",
     "rollout.selfcheck_every": "it is now called rollout.parity_check_every",
@@ -50,6 +54,16 @@ OTHER_LEAVES = {
     "loss_type": "loss",
     "loss_mode": "loss",
     "epsilon_high": "clip_high",
+    "delta": "dual_clip",
+    "kl": "kl_coef",
+    "kl_penalty": "kl_coef",
+    "cliprange_value": "value_clip",
+    "importance_sampling_level": "ratio",
+    "vllm_importance_sampling_clip_max": "importance_cap",
+    "vllm_importance_sampling_mode": "importance_weights",
+    "steps_per_generation": "minibatches",
+    "response_length": "max_new_tokens",
+    "reward_funcs": "reward_function",
     "num_generations": "samples",
     "rpo_alpha": "sft_coef",
     "nll_loss_coef": "sft_coef",
@@ -65,6 +79,11 @@ OTHER_LEAVES = {
     "save_steps": "save_every",
     "gradient_checkpointing": "activation_checkpointing",
     "per_device_train_batch_size": "batch_size",
+    "save_total_limit": "keep_checkpoints",
+    "attn_implementation": "attention",
+    "use_liger_kernel": "fused_kernels",
+    "stage": "zero_stage",
+    "r": "rank",
 }
 """Names in other tools -> names in a section here."""
 
@@ -155,10 +174,10 @@ def _advice_on_unknown(key: str, root: type[BaseModel]) -> str:
     In this order: a key of another tool, the same name in another section, a similar name in the section, a similar key
     in any section, the keys of the section.
     """
-    if key in OTHER_NAMES:
-        return f": {OTHER_NAMES[key]}"
-    known = describe(root)
     parent, _, leaf = key.rpartition(".")
+    if advice := OTHER_NAMES.get(key) or OTHER_NAMES.get(leaf):
+        return f": {advice}"
+    known = describe(root)
     leaf = OTHER_LEAVES.get(leaf, leaf)
     siblings = [name.rpartition(".")[2] for name in known if _parent(name) == _without_index(parent)]
     same = [name for name in known if name.rsplit(".", 1)[-1] == leaf and name.count(".") == 1]

@@ -1,5 +1,7 @@
 """Each mistake on a command line becomes one line with the correction."""
 
+import re
+
 import pytest
 
 from pipeline.config import check_engine
@@ -210,6 +212,36 @@ def test_a_key_without_effect_is_refused(word: str, other: str, needed: str) -> 
 def test_all_mistakes_are_listed_together() -> None:
     lines = refusal("model=opt-1.3b", "sft.lrr=1", "ppo.clip=-1", "engine.zero_stage=4").splitlines()
     assert [line.split(":")[0] for line in sorted(lines)] == ["engine.zero_stage=4", "ppo.clip=-1", "sft.lrr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("ppo.kl", "ppo.kl_coef"),
+        ("ppo.kl_penalty", "ppo.kl_coef"),
+        ("ppo.delta", "ppo.dual_clip"),
+        ("ppo.cliprange_value", "ppo.value_clip"),
+        ("ppo.vf_coef", "ppo.critic_lr"),
+        ("ppo.total_episodes", "ppo.steps"),
+        ("ppo.steps_per_generation", "ppo.minibatches"),
+        ("ppo.importance_sampling_level", "ppo.ratio"),
+        ("ppo.vllm_importance_sampling_clip_max", "ppo.importance_cap"),
+        ("ppo.vllm_importance_sampling_mode", "ppo.importance_weights"),
+        ("ppo.response_length", "rollout.max_new_tokens"),
+        ("ppo.use_vllm", "rollout.generator=vllm"),
+        ("reward_funcs", "ppo.reward_function"),
+        ("sft.save_total_limit", "sft.keep_checkpoints"),
+        ("sft.lora.r", "sft.lora.rank"),
+        ("engine.stage", "engine.zero_stage"),
+        ("attn_implementation", "model.attention"),
+        ("use_liger_kernel", "model.fused_kernels"),
+        ("fp16", "engine.dtype=fp16"),
+    ],
+)
+def test_names_of_trl_and_peft_are_refused_with_the_key(name: str, key: str) -> None:
+    """The names of the guide "Coming from TRL" that are unlike the key."""
+    (line,) = refusal("model=opt-1.3b", f"{name}=1").splitlines()
+    assert re.search(rf"{re.escape(name)}: there is no such key.* {re.escape(key)}\b", line), line
 
 
 def test_a_quantized_reward_model_needs_adapters_in_ppo() -> None:
