@@ -133,7 +133,8 @@ def batch_line(config: RunConfig, stage: str, ranks: int) -> str:
         rows, kind = rows * config.ppo.samples // config.ppo.minibatches, "answers"
     share = math.ceil(rows / max(1, groups))
     fitting = min(share, max(1, section.micro_batch_tokens // (length * item_sequences(config, stage))))
-    unit = f"rank{'s' if groups > 1 else ''}" if group == 1 else f"groups of {group} ranks"
+    noun, size = ("rank", "") if group == 1 else ("group", f" of {group} ranks")
+    unit = f"{noun}{'s' if groups > 1 else ''}{size}"
     return (
         f"batch of {rows} {kind} = {groups} {unit} x micro-batch of {fitting} x accumulation over "
         f"{math.ceil(share / fitting)} (with {length} tokens each; shorter {kind} need fewer micro-batches)"

@@ -114,7 +114,7 @@ def test_ranks_micro_batches_and_accumulation_make_the_batch() -> None:
         "batch of 64 conversations = 2 groups of 2 ranks x micro-batch of 8 x accumulation over 4 (with 1024 tokens"
     )
     assert "= 4 groups of 2 ranks x micro-batch of 4 x accumulation over 4 " in batch_line(config, "reward", 8)
-    assert batch_line(config, "ppo", 2).startswith("batch of 64 answers = 1 groups of 2 ranks x micro-batch of 58 ")
+    assert batch_line(config, "ppo", 2).startswith("batch of 64 answers = 1 group of 2 ranks x micro-batch of 58 ")
     labels = tiny_config(dpo={"loss": "kto"})
     assert batch_line(labels, "dpo", 1).startswith(f"batch of {labels.dpo.batch_size} answers = ")
     assert steps_line(config, "ppo", 5) == "30 optimizer steps (5 rollouts x 3 epochs x 2 minibatches)"
