@@ -28,6 +28,7 @@ from pipeline.models.stage_models import (
 )
 from pipeline.stages.data import (
     check_data_to_come,
+    check_lengths_to_come,
     evaluation_prompts,
     examples,
     held_out_prompts,
@@ -45,7 +46,7 @@ def run(config: RunConfig, folder: Path) -> None:
     source = resolve(config.model, config.seed)
     reader = open_data(config)
     records = stage_records(config, "sft", reader)
-    check_data_to_come(config, "sft", records, reader)
+    samples = check_data_to_come(config, "sft", records, reader)
     held_out = held_out_prompts(reader)
     del reader  # frees the records of later stages
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
@@ -53,6 +54,7 @@ def run(config: RunConfig, folder: Path) -> None:
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
     require_later_models(config, source, tokenizer)
+    check_lengths_to_come(config, samples, tokenizer)
     data = examples(config, "sft", records, tokenizer)
     log_divided("sft", tokenizer)
     if distributed.is_rank_zero():
@@ -60,7 +62,7 @@ def run(config: RunConfig, folder: Path) -> None:
         shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)
         print(f"sft: {token_line(tokenizer)}", *shown, sep="\n", flush=True)
     evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, held_out))
-    del records, held_out  # frees the texts
+    del records, held_out, samples  # frees the texts
     plan = plan_stage(config, "sft", folder, data.train, policy=source)
     config, section = plan.config, plan.config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora, section.dropout)

@@ -20,7 +20,15 @@ from pipeline.models.stage_models import (
     require_context,
     run_tokenizer,
 )
-from pipeline.stages.data import check_data_to_come, examples, log_divided, log_undecided, open_data, stage_records
+from pipeline.stages.data import (
+    check_data_to_come,
+    check_lengths_to_come,
+    examples,
+    log_divided,
+    log_undecided,
+    open_data,
+    stage_records,
+)
 from pipeline.stages.start import open_stage, optimizer_config, plan_stage
 from pipeline.stages.supervised import train_supervised
 from step2_reward.batches import RewardBatches
@@ -37,7 +45,7 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "reward", source)
     reader = open_data(config)
     records = stage_records(config, "reward", reader)
-    check_data_to_come(config, "reward", records, reader)
+    check_lengths_to_come(config, check_data_to_come(config, "reward", records, reader), tokenizer)
     del reader  # frees the records of later stages
     log_undecided("reward", records.train)
     data = examples(config, "reward", records, tokenizer)

@@ -14,7 +14,7 @@ from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
-from pipeline.data.encode import ADDED, encoder
+from pipeline.data.encode import ADDED, encoder, labelled_answers
 from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED, DataReader, StageRecords, is_generated
 from pipeline.data.records import Preference, Prompt
@@ -25,6 +25,7 @@ from pipeline.planning.stage_task import stage_steps
 
 Result = TypeVar("Result")
 SENT = 2048  # examples in a broadcast
+SAMPLE = 256  # records of a later stage that the first stage encodes
 _SHARE_ROW, _SHARES = "  {:<9}{:>9}{:>8}  {}", ("stage", "rows", "share", "keys")
 
 
@@ -161,26 +162,45 @@ def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
         )
 
 
-def check_data_to_come(config: RunConfig, stage: str, records: StageRecords, reader: DataReader) -> None:
+def check_data_to_come(
+    config: RunConfig, stage: str, records: StageRecords, reader: DataReader
+) -> dict[str, Sequence[Any]]:
     """Check the data of later stages in the first stage of a run, so that errors appear at once.
 
-    `records` are those of the first stage. Prints how the stages divide the rows that serve several of them.
+    `records` are those of the first stage. Prints how the stages divide the rows that serve several of them. Returns
+    samples of the training records of the later stages on rank 0, for `check_lengths_to_come`.
     """
     first, *later = stages_to_run(config)
     to_read = [each for each in later if not is_generated(config.data, each)]
+    samples: dict[str, Sequence[Any]] = {}
     if stage != first or not to_read:
-        return
+        return samples
 
     def check() -> None:
         print(f"{stage}: checking the data of {' and '.join(to_read)}", flush=True)
         loaded = {stage: records}
         for index, each in enumerate(to_read):
-            loaded[each] = _load_counts(config, each, reader)
+            loaded[each], samples[each] = _load_counts(config, each, reader)
             reader.keep_only([*to_read[index + 1 :], "ppo"])
         if any(RESERVED in each.skipped for each in loaded.values()):
             print("\n".join(share_table(config, loaded)), flush=True)
         for each in to_read:
             stage_steps(getattr(config, each), len(loaded[each].train))  # the stage may drop long prompts
+
+    on_rank_zero(check)
+    return samples
+
+
+def check_lengths_to_come(config: RunConfig, samples: Mapping[str, Sequence[Any]], tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if a later stage could use none of its sampled records, usually because all are too long."""
+
+    def check() -> None:
+        for stage, sample in samples.items():
+            try:
+                encoder(config, stage, tokenizer)(sample)
+            except UserError as problem:
+                raise UserError(f"stage {stage}, on a sample of its data: {problem}") from problem
+        tokenizer.divided.clear()  # each stage reports its own answers
 
     on_rank_zero(check)
 
@@ -274,10 +294,13 @@ def _load(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
     return records
 
 
-def _load_counts(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
-    """Return the records of a stage with numbers instead of the training records."""
+def _load_counts(config: RunConfig, stage: str, reader: DataReader) -> tuple[StageRecords, Sequence[Any]]:
+    """Return the records of a stage with numbers instead of the training records, and a sample of these."""
     records = _load(config, stage, reader)
-    return replace(records, train=range(len(records.train)))
+    sample = records.train[:: max(1, len(records.train) // SAMPLE)]
+    if stage == "dpo" and not config.dpo.reads_pairs:
+        sample = labelled_answers(sample)
+    return replace(records, train=range(len(records.train))), sample
 
 
 def _wants_rows(config: RunConfig) -> bool:

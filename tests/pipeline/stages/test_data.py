@@ -1,6 +1,7 @@
 import ctypes
 import gc
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in rang
 NONE = StageRecords([], [], {})
 
 
-def check_data_to_come(config: RunConfig, stage: str = "sft", records: StageRecords = NONE) -> None:
-    stage_data.check_data_to_come(config, stage, records, stage_data.open_data(config))
+def check_data_to_come(config: RunConfig, stage: str = "sft", records: StageRecords = NONE) -> dict[str, Any]:
+    return stage_data.check_data_to_come(config, stage, records, stage_data.open_data(config))
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
@@ -54,8 +55,8 @@ def test_the_check_of_later_data_reads_each_file_once_and_frees_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, alive = list[str](), list[int]()
-    for name, form in {"shared": 300, "pairs": 200, "prompts": 100}.items():
-        rows = [{"prompt": f"{n} {name}?", "chosen": "a", "rejected": "b"} for n in range(form)]
+    for name, count in {"shared": 300, "pairs": 6000, "prompts": 100}.items():
+        rows = [{"prompt": f"{n} {name}?", "chosen": "a", "rejected": "b"} for n in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def counted(path: Path) -> Table:
@@ -73,7 +74,7 @@ def test_the_check_of_later_data_reads_each_file_once_and_frees_it(
     stage_data.check_data_to_come(config, "sft", records, reader)
     held_out = stage_data.held_out_prompts(reader)
     assert read == ["shared", "pairs", "prompts"]
-    assert alive[2] - alive[1] < 50  # those of "shared"; of "pairs", the held-out ones
+    assert alive[2] - alive[1] < 1000  # of "pairs", the held-out ones and a sample
     assert held_out and all(prompt.row and prompt.row["chosen"] == "a" for prompt in held_out)  # for the judge
 
 
@@ -138,6 +139,36 @@ def test_the_first_stage_refuses_a_critic_warmup_of_all_rollouts(tmp_path: Path)
     check(prompts - 1)
     with pytest.raises(UserError, match=rf"ppo\.critic_warmup={prompts} leaves no rollout .* over {prompts} prompts"):
         check(prompts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"reward": {"max_length": 9}},
+            r"stage reward, on a sample .* answers that differ within reward\.max_length",
+        ),
+        ({"method": "dpo", "dpo": {"max_length": 9}}, r"stage dpo, on a sample .* differ within dpo\.max_length=9"),
+        ({"method": "dpo", "dpo": {"max_length": 9, "loss": "kto"}}, r"stage dpo, .* answer token within dpo\.max_len"),
+        ({"rollout": {"max_prompt_tokens": 2}}, r"stage ppo, .* prompts fits within rollout\.max_prompt_tokens=2"),
+        ({}, None),
+    ],
+)
+def test_the_first_stage_refuses_lengths_that_no_later_example_has(
+    keys: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"{n} is long?", "chosen": "a", "rejected": "b"} for n in range(900)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(name="a", path=str(file))
+    method = {name: value for name, value in keys.items() if isinstance(value, str)}
+    sections = {name: value for name, value in keys.items() if isinstance(value, dict)}
+    config = tiny_config(**sections).model_copy(update={"data": data, **method})
+    samples = check_data_to_come(config)
+    assert samples and all(256 <= len(sample) <= 2 * 512 for sample in samples.values())
+    tokenizer = train_tokenizer(["a<|end|>"], 300)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        stage_data.check_lengths_to_come(config, samples, tokenizer)
 
 
 def test_margins_that_the_data_does_not_have_are_refused(tmp_path: Path) -> None:
