@@ -50,6 +50,7 @@ STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
     "text": ("sft",),
 }
 LABEL_COLUMN, TEXT_COLUMN = "label", "text"
+IGNORED_LABELS = (LABEL_COLUMN, "labels", "kto_tag")  # LLaMA-Factory's name is the last one
 OPENAI_COLUMNS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences
 TOOL_COLUMNS = ("tools", "functions")
@@ -72,7 +73,7 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
     Raises UserError with the columns and the supported forms, also for a label that training would ignore.
     """
     form = _form(set(columns), name)
-    labels = sorted(column for column in columns if column.strip().lower() in (LABEL_COLUMN, f"{LABEL_COLUMN}s"))
+    labels = sorted(column for column in columns if column.strip().lower() in IGNORED_LABELS)
     if labels and form in ("messages", "completions", "text"):  # SFT imitates every row of these forms
         raise UserError(
             f"{name}: the column {labels[0]} would be ignored, so SFT would imitate answers that it may mark as bad. "

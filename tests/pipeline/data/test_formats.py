@@ -63,6 +63,7 @@ def test_columns_determine_the_format(columns: list[str], form: str) -> None:
         (["text", "label"], r"the column label would be ignored.*columns: {label: note}"),
         (["messages", "Label"], r"the column Label would be ignored.*columns: {Label: note}"),
         (["prompt", "completion", "labels"], r"the column labels would be ignored.*columns: {labels: note}"),
+        (["messages", "kto_tag"], r"the column kto_tag would be ignored.*columns: {kto_tag: note}"),
         (["question", "answer", " label"], r"the column  label would be ignored.*columns: { label: note}"),
     ],
 )
