@@ -209,8 +209,8 @@ def fuse_kernels(model: PreTrainedModel) -> None:
     is_silu = own_field(model.config, "hidden_act") in ("silu", "swish") and not own_field(model.config, "mlp_bias")
     fused = {"swiglu": is_silu and not has_experts, "cross_entropy": False, "fused_linear_cross_entropy": False}
     try:
-        apply_liger_kernel(model, fused)
-    except ImportError as reason:  # a newer transformers has other classes
+        apply_liger_kernel(model.get_decoder(), fused)
+    except Exception as reason:  # its patches expect the classes of some versions of transformers
         warn_once(f"{type(model).__name__} runs without Liger Kernel, more slowly: {reason}")
 
 

@@ -401,6 +401,13 @@ def fuse_a_family_without_a_fused_rotary_embedding() -> None:
     assert "liger" in model.model.norm.forward.__module__
 
 
+def fuse_a_reward_model() -> None:
+    """Liger Kernel refuses a classifier of Gemma 3, and takes its decoder."""
+    model = classifier(config_of("gemma3_text"))
+    fuse_kernels(model)
+    assert "liger" in model.model.norm.forward.__module__
+
+
 def fuse_no_experts() -> None:
     """Liger Kernel's experts read a number of the device on the host."""
     model = AutoModelForCausalLM.from_config(config_of("mixtral"))
@@ -431,6 +438,7 @@ FUSED = [
     fuse_a_model_and_copy_it,
     fuse_an_unsupported_family,
     fuse_a_family_without_a_fused_rotary_embedding,
+    fuse_a_reward_model,
     fuse_no_experts,
     fuse_a_family_that_liger_cannot_import,
     fuse_only_gates_that_liger_computes,
