@@ -38,9 +38,11 @@ def pip_install(extra: str) -> str:
 
 
 def advise_on_import(problem: BaseException) -> str:
-    """Return how to install a package of an optional extra that a user's file imports; "" for another problem."""
-    extra = EXTRAS.get(problem.name or "") if isinstance(problem, ModuleNotFoundError) else None
-    return f": {pip_install(extra)}" if extra else ""
+    """Return what to type if a user's file imports a module that is not found; "" for another problem."""
+    if not isinstance(problem, ModuleNotFoundError):
+        return ""
+    extra = EXTRAS.get(problem.name or "")
+    return f": {pip_install(extra) if extra else 'install the package, or set PYTHONPATH to the folder of the module'}"
 
 
 def require_packages() -> None:

@@ -45,7 +45,7 @@ def write_function(folder: Path, text: str) -> str:
         ("def score(prompts, completions, **others): return [1]", "scores a batch of answers"),  # for TRL
         ("def score(completions, solution, **others): return [1]", "write def score.answer: str, row: dict"),
         ("x = 1\ndef score(answer, row) return 1", "can't be run: SyntaxError in line 2"),
-        ("x = 1\nimport no_such_module", r"can't be run: ModuleNotFoundError: .*no_such_module.* \(line 2\)"),
+        ("x = 1\nimport no_such_module", r"ModuleNotFoundError: .*no_such_module.* \(line 2\): .*set PYTHONPATH to"),
         ("raise SystemExit", "can't be run: SystemExit"),
     ],
 )
