@@ -81,14 +81,14 @@ class Sample:
         return {name: value for name, value in row.items() if value or name not in KINDS}
 
     def merge(self, other: "Sample | None") -> "Sample":
-        """Return this sample extended by the answers and scores of models that only `other` has."""
+        """Return this sample extended by what only `other` has: answers, and grades of these and of equal answers."""
         if other is None:
             return self
-        added = other.answers.keys() - self.answers.keys()
+        graded = [model for model, answer in other.answers.items() if self.answers.get(model, answer) == answer]
         merged: dict[str, Any] = {}
         for kind in ("answers", *KINDS):
-            new = {model: value for model, value in getattr(other, kind).items() if model in added}
-            merged[kind] = {**getattr(self, kind), **new}
+            mine, others = getattr(self, kind), getattr(other, kind)
+            merged[kind] = mine | {model: others[model] for model in graded if model in others and model not in mine}
         return replace(self, **merged)
 
 

@@ -107,6 +107,8 @@ def _histograms(run: RunReading) -> Iterator[Markup | None]:
         for temperature in run.temperatures:
             samples = run.samples(temperature)
             values = {model: [getattr(sample, measure).get(model, math.nan) for sample in samples] for model in models}
+            if any(all(map(math.isnan, found)) for found in values.values()):
+                continue  # after DPO, the reward scores of SFT are those of an earlier PPO
             groups = [Series(run.labels[model], [*enumerate(found)], model) for model, found in values.items()]
             yield histogram_chart(
                 f"{title}s before and after, temperature {temperature:g}",

@@ -11,6 +11,7 @@ from pipeline.evaluation.samples import Sample
 from pipeline.launch.summary import stage_figures, summarize_run
 from pipeline.report.changes import change, standings
 from pipeline.report.data import RunReading, StageReading, read_run
+from pipeline.report.gaming import gaming_at
 from pipeline.report.report import render_report
 from pipeline.report.verdict import conclusion, judge
 from tests.pipeline.report.example_runs import write_demo_run, write_stage
@@ -212,7 +213,9 @@ def with_dpo(run_dir: Path, *, finished: str) -> str | None:
     for line in (run_dir / "ppo" / "samples.jsonl").read_text().splitlines():
         row = json.loads(line)
         gold = {**row["gold"], "dpo": row["gold"].pop("ppo") - 0.25}
-        rows.append({**row, "answers": dict.fromkeys(gold, "so"), "gold": gold, "scores": {}})
+        answers = {**row["answers"], "dpo": "so"}
+        del answers["ppo"]
+        rows.append({**row, "answers": answers, "gold": gold, "scores": {}})
     summary = {"steps": 9, "gold_score": 0.4, "eval_accuracy": 0.75, "eval_pairs": 64}
     write_stage(run_dir / "dpo", [{"step": 9, "loss": 0.5, "margin": 1.0}], summary, rows)
     times = {"ppo": {"finished": "2026-11-22T10:00:00"}, "dpo": {"finished": finished}}
@@ -233,6 +236,17 @@ def test_the_last_finished_of_ppo_and_dpo_is_judged(tmp_path: Path) -> None:
     assert gap is not None and gap.mean == pytest.approx(0.25) and gap.worse == gap.same == 0
     page = render_report(run)
     assert "Stage 2: direct preference optimization" in page and "SFT to DPO" in page and "SFT to PPO" in page
+
+
+def test_dpo_after_ppo_does_not_hide_the_reward_scores_of_the_same_answers(tmp_path: Path) -> None:
+    write_demo_run(tmp_path)
+    before = gaming_at(read_run(tmp_path), 1.0)
+    with_dpo(tmp_path, finished="2026-11-23T10:00:00")
+    run = read_run(tmp_path)
+    assert run.policy == "dpo" and before.outcome == "good"
+    assert gaming_at(run, 1.0) == before
+    page = render_report(run)
+    assert "Gold scores before and after" in page and "Reward scores before and after" not in page
 
 
 def test_dpo_without_gold_reports_only_its_ranking() -> None:
