@@ -9,6 +9,7 @@ from pipeline.config.stages import STAGES
 from pipeline.data.records import (
     FP32_MAX,
     NOT_TEXT,
+    ROLES,
     BadRow,
     Conversation,
     Document,
@@ -218,13 +219,22 @@ def _labelled_row(row: Row, source: str) -> Record:
 
 def _messages_row(row: Row, source: str) -> Record:
     """Return the conversation up to the last turn of the assistant, or a prompt if there is no such turn."""
-    messages = _with_columns(row, messages_of(_first(row, MESSAGE_COLUMNS)))
+    given = _first(row, MESSAGE_COLUMNS)
+    if isinstance(given, list) and any(map(_is_unweighted_answer, given)):
+        raise BadRow("an answer with weight 0, which SFT would imitate (remove the field, or end the row before it)")
+    messages = _with_columns(row, messages_of(given))
     last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=None)
     if last is not None:
         return Conversation(messages[: last + 1], source)
     if messages[-1].role != "user":
         raise BadRow("no user's turn")
     return Prompt(messages, source)
+
+
+def _is_unweighted_answer(message: Any) -> bool:
+    """Return whether a message is an answer that OpenAI's fine-tuning leaves out of the loss."""
+    is_message = isinstance(message, Mapping) and message.get("weight") == 0
+    return is_message and ROLES.get(str(message.get("role", message.get("from"))).lower()) == "assistant"
 
 
 def _text_row(row: Row, source: str) -> Record:

@@ -134,6 +134,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, chat("a", "b")),
         ({"messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'}, chat("a", "b")),
         ({"messages": [{"role": "system", "content": " "}, USER, GOOD]}, chat("a", "g")),
+        ({"messages": [{**USER, "weight": 0}, {**GOOD, "weight": 1}]}, chat("a", "g")),
         (
             {"system": "s", "prompt": [{"role": "system", "content": None}, USER], "answer": "b"},
             chat("a", "b", system="s"),
@@ -230,6 +231,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant's turn"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "a message of the role 'wizard' (known are system, user"),
         ({"messages": [{"content": "a"}]}, "a message without a role"),
+        ({"messages": [USER, {**GOOD, "weight": 0}, USER, {**GOOD, "weight": 1}]}, "an answer with weight 0"),
         ({"messages": [{"role": "user", "content": " "}, GOOD]}, "empty content"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "speaks first"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty answer"),
