@@ -124,7 +124,10 @@ def table_of(
     """Return a table. Its columns are those with a value other than null in at least one row."""
     if not rows and broken:
         position, reason = broken[0]
-        raise UserError(f"{name}: {reason} ({position}), and no other line has a row. Write one example per row.")
+        advice = " If the file is a JSON list, name it .json." if reason == NOT_JSON else ""
+        raise UserError(
+            f"{name}: {reason} ({position}), and no other line has a row. Write one example per row.{advice}"
+        )
     if not rows:
         raise UserError(f"{name}: the file is empty. Write one example per row.")
     columns = frozenset(column for row in rows for column, value in row.items() if value is not None)
