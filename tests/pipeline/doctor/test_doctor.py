@@ -1,12 +1,14 @@
 """`zerochat doctor`: the screen for a small file, the messages for bad input, and the lines that runs also print."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.config.recipes import Recipe, compare_rates, rate_warnings
+from pipeline.data.load import DataReader, StageRecords
 from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
 from pipeline.data.rendering import COLOUR, rendered_example
@@ -55,6 +57,20 @@ def test_the_screen_shows_the_rows_of_each_stage(
     assert screen.count("memory: about") == screen.count("time: about") == 2
     assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder is created
     assert not torch.distributed.is_initialized()  # NCCL would warn about the group when the command ends
+
+
+def test_the_records_of_one_stage_are_in_memory_at_a_time(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, load_stage = list[weakref.ref[StageRecords]](), DataReader.stage
+
+    def load(reader: DataReader, stage: str) -> StageRecords:
+        assert not any(reference() for reference in loaded)
+        records = load_stage(reader, stage)
+        loaded.append(weakref.ref(records))
+        return records
+
+    monkeypatch.setattr(DataReader, "stage", load)
+    assert doctor([*SETTINGS, f"data.path={pairs}", "data.bad_row_limit=0.5"]) == 0
+    assert len(loaded) == 2
 
 
 @pytest.mark.parametrize(
