@@ -151,8 +151,7 @@ def _guarded(verdict: Verdict, guard: Mapping[str, Any], exported_step: float | 
     if guard.get("stopped_step") is not None and exported_step is not None:
         model = f"model of rollout {exported_step:.0f}" if exported_step else f"{start} model"
         headline += f" The guard stopped it and exported the {model}."
-    sentences = "; ".join(each["sentence"] for each in findings)
-    evidence = [f"Guard: {sentences}.", *evidence]
+    evidence = [*(f"Guard: {each['sentence']}." for each in findings), *evidence]
     return Verdict(_never_good(verdict.outcome), headline, "\n".join(evidence), verdict.caveat)
 
 

@@ -296,6 +296,9 @@ def test_a_run_with_a_finding_is_no_success() -> None:
     assert "The model of rollout 4 was selected by its gold score on these prompts" in stopped.evidence
     to_sft = judge(guarded({"findings": [finding], "stopped_step": 6}, exported=0))
     assert to_sft.headline.endswith("The guard stopped it and exported the SFT model.")
+    second = {"step": 6, "sign": "KL", "sentence": "the KL is large"}
+    both = judge(guarded({"findings": [finding, second], "stopped_step": 6}))
+    assert both.evidence.splitlines()[:2] == ["Guard: the reward is mostly the length.", "Guard: the KL is large."]
     warned = judge(guarded({"findings": [finding], "stopped_step": None}))
     assert warned.headline == "Training went wrong at rollout 6 (length)." and warned.outcome == "open"
     initial = judge(guarded({"findings": [finding | {"step": 0, "sign": "judge"}], "stopped_step": None}))
