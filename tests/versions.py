@@ -27,8 +27,9 @@ TESTS = (
     "tests/engine/generation/test_transformers_fallback.py",
     "tests/engine/kernels_triton/test_compile.py",
     "tests/pipeline/models",
+    "tests/step1_sft/test_sft.py",
 )
-"""The tests that cover `engine/internals.py` and `pipeline/models/internals.py`, and Triton's compiler."""
+"""The tests that cover `engine/internals.py`, `pipeline/models/internals.py`, Triton's compiler and torch.compile."""
 
 
 def bounds() -> dict[str, tuple[str, str]]:

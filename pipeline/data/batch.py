@@ -24,9 +24,12 @@ from engine import distributed, kernels
 from pipeline.data.encode import PairItem, TokenItem
 
 
-@dataclass(frozen=True)
+@dataclass
 class Documents:
-    """The division of the N tokens of a row into documents.
+    """The division of the N tokens of a row into documents. No code changes its fields.
+
+    The dataclass is not frozen, because torch.compile of torch 2.11 guards the fields of a frozen argument. Each number
+    of documents would then cause another compilation.
 
     lengths: number of tokens of each document, in order; the sum is N
     prefixes: for each document, the index of its prefix, or None; empty if no document has a prefix. A prefix has no
