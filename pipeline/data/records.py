@@ -23,7 +23,7 @@ class Turn(NamedTuple):
 
     def parsed(self) -> dict[str, Any]:
         """Return the fields as an object."""
-        return dict(json.loads(self.fields or "{}"))
+        return dict(json.loads(self.fields)) if self.fields else {}
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,11 @@ class ChatTemplate:
         self._tokenizer, self.lead = tokenizer, ""
         self.thinks = tokenizer.get_chat_template().startswith(THINKING)
         self.answer = lru_cache(maxsize=4096)(self._answer)
-        self._prompt = lru_cache(maxsize=4096)(self._prompt_fragments)
+        self._prompt = lru_cache(maxsize=4096)(self._prompt_text)
 
     def control_tokens(self) -> dict[int, str]:
         """Return {id: text} of the control tokens: special tokens, and role marks of the template."""
-        hf, fragments = self._tokenizer, self._prompt((USER, ASSISTANT, USER))
+        hf, fragments = self._tokenizer, _fragments(self._prompt((USER, ASSISTANT, USER)))
         own = "".join(fragment for fragment in fragments if isinstance(fragment, str)) + self.after_answer()
         control = {
             token: added.content
@@ -130,7 +130,7 @@ class ChatTemplate:
         prompt = self._prompt((USER,))
         conversation = self._render((USER, ASSISTANT), generation_prompt=False)
         gap = _text_after(conversation[: conversation.index(1)], prompt) if 1 in conversation else None
-        return "".join(fragment if isinstance(fragment, str) else "a" for fragment in prompt), gap or ""
+        return _PLACEHOLDER.sub("a", prompt), gap or ""
 
     def after_answer(self) -> str:
         """Return the text that the template writes after the last answer."""
@@ -148,7 +148,7 @@ class ChatTemplate:
             call = {"type": "function", "function": {"name": result.get("name", "function"), "arguments": {}}}
             calls.append(call | ({"id": result["tool_call_id"]} if "tool_call_id" in result else {}))
         answer = Turn("assistant", json.dumps({"tool_calls": calls})) if calls else ASSISTANT
-        text, body = _joined(self._prompt((USER, answer, *turns))), _joined(self.answer((USER, answer)))
+        text, body = self._prompt((USER, answer, *turns)), _joined(self.answer((USER, answer)))
         # Earlier answers may have no block of reasoning before their content, and some templates omit that of calls.
         end = body[max(0, body.find(_placeholder(1))) :]
         if end not in text:
@@ -170,11 +170,11 @@ class ChatTemplate:
         If a template rewrites earlier turns (removes reasoning), earlier assistant messages belong to the prompt.
         """
         segments: list[Segment] = []
-        text, start = _joined(self._prompt(turns)), 0
+        text, start = self._prompt(turns), 0
         for index, turn in enumerate(turns):
             if turn.role != "assistant" or index == 0:
                 continue
-            prompt = _joined(self._prompt(turns[:index]))
+            prompt = self._prompt(turns[:index])
             answered = prompt + _joined(self.answer(turns[: index + 1]))
             if text.startswith(answered):
                 before, start = text[start : len(prompt)], len(answered)
@@ -187,7 +187,7 @@ class ChatTemplate:
         """Return the fragments of the last turn, an answer, without the text that the template writes after it."""
         if not turns[-1].fields and not self.thinks:
             return tuple(fragment for fragment in (self.lead, len(turns) - 1) if fragment != "")
-        prompt, text = _joined(self._prompt(turns[:-1])), _joined(self._render(turns, generation_prompt=False))
+        prompt, text = self._prompt(turns[:-1]), _joined(self._render(turns, generation_prompt=False))
         if not text.startswith(prompt):
             raise UserError(
                 "The chat template begins an answer differently from a prompt, because the answer has a tool call, or "
@@ -201,13 +201,13 @@ class ChatTemplate:
             )
         return answer
 
-    def _prompt_fragments(self, turns: tuple[Turn, ...]) -> tuple[Fragment, ...]:
-        """Return all fragments before the next answer.
+    def _prompt_text(self, turns: tuple[Turn, ...]) -> str:
+        """Return the text before the next answer, with placeholders of contents.
 
         The prompt includes text that the template writes between its generation prompt and the answer (for example an
         empty block of reasoning), unless the model thinks.
         """
-        prompt = self._render(turns, generation_prompt=True)
+        prompt = _joined(self._render(turns, generation_prompt=True))
         if self.thinks:
             return prompt
         conversation = self._render((*turns, ASSISTANT), generation_prompt=False)
@@ -215,7 +215,7 @@ class ChatTemplate:
             return prompt
         before_answer = conversation[: conversation.index(len(turns))]
         gap = _text_after(before_answer, prompt)
-        return before_answer if gap is not None and gap.strip() else prompt
+        return prompt + gap if gap is not None and gap.strip() else prompt
 
     def _render(self, turns: tuple[Turn, ...], *, generation_prompt: bool) -> tuple[Fragment, ...]:
         messages = [_message(index, turn) for index, turn in enumerate(turns)]
@@ -325,9 +325,9 @@ def _fragments(text: str) -> tuple[Fragment, ...]:
     return tuple(fragment for fragment in fragments if fragment != "")
 
 
-def _text_after(fragments: tuple[Fragment, ...], start: tuple[Fragment, ...]) -> str | None:
-    """Return the text of `fragments` after `start`; None if `start` is no prefix or a content follows."""
-    text, prefix = _joined(fragments), _joined(start)
+def _text_after(fragments: tuple[Fragment, ...], prefix: str) -> str | None:
+    """Return the text of `fragments` after `prefix`; None if they do not begin with it or a content follows."""
+    text = _joined(fragments)
     if not text.startswith(prefix):
         return None
     rest = text[len(prefix) :]
