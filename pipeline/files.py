@@ -119,10 +119,15 @@ def read_record(file: Path, kind: type[Record], *, remedy: str) -> Record | None
 
 @contextmanager
 def explained_disk(folder: Path) -> Iterator[None]:
-    """Raise UserError if the disk is full or broken."""
+    """Raise UserError if the disk is full or broken, or if the folder is gone."""
     try:
         yield
     except (OSError, SafetensorError) as error:
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder} is gone: its disk is no longer mounted, or the folder was removed. Restore it, then run the "
+                "same command again to resume; without the folder the command starts again"
+            ) from error
         is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
         what = "the disk is full" if is_full else f"writing failed ({error})"
         raise UserError(

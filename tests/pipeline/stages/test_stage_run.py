@@ -349,6 +349,8 @@ def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
 def test_other_write_errors_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Read-only"), explained_disk(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system")
+    with pytest.raises(UserError, match="gone is gone: its disk is no longer mounted, or"):
+        stage_of(tmp_path / "gone")[0].log(1, {"loss": 0.5})
     with pytest.raises(ZeroDivisionError), explained_disk(tmp_path):
         raise ZeroDivisionError
 
