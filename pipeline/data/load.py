@@ -155,7 +155,10 @@ class _Loading:
         They are those of the held-out rows of all sources. If a source has no such rows, they also include a share of
         all first turns by hash, and at least one first turn of the source.
         """
-        turns = set().union(*(table.turns() for each in self.sources for table in self._every_held_out(each)))
+        turns = set[bytes]()
+        for each in self.sources:
+            for table in self._every_held_out(each):
+                turns |= table.turns()
         if any(each.held_out is None for each in self.sources):
             every = {turn for _, rows in read for _, turn, _ in rows}
             turns |= {turn for turn in every if held_out_point(turn) < self.data.eval_fraction}
