@@ -6,7 +6,7 @@
     python train.py data.path=tasks.jsonl actor=RUN/sft stage=ppo ppo=grpo ppo.reward_model=false \
         ppo.reward_threads=32 ppo.reward_function=examples/rewards/environment.py:play
 
-The second line of Python writes one row per episode: its first observation is the prompt, and "reset" has the arguments
+The third line writes one row per episode: its first observation is the prompt, and "reset" has the arguments
 of reset. ZEROCHAT_ENVIRONMENT_ACTION is the field of the action that gets an answer, and ZEROCHAT_ENVIRONMENT_TEXT the
 field of the observation that the policy reads. By default, they are those fields of the environment's schema that are
 required texts, if there is exactly one.

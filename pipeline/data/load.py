@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config.stages import STAGES
@@ -83,7 +83,8 @@ class DataReader:
         for index, config in enumerate(configs):
             if index not in self._opened and (kind in config.stages or not is_absent(config)):
                 key = prefix.format(index)
-                self._opened[index] = open_source(config, self.data, seed=self.seed, key=key)
+                source = open_source(config, self.data, seed=self.seed, key=key)
+                self._opened[index] = replace(source, keeps_rows=self.keeps_rows)
         return [self._opened[index] for index in sorted(self._opened)]
 
     def keep_only(self, stages: Sequence[str]) -> None:
@@ -140,7 +141,7 @@ class _Loading:
         """Return each source with its training rows (of all stages) and its held-out records."""
         read: list[tuple[Source, list[_Row]]] = []
         for each in self.sources:
-            tables = self._tables(each) if self.kind in each.config.stages else []
+            tables = each.tables(self.kind) if self.kind in each.config.stages else []
             used = [table for table in tables if self.kind in self._form_stages(each, table)]
             self.unused += [table for table in tables if self.kind not in self._form_stages(each, table)]
             if used:
@@ -157,7 +158,7 @@ class _Loading:
         """
         turns = set[bytes]()
         for each in self.sources:
-            for table in self._every_held_out(each):
+            for table in _every_held_out(each):
                 turns |= table.turns()
         if any(each.held_out is None for each in self.sources):
             every = {turn for _, rows in read for _, turn, _ in rows}
@@ -171,20 +172,10 @@ class _Loading:
             held_out = [record for record, turn, _ in rows if turn in turns]
         else:
             self._count(HELD_OUT, len(rows) - len(train))
-            tables = self._tables(each, held_out=True)
+            tables = each.tables(self.kind, held_out=True)
             own = [table for table in tables if self.kind in self._form_stages(each, table)]
             held_out = [record for table in own for record, _ in self._records(table)]
         return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
-
-    def _tables(self, each: Source, *, held_out: bool = False) -> list[RecordTable]:
-        return each.tables(self.kind, held_out=held_out, keeps_rows=self.reader.keeps_rows)
-
-    def _every_held_out(self, each: Source) -> Iterator[RecordTable]:
-        """Yield the held-out tables of all stages of a source that has held-out rows."""
-        if each.held_out is None:
-            return
-        for stage in each.config.stages if each.dedicated else each.config.stages[:1]:
-            yield from each.tables(stage, held_out=True, keeps_rows=self.reader.keeps_rows)
 
     def _share(self, each: Source, train: list[_Row], held_out: int) -> list[Record]:
         """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
@@ -245,6 +236,14 @@ class _Loading:
     def _count(self, reason: str, rows: int) -> None:
         if rows:
             self.skipped[reason] += rows
+
+
+def _every_held_out(each: Source) -> Iterator[RecordTable]:
+    """Yield the held-out tables of all stages of a source that has held-out rows."""
+    if each.held_out is None:
+        return
+    for stage in each.config.stages if each.dedicated else each.config.stages[:1]:
+        yield from each.tables(stage, held_out=True)
 
 
 def _at_least_one(held_out: Set[bytes], each: Source, rows: Sequence[_Row]) -> set[bytes]:

@@ -114,6 +114,7 @@ class Source:
 
     train, held_out: read the tables of a stage; without `held_out`, a share of the training rows is held out
     dedicated: whether the source has separate rows for each stage, so that stages do not divide rows
+    keeps_rows: whether the tables keep their rows after parsing
     """
 
     name: str
@@ -121,15 +122,16 @@ class Source:
     train: Callable[[str], list[Table]]
     held_out: Callable[[str], list[Table]] | None
     dedicated: bool = False
-    _read: dict[tuple[bool, str], list[RecordTable]] = field(default_factory=dict)
+    keeps_rows: bool = False
+    _read: dict[tuple[bool, str], list[RecordTable]] = field(default_factory=dict, init=False)
 
-    def tables(self, stage: str, *, held_out: bool = False, keeps_rows: bool = False) -> list[RecordTable]:
+    def tables(self, stage: str, *, held_out: bool = False) -> list[RecordTable]:
         """Return the training or the held-out tables of a stage, which are read at the first call."""
         key = held_out, stage if self.dedicated else ""
         if key not in self._read:
             read = self.held_out if held_out else self.train
             assert read is not None
-            self._read[key] = [RecordTable(table, self.name, keeps_rows) for table in read(stage)]
+            self._read[key] = [RecordTable(table, self.name, self.keeps_rows) for table in read(stage)]
         return self._read[key]
 
 

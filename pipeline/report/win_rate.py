@@ -166,9 +166,8 @@ def length_controlled(outcomes: Sequence[float], differences: Sequence[float]) -
     rate is sigmoid(a). The interval uses the robust covariance, which also fits ties (Papke & Wooldridge, 1996), and
     Student's t with N - 2 degrees of freedom. The variance of two more pairs without a tie is added, because the
     residuals of a few pairs among many ties underestimate it (Agresti & Min, 2005, doi:10.1002/sim.1781, add one pair
-    to a Wald interval). If the differences or the outcomes are all equal, the length explains
-    nothing, and the result is the plain rate with Wilson's interval; if all answers are longer (or all shorter), the
-    interval is 0 to 1.
+    to a Wald interval). If the differences or the outcomes are all equal, the length explains nothing, and the result
+    is the plain rate with Wilson's interval. If all answers are longer (or all shorter), the interval is 0 to 1.
     """
     count, spread = len(outcomes), statistics.pstdev(differences)
     plain = Rate(statistics.fmean(outcomes), *wilson_interval(sum(outcomes), count))
