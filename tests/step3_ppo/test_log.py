@@ -105,6 +105,7 @@ def test_explained_variance() -> None:
     assert explained(torch.zeros(2, 3), returns) == pytest.approx(0.0, abs=1e-6)
     assert explained(-returns, returns) == pytest.approx(-3.0)
     assert explained(values, torch.ones(2, 3) + 0.01 * returns) < -100
+    assert -math.inf < explained(1e9 * values, torch.ones(2, 3)) < -100  # the rewards are below the rounding error
 
 
 @pytest.mark.parametrize("score", [0.0, 0.7])
