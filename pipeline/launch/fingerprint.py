@@ -137,7 +137,9 @@ def _model_settings(model: ModelConfig) -> dict[str, Any]:
         "tokenizer": model.tokenizer,
         "chat_template": _absolute(model.chat_template),
         "attention": model.attention,
-        **({} if model.quantize == "none" else {"quantize": model.quantize}),  # earlier records have no such key
+        # The records of earlier versions have no such keys.
+        **({} if model.quantize == "none" else {"quantize": model.quantize}),
+        **({"thinking": True} if model.thinking else {}),
     }
 
 

@@ -496,6 +496,7 @@ def test_only_keys_that_change_results_are_settings():
     plain = settings()
     assert settings(*how, *watching) == plain
     other = ("seed=2", "ppo.lr=1", "engine.dtype=fp32", "rollout.temperature=0.5", "data.eval_fraction=0.1")
+    other += ("model.thinking=true",)
     assert all(settings(override) != plain for override in (*other, "ppo.actor_engine.dtype=fp32"))
 
 
