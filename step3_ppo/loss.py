@@ -4,6 +4,7 @@ Each function returns a sum over tokens; the engine divides it by the global cou
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 Sums = dict[str, float | Tensor]
 LogRatio = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities, old log-probabilities), (N,) each -> log-ratios (N,)."""
+Importance = Callable[[Tensor, Tensor, float], tuple[Tensor, Sums]]
+"""(old log-probabilities, those of the generator, cap) -> weights (N,), and metrics."""
 
 
 def log_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
@@ -39,6 +42,12 @@ def _at_each_token(reduce: Callable[[Tensor], Tensor], values: Tensor, lengths: 
     """Reduce the values (N,) of each sequence, and return the result at each of its tokens, (N,)."""
     parts = values.split(list(lengths)) if lengths else []
     return torch.cat([values[:0], *(reduce(part).expand(len(part)) for part in parts)])
+
+
+def ratio_of(level: str, lengths: Sequence[int]) -> LogRatio:
+    """Return the log-ratio that `ppo.ratio` names: of each token ("token") or of each sequence ("sequence")."""
+    levels: dict[str, LogRatio] = {"token": log_ratio, "sequence": partial(sequence_log_ratio, lengths=lengths)}
+    return levels[level]
 
 
 def equal_sequences(lengths: Sequence[int], *, tokens: int, sequences: int) -> Tensor:
@@ -80,6 +89,18 @@ def importance_weights(
         ratios = ratio(old, generator).exp()
         weights = cut(ratios, cap)
         return weights, {"importance_weight": weights.sum(), "importance_truncated": (ratios > cap).sum()}
+
+
+def importance_of(kind: str, lengths: Sequence[int]) -> Importance:
+    """Return the importance weights that `ppo.importance_weights` names."""
+    of_sequence = partial(summed_log_ratio, lengths=lengths)
+    kinds: dict[str, Importance] = {
+        "token": importance_weights,
+        "token_mask": partial(importance_weights, cut=mask_above),
+        "sequence": partial(importance_weights, ratio=of_sequence),
+        "sequence_mask": partial(importance_weights, ratio=of_sequence, cut=mask_above),
+    }
+    return kinds[kind]
 
 
 def policy_loss(

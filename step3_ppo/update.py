@@ -1,4 +1,4 @@
-"""One minibatch: the clipped update of the policy and of the critic."""
+"""One minibatch: the update of the policy and of the critic."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,25 +16,11 @@ from pipeline.data.microbatches import token_microbatches
 from pipeline.errors import UserError
 from step3_ppo.advantages import Advantages, loss_kl
 from step3_ppo.batches import Microbatch, critic_values, local_microbatches, policy_logprobs
-from step3_ppo.loss import (
-    POLICY_LOSSES,
-    LogRatio,
-    Sums,
-    equal_sequences,
-    importance_weights,
-    log_ratio,
-    mask_above,
-    sequence_log_ratio,
-    summed_log_ratio,
-    value_loss,
-)
+from step3_ppo.loss import POLICY_LOSSES, Sums, equal_sequences, importance_of, log_ratio, ratio_of, value_loss
 from step3_ppo.rollout import Rollout
 
 # Mean |ratio - 1| of the first minibatch that rounding explains, by compute precision.
 RATIO_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-
-Importance = Callable[[Tensor, Tensor, float], tuple[Tensor, Sums]]
-"""(old log-probabilities, those of the generator, cap) -> weights (N,), and metrics."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +114,7 @@ def update_policy(
     loss_function, keys = POLICY_LOSSES[ppo.loss]
     surrogate = partial(loss_function, **{key: getattr(ppo, key) for key in keys})
 
-    def clipped(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
+    def policy(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
         old = _token_values(rollout.logprobs, rollout, batch.indices)
         weights, weight_sums = _weights(rollout, batch, minibatch, ppo)
@@ -157,7 +143,7 @@ def update_policy(
         return ppo.ptx_coef * loss, {"ptx_loss": loss}
 
     def loss(module: nn.Module, batch: Microbatch | TokenBatch) -> tuple[Tensor, Sums]:
-        return clipped(module, batch) if isinstance(batch, Microbatch) else pretraining(module, batch)
+        return policy(module, batch) if isinstance(batch, Microbatch) else pretraining(module, batch)
 
     def check_ratio(sums: Mapping[str, float]) -> None:
         if check is not None:
@@ -200,24 +186,6 @@ def dry_run(
     actor.dry_run(longest, policy)
     if critic is not None:
         critic.dry_run(longest, value)
-
-
-def ratio_of(level: str, lengths: Sequence[int]) -> LogRatio:
-    """Return the log-ratio of the policy's loss: of each token ("token") or of each sequence ("sequence")."""
-    levels: dict[str, LogRatio] = {"token": log_ratio, "sequence": partial(sequence_log_ratio, lengths=lengths)}
-    return levels[level]
-
-
-def importance_of(kind: str, lengths: Sequence[int]) -> Importance:
-    """Return the importance weights that `ppo.importance_weights` names."""
-    of_sequence = partial(summed_log_ratio, lengths=lengths)
-    kinds: dict[str, Importance] = {
-        "token": importance_weights,
-        "token_mask": partial(importance_weights, cut=mask_above),
-        "sequence": partial(importance_weights, ratio=of_sequence),
-        "sequence_mask": partial(importance_weights, ratio=of_sequence, cut=mask_above),
-    }
-    return kinds[kind]
 
 
 def _weights(rollout: Rollout, batch: Microbatch, minibatch: Minibatch, ppo: PpoSection) -> tuple[Tensor | float, Sums]:

@@ -9,13 +9,14 @@ import torch
 from step3_ppo.loss import (
     cispo_loss,
     equal_sequences,
+    importance_of,
     log_ratio,
     policy_loss,
+    ratio_of,
     sequence_log_ratio,
     summed_log_ratio,
     value_loss,
 )
-from step3_ppo.update import importance_of, ratio_of
 
 N = 300
 
