@@ -168,7 +168,7 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
 
 
-WHITENED = ("gae", "reinforce", "reinforce_baseline")
+WHITENED, SMOOTHED = ("gae", "reinforce", "reinforce_baseline"), ("sigmoid", "robust", "length_normalized")
 # A key; the setting that gives it an effect, or only the key of this setting if any other value does; and whether the
 # first key has an effect.
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
@@ -189,7 +189,7 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("ppo.dual_clip", "ppo.loss=clip", lambda config: config.ppo.loss == "clip"),
     ("ppo.importance_weights", "ppo.importance_cap=2", lambda config: config.ppo.importance_cap),
     ("ppo.length_free", "ppo.length_penalty=0.01", lambda config: config.ppo.length_penalty),
-    ("dpo.label_smoothing", "dpo.loss=sigmoid", lambda config: config.dpo.smooths_labels),
+    ("dpo.label_smoothing", "dpo.loss=sigmoid", lambda config: config.dpo.loss in SMOOTHED),
     ("dpo.margin", "dpo.loss=simpo", lambda config: config.dpo.loss == "simpo"),
     ("dpo.undesirable_weight", "dpo.loss=kto", lambda config: config.dpo.loss == "kto"),
     ("dpo.sft_coef", "dpo.loss=sigmoid", lambda config: config.dpo.reads_pairs),

@@ -146,11 +146,6 @@ class DpoSection(StageSection):
         return self.loss != "kto"
 
     @property
-    def smooths_labels(self) -> bool:
-        """Whether the loss assumes a share of wrong labels."""
-        return self.loss in ("sigmoid", "robust", "length_normalized")
-
-    @property
     def has_reference(self) -> bool:
         """Whether the loss compares the policy with the model that the stage starts from."""
         return self.loss not in ("simpo", "orpo")

@@ -10,9 +10,11 @@ from typing import Any, get_args
 
 import pytest
 
+from pipeline.config.check import NEEDS
 from pipeline.config.overrides import groups
+from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import DpoSection, PpoSection, StageSection
-from step2_dpo.loss import LOSSES
+from step2_dpo.loss import LOSSES, kto_loss
 from step3_ppo.advantages import ESTIMATORS, KL
 from step3_ppo.loss import POLICY_LOSSES
 
@@ -24,6 +26,13 @@ VARIANTS: dict[str, tuple[type[StageSection], Iterable[str], str]] = {
     "ppo.kl_estimator": (PpoSection, {*KL, "k3_weighted"}, "KL of step3_ppo/advantages.py"),
     "dpo.loss": (DpoSection, {*LOSSES, "kto"}, "LOSSES of step2_dpo/loss.py"),
 }
+
+TABLES: dict[str, Mapping[str, tuple[Any, ...]]] = {
+    "ppo.advantage": ESTIMATORS,
+    "ppo.loss": POLICY_LOSSES,
+    "dpo.loss": {**LOSSES, "kto": (kto_loss, ("beta", "undesirable_weight"))},
+}
+ALWAYS_READ = {"samples", "lam"}  # each rollout has samples; recipes set lam for any advantage
 
 
 def values_of(section: type[StageSection], name: str) -> set[str]:
@@ -46,12 +55,16 @@ def test_each_value_has_a_function_and_is_described(key: str) -> None:
         assert values <= words, f"{place} does not name {key}={', '.join(sorted(values - words))}"
 
 
-@pytest.mark.parametrize(
-    ("section", "table"), [(PpoSection, ESTIMATORS), (PpoSection, POLICY_LOSSES), (DpoSection, LOSSES)]
-)
-def test_the_functions_take_keys_of_their_section(section: type[StageSection], table: Mapping[str, Any]) -> None:
-    for value, (*_, keys) in table.items():
-        assert set(keys) <= set(section.model_fields), f"{section.__name__} lacks a key that {value} takes: {keys}"
+@pytest.mark.parametrize("variant", TABLES)
+def test_a_key_has_an_effect_exactly_with_the_variants_that_take_it(variant: str) -> None:
+    stage, _, name = variant.partition(".")
+    (section, _, _), table = VARIANTS[variant], TABLES[variant]
+    needs = {key: has_effect for key, _, has_effect in NEEDS}
+    for value, (*_, taken) in table.items():
+        config = RunConfig.model_construct(**{stage: section(**{name: value})})
+        for key in {key for *_, keys in table.values() for key in keys} - ALWAYS_READ:
+            has_effect = f"{stage}.{key}" not in needs or bool(needs[f"{stage}.{key}"](config))
+            assert has_effect == (key in taken), f"{stage}.{key} with {variant}={value}: NEEDS of config/check.py"
 
 
 @pytest.mark.parametrize("stage", GUIDES)
