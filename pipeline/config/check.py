@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pipeline.config.check_engine import engine_mistakes
 from pipeline.config.check_ppo import ppo_mistakes
 from pipeline.config.messages import as_written, messages
-from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RunConfig
+from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RolloutSection, RunConfig
 from pipeline.config.stages import METHODS, POLICIES, STAGES, stages_to_run
 from pipeline.errors import UserError
 
@@ -221,21 +221,19 @@ def _keys_without_effect(config: RunConfig, stages: Sequence[str]) -> Iterable[s
             yield f"{key}={as_written(value)} has no effect with {other}={actual}: set {remedy}, or remove {key}"
 
 
-PLAIN_SAMPLING = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+RESHAPING = ("top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")
+"""The keys of `rollout` that change the distribution of the sampled tokens. Their defaults do not."""
 
 
 def warnings(config: RunConfig) -> list[str]:
     """Return a message for each setting that is allowed but probably a mistake."""
     found = []
-    changed = [
-        f"rollout.{key}={getattr(config.rollout, key):g}"
-        for key, plain in PLAIN_SAMPLING.items()
-        if getattr(config.rollout, key) != plain
-    ]
+    plain = {key: getattr(RolloutSection(), key) for key in RESHAPING}
+    changed = [f"rollout.{key}={value:g}" for key in RESHAPING if (value := getattr(config.rollout, key)) != plain[key]]
     if "ppo" in stages_to_run(config) and changed:
         found.append(
             f"{' '.join(changed)}: PPO samples from a changed distribution but trains the full one, so its ratios are "
-            f"biased: set {' '.join(f'rollout.{key}={plain}' for key, plain in PLAIN_SAMPLING.items())}"
+            f"biased: set {' '.join(f'rollout.{key}={value:g}' for key, value in plain.items())}"
         )
     if "ppo" in stages_to_run(config) and config.reward_model is not None and not config.ppo.reward_model:
         found.append(f"reward_model={config.reward_model.name} is not used, because ppo.reward_model=false")

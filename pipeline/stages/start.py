@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +50,9 @@ def optimizer_config(section: StageSection, *, steps: int, lr: float | None = No
 
 
 def sampling(rollout: RolloutSection, tokenizer: ChatTokenizer, *, seed: int) -> Sampling:
-    """Return the sampling settings, which rollouts and evaluation share."""
-    return Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        min_new_tokens=rollout.min_new_tokens,
-        stop=tuple(rollout.stop),
-        end_ids=tokenizer.end_ids,
-        seed=seed,
-    )
+    """Return the sampling settings, which rollouts and evaluation share. Keys and fields have the same names."""
+    settings = rollout.model_dump(include={each.name for each in fields(Sampling)})
+    return Sampling(**settings | {"stop": tuple(rollout.stop)}, end_ids=tokenizer.end_ids, seed=seed)
 
 
 def build_evaluator(config: RunConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> Evaluator:
