@@ -4,6 +4,7 @@ The memory that the stages measure is also compared with the predicted bytes.
 """
 
 import json
+import re
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ from engine.parallel import dist
 from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from tests.ranks import run_ranks
-from tests.tiny import copy_stages, metrics, tiny_config, write_stage_configs
+from tests.tiny import ROOT, copy_stages, metrics, tiny_config, write_stage_configs
 
 CURVES = {
     "sft": ("loss", "grad_norm", "eval_loss"),
@@ -96,8 +97,10 @@ def test_ranks_and_layouts_do_not_change_the_metrics(tmp_path: Path) -> None:
     run_ranks(run_stages, 2, str(tmp_path), LAYOUTS)
     for number, (layout, stages) in enumerate(LAYOUTS):
         check_memory(tmp_path / f"ranks-2-layout-{number}", str(layout), stages)
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "reference" / "outputs.md").read_text()))
     for stage, names in CURVES.items():
         one_rank = metrics(tmp_path / "ranks-1-layout-0", stage)
+        assert {name for line in one_rank for name in line} <= documented, "docs/reference/outputs.md lacks a metric"
         assert len(one_rank) == STEPS[stage] + (stage == "ppo")
         for number, (layout, stages) in enumerate(LAYOUTS):
             if stage not in stages:

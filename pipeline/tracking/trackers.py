@@ -30,8 +30,8 @@ SECTIONS = (
     ("speed", r".*_seconds|.*_per_second|.*_bytes|seconds|tokens"),
     ("optimizer", r"(critic_)?(lr|grad_norm)|skipped_steps|kl_coef"),
     ("critic", r"value.*|return|explained_variance"),
-    ("policy", r"kl.*|approx_kl|entropy|policy_loss|clip_fraction|first_ratio.*|generator_.*"),
-    ("rollout", r"score.*|reward.*|function_score|response_length.*|eos_rate|alike_prompts|length_correlation"),
+    ("policy", r"kl.*|approx_kl|entropy|(policy|ptx)_loss|clip_fraction|first_ratio.*|(generator|importance)_.*"),
+    ("rollout", r"score.*|reward.*|function_score|response_length.*|eos_rate|.*_prompts|length_correlation"),
 )
 """The sections, each with a pattern of the names of its metrics. The first that matches counts."""
 OTHER = "train"

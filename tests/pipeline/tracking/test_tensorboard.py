@@ -1,6 +1,7 @@
 """TensorBoard: sections, tables and notes in its files, repeated steps, and the missing package."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from pipeline.config.check import validate
 from pipeline.config.check_machine import check_paths
 from pipeline.config.compose import compose
 from pipeline.errors import UserError
-from pipeline.tracking.trackers import TensorBoard, sectioned
+from pipeline.tracking.trackers import OTHER, TensorBoard, section_of, sectioned
 from pipeline.tracking.watchers import open_watchers
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "outputs.md"
 
 
 def events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
@@ -62,6 +65,14 @@ def test_a_missing_package_is_named_before_any_work(monkeypatch):
     monkeypatch.setattr("pipeline.tracking.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tracking.kind=both needs the package tensorboard: .*'\.\[tensorboard\]'"):
         check_paths(validate(compose(["tracking=both"])))
+
+
+def test_each_documented_metric_of_ppo_has_a_section():
+    _, *tables = PAGE.read_text().partition("## summary.json")[0].split("### PPO:")
+    rows = [line.split(" | ")[0] for table in tables for line in table.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row) if name != "guard"]  # a text
+    assert len(names) > 40
+    assert [name for name in names if section_of(name) == OTHER] == []
 
 
 def test_metrics_have_the_section_of_their_kind():
