@@ -84,6 +84,11 @@ def advise(problem: BaseException) -> str | None:
             f"NCCL has too little shared memory ({text.splitlines()[-1]}): start the container with --ipc=host or "
             "--shm-size=8g, or enlarge /dev/shm; then run the same command again to resume"
         )
+    if "CUDA driver error" in text:  # of the functions for virtual memory, which segments that grow need
+        return (
+            f"the driver of the GPU refuses PyTorch's expandable segments ({text.partition(chr(10))[0]}): write "
+            "PYTORCH_ALLOC_CONF=expandable_segments:False in front of the command"
+        )
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
     if isinstance(problem, OSError) and problem.errno in (errno.EIO, errno.EROFS):

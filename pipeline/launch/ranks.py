@@ -18,6 +18,7 @@ SLURM_PORT = 29400
 PORTS = range(20_000, 29_000)
 EXPANDABLE = "expandable_segments:True"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+WSL_GPU = Path("/dev/dxg")
 WAITING_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 SPINS = 10_000  # of a waiting thread before it sleeps; libgomp's default is 300,000
 BUSY_CORES = 0.5
@@ -176,21 +177,22 @@ def may_have_gpus() -> bool:
     """Return whether this machine has a GPU driver and the environment does not hide the GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
-    devices = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-    return shutil.which("nvidia-smi") is not None or any(Path(device).exists() for device in devices)
+    devices = (Path("/dev/nvidiactl"), WSL_GPU, Path("/dev/kfd"))
+    return shutil.which("nvidia-smi") is not None or any(device.exists() for device in devices)
 
 
 def allocator_settings(env: Mapping[str, str]) -> dict[str, str]:
     """Return settings for ranks on GPUs. The user's settings of PyTorch's allocator have priority.
 
     Row lengths differ between micro-batches, and blocks of fixed size would leave gaps. Segments that grow leave none.
+    On WSL 2, the drivers of some GPUs fail at the first of these segments (pytorch/pytorch#192330).
     NCCL registers the buffers of a CUDA graph as one allocation each, and such a graph hangs if the buffers are in
     expandable segments (pytorch/pytorch#158029). Registration only saves copies, so it is off.
     """
     configured = [env[name] for name in ALLOCATOR_VARIABLES if name in env]
-    if configured and EXPANDABLE not in ",".join(configured):
-        return {}
-    return ({} if configured else {ALLOCATOR_VARIABLES[0]: EXPANDABLE}) | {"NCCL_GRAPH_REGISTER": "0"}
+    if not configured and not WSL_GPU.exists():
+        return {ALLOCATOR_VARIABLES[0]: EXPANDABLE, "NCCL_GRAPH_REGISTER": "0"}
+    return {"NCCL_GRAPH_REGISTER": "0"} if EXPANDABLE in ",".join(configured) else {}
 
 
 def thread_settings(local_world: int, env: Mapping[str, str]) -> dict[str, str]:

@@ -121,6 +121,8 @@ def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator
     assert allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}) == {}
     own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
     assert allocator_settings(own) == {"NCCL_GRAPH_REGISTER": "0"}
+    monkeypatch.setattr(ranks, "WSL_GPU", fake)  # a path that exists
+    assert allocator_settings({}) == {} and allocator_settings(own) == {"NCCL_GRAPH_REGISTER": "0"}
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,10 @@ def test_the_lost_rank_is_the_cause_of_several_ends():
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
         (
+            RuntimeError("CUDA driver error: operation not supported\nException raised from ExpandableSegment"),
+            "the driver of the GPU refuses PyTorch's expandable segments (CUDA driver error: operation not supported)",
+        ),
+        (
             RuntimeError(
                 "NCCL error: unhandled system error\nLast error:\nError while creating shared memory segment "
                 "/dev/shm/nccl-WU88OE (size 9637888), error: No space left on device (28)"
