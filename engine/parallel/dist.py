@@ -133,7 +133,8 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
-        device_id=own_device if kind == "cuda" else None,
+        # NCCL connects the ranks now. One rank would get a communicator that takes memory and fails on some machines.
+        device_id=own_device if kind == "cuda" and size > 1 else None,
     )
     _cache["checkpoints"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
     _cache["objects"] = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)

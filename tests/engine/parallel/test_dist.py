@@ -31,6 +31,28 @@ def test_restarted_ranks_ignore_the_keys_of_the_first_attempt(monkeypatch: pytes
         store.set("exception_dump", "rank")  # as NCCL does after an error, in all process groups of the store
 
 
+@pytest.mark.parametrize(("size", "expected"), [(1, None), (2, torch.device("cuda", 0))])
+def test_nccl_connects_several_ranks_at_the_start(
+    size: int, expected: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank calls no collective, and NCCL cannot connect it on some machines (deepspeedai/DeepSpeed#8248)."""
+    bound = list[torch.device | None]()
+
+    def join(**arguments: Any) -> None:
+        bound.append(arguments["device_id"])
+        raise ConnectionError
+
+    for name, value in {"WORLD_SIZE": str(size), "RANK": "0", "TORCH_DIST_USE_NCCL2": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_: iter([(HashStore(), 0, size)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+    monkeypatch.setattr(dist, "_choose_interface", lambda *_: None)
+    with pytest.raises(ConnectionError):
+        dist.start(device="cuda")
+    assert bound == [expected]
+
+
 @pytest.mark.parametrize(("own", "set_by_user", "expected"), [
     ("10.77.0.2", {}, {"GLOO": "eth7", "NCCL": "eth7"}),
     ("10.77.0.2", {"NCCL": "ib0"}, {"GLOO": "eth7", "NCCL": "ib0"}),
