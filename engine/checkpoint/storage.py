@@ -18,6 +18,7 @@ one chunk per tensor name and rank.
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -49,8 +50,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from engine.oom import is_out_of_memory
 from engine.parallel import dist, dtensors
 
+log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"
 Checksum = dict[str, int | str]  # of a file: {"bytes": size, "xxh3_128": hexadecimal digest}
 FILE_BYTES = 2**30  # of chunks in one file: tensors on a GPU are copied to the host file by file
@@ -81,8 +84,17 @@ class LocalChunks:
         return {offsets: chunk for offsets, chunk in chunks.items() if chunk.numel() or not self.layout.numel()}
 
     def copy_to_host(self) -> "LocalChunks":
-        """Return the same chunks with a copy of the values in host memory, pinned for a copy from a GPU."""
-        copy = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
+        """Return the same chunks with a copy of the values in host memory, pinned for a copy from a GPU if possible.
+
+        On WSL 2, about 1 GiB can be pinned. A copy to other memory is complete when it returns.
+        """
+        try:
+            copy = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            log.info("checkpoint: no more memory can be pinned, so copies from the GPU take longer (%s)", error)
+            copy = torch.empty(self.values.shape, dtype=self.values.dtype)
         copy.copy_(self.values, non_blocking=True)
         return LocalChunks(self.layout, copy)
 
