@@ -88,12 +88,12 @@ def launch_here(folder: Path, arguments: Sequence[str], modules: dict[str, str])
 
 
 class ForkedRank:
-    """Fork a process for [python, "-m", module, argument...]. Implements the part of Popen that the launcher uses."""
+    """Fork a process for [python, "-P", "-m", module, argument...]. Implements what the launcher uses of Popen."""
 
     def __init__(
         self, command: Sequence[str], *, env: dict[str, str], stdin: int, pass_fds: Sequence[int], process_group: int
     ) -> None:
-        assert command[1] == "-m" and stdin == subprocess.DEVNULL and process_group == 0
+        assert command[1:3] == ["-P", "-m"] and stdin == subprocess.DEVNULL and process_group == 0
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -109,7 +109,7 @@ class ForkedRank:
                 os.closerange(start, number)
                 start = number + 1
             os.closerange(start, os.sysconf("SC_OPEN_MAX"))
-            os._exit(_run_module(command[2:], env))
+            os._exit(_run_module(command[3:], env))
 
     def poll(self) -> int | None:
         """Return the exit status, minus the signal that ended the process, or None while the process runs."""
@@ -132,7 +132,7 @@ class ForkedRank:
 
 
 def _run_module(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run a module as `python -m MODULE ARGUMENT...` does, and return the exit status."""
+    """Run a module as `python -P -m MODULE ARGUMENT...` does, and return the exit status."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)

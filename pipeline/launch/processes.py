@@ -170,7 +170,8 @@ def _start(
         # Settings of the user have priority.
         env = watch.flight_recorder(run_dir / stage) | allocator_settings(env) | env
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULES[stage], "--worker", str(run_dir.resolve())],
+        # -P: a file or folder of the user, such as engine.py, does not replace a package of the same name.
+        [sys.executable, "-P", "-m", MODULES[stage], "--worker", str(run_dir.resolve())],
         env=env | {STACK: str(stack)},
         stdin=subprocess.DEVNULL,
         pass_fds=(write_end, row, stack),

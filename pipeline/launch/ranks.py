@@ -238,6 +238,6 @@ def count_gpus() -> int:
     if not may_have_gpus():
         return 0
     counted = "torch.cuda.is_available() and torch.cuda.device_count()"
-    command = [sys.executable, "-c", f"import torch; print(int({counted}))"]
+    command = [sys.executable, "-P", "-c", f"import torch; print(int({counted}))"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return int(result.stdout.split()[-1]) if result.returncode == 0 and result.stdout.split() else 0

@@ -94,6 +94,12 @@ def test_ranks_get_their_environment(fake, monkeypatch):
     assert "PYTORCH_ALLOC_CONF" not in env[0]
 
 
+def test_a_file_in_the_current_folder_replaces_no_module_of_a_rank(fake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fake_stage.py").write_text("raise SystemExit('the file of the user')")
+    assert launch_fake(fake).status == 0
+
+
 @pytest.mark.parametrize(
     ("busy", "own", "expected"),
     [
