@@ -117,12 +117,13 @@ def update_policy(
     def policy(module: nn.Module, batch: Microbatch) -> tuple[Tensor, Sums]:
         logprobs, entropies = policy_logprobs(module, batch, temperature)
         old = _token_values(rollout.logprobs, rollout, batch.indices)
-        weights, weight_sums = _weights(rollout, batch, minibatch, ppo)
+        answer_weights = _answer_weights(rollout, batch, minibatch, ppo)
+        importance, importance_sums = _importance(rollout, batch, ppo)
         total, sums = surrogate(
             logprobs,
             old,
             _token_values(advantages.advantages, rollout, batch.indices),
-            weights=weights,
+            weights=answer_weights * importance,
             ratio=ratio_of(ppo.ratio, batch.response_lengths),
         )
         deviation = (log_ratio(logprobs.detach(), old).exp() - 1.0).abs()
@@ -132,10 +133,10 @@ def update_policy(
         if kl_coef:
             assert rollout.reference is not None
             reference = _token_values(rollout.reference, rollout, batch.indices)
-            kl = loss_kl(ppo.kl_estimator or "k3", logprobs, reference, old).sum()
+            kl = (answer_weights * loss_kl(ppo.kl_estimator or "k3", logprobs, reference, old)).sum()
             total, sums = total + kl_coef * kl, sums | {"kl_loss": kl}
         largest = deviation.max() if len(deviation) else deviation.new_zeros(())
-        return total, sums | weight_sums | {"entropy": entropy, "deviation": deviation.sum(), "largest": largest}
+        return total, sums | importance_sums | {"entropy": entropy, "deviation": deviation.sum(), "largest": largest}
 
     def pretraining(module: nn.Module, batch: TokenBatch) -> tuple[Tensor, Sums]:
         logprobs, _ = module(batch.input_ids, batch.scored, documents=batch.documents)
@@ -188,22 +189,23 @@ def dry_run(
         critic.dry_run(longest, value)
 
 
-def _weights(rollout: Rollout, batch: Microbatch, minibatch: Minibatch, ppo: PpoSection) -> tuple[Tensor | float, Sums]:
-    """Return the weight of each token's loss, and metrics.
+def _answer_weights(rollout: Rollout, batch: Microbatch, minibatch: Minibatch, ppo: PpoSection) -> Tensor | float:
+    """Return the weight of each token in the surrogate and the KL: with sequence-level ratios, answers count equally.
 
-    The importance weight is that of tokens that the generator sampled, not the trainer. With sequence-level ratios,
-    each sequence of the minibatch has the same weight.
+    DeepSeekMath (Shao et al., 2024, equation 3) has the KL inside the mean over the tokens of an answer.
     """
-    weights: Tensor | float = 1.0
-    sums: Sums = {}
-    if ppo.importance_cap is not None:
-        old, generator = (_token_values(each, rollout, batch.indices) for each in (rollout.logprobs, rollout.generator))
-        importance = importance_of(ppo.importance_weights, batch.response_lengths)
-        weights, sums = importance(old, generator, ppo.importance_cap)
-    if ppo.ratio == "sequence":
-        equal = equal_sequences(batch.response_lengths, tokens=minibatch.tokens, sequences=minibatch.sequences)
-        weights = distributed.to_device(equal, rollout.logprobs.device) * weights
-    return weights, sums
+    if ppo.ratio == "token":
+        return 1.0
+    weights = equal_sequences(batch.response_lengths, tokens=minibatch.tokens, sequences=minibatch.sequences)
+    return distributed.to_device(weights, rollout.logprobs.device)
+
+
+def _importance(rollout: Rollout, batch: Microbatch, ppo: PpoSection) -> tuple[Tensor | float, Sums]:
+    """Return the importance weights of tokens that the generator sampled, not the trainer, and metrics."""
+    if ppo.importance_cap is None:
+        return 1.0, {}
+    old, generator = (_token_values(each, rollout, batch.indices) for each in (rollout.logprobs, rollout.generator))
+    return importance_of(ppo.importance_weights, batch.response_lengths)(old, generator, ppo.importance_cap)
 
 
 def _token_values(table: Tensor, rollout: Rollout, indices: Sequence[int]) -> Tensor:

@@ -156,7 +156,7 @@ def test_minibatches_exclude_masked_answers() -> None:
 
 @pytest.mark.parametrize("budget", [18, 1000])
 def test_one_update_with_sequence_ratios(budget: int, tmp_path: Path) -> None:
-    """The loss is the mean over the answers for all micro-batches and lengths."""
+    """The loss and its KL are means over the answers for all micro-batches and lengths."""
     saved_models(tmp_path)
     models, rollout = models_in(tmp_path), rollout_of(PROMPTS, RESPONSES)
     section = PpoSection(ratio="sequence", clip=0.1, clip_high=0.2, dual_clip=None, importance_cap=1.5)
@@ -173,12 +173,14 @@ def test_one_update_with_sequence_ratios(budget: int, tmp_path: Path) -> None:
         padded([[x - math.log(w) / len(row) for x in row] for row, w in zip(own, weight, strict=True)])
     )
     losses = []
-    for advantage, moved, w in zip(answers, shift, weight, strict=True):
+    reference = rows_of(rollout.reference, rollout)
+    for advantage, moved, w, a, b in zip(answers, shift, weight, split(new), reference, strict=True):
         ratio = math.exp(moved)
         held = min(max(ratio, 0.9), 1.2)
-        losses.append(min(w, 1.5) * max(-advantage * ratio, -advantage * held))
+        kl = statistics.fmean(math.exp(y - x.item()) - 1 - (y - x.item()) for x, y in zip(a, b, strict=True))
+        losses.append(min(w, 1.5) * max(-advantage * ratio, -advantage * held) + 0.3 * kl)
     (minibatch,) = minibatches(rollout, count=1, seed=1, pad_id=0, budget=budget)
-    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0)
+    update = update_policy(models.actor, minibatch, rollout, targets, section, temperature=1.0, kl_coef=0.3)
     assert update.loss == pytest.approx(math.fsum(losses) / 5, rel=1e-3)
 
 
