@@ -35,7 +35,8 @@ def scatter_chart(
 ) -> Markup | None:
     """Draw the dots of one or more groups, with a legend above them. Return None without dots.
 
-    A thin line connects the dots of a group with `sparse` in their order.
+    Of a group with more than `MOST_DOTS` dots, every n-th dot is drawn. A thin line connects the dots of a group with
+    `sparse` in their order.
     """
     shown = [one for one in groups if one.points]
     if not shown:
@@ -45,7 +46,7 @@ def scatter_chart(
     frame = Frame(across, up)
     parts: list[Child] = [frame.draw(x_name, y_name)]
     for one in shown:
-        pixels = [frame.pixel(*point) for point in one.points[:MOST_DOTS]]
+        pixels = [frame.pixel(*point) for point in one.points[:: math.ceil(len(one.points) / MOST_DOTS)]]
         if one.sparse:
             parts.append(polyline(pixels, f"curve tone-{one.tone} faint"))
         parts += [

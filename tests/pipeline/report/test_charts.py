@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from pipeline.report.charts import (
+    MOST_DOTS,
     histogram_chart,
     interval_chart,
     scatter_chart,
@@ -64,6 +65,16 @@ def test_long_runs_are_thinned_without_changing_their_mean() -> None:
     mean = sum(y for _, y in line) / len(line)
     assert abs(mean - (TOP + HEIGHT - BOTTOM) / 2) < 0.5  # The mean of 0..6 is 3, half way up.
     assert len(page) < 40_000
+
+
+def test_the_dots_of_a_large_group_come_from_all_of_its_points() -> None:
+    group = Series("", [(float(at), 0.0) for at in range(10 * MOST_DOTS)])
+    page = scatter_chart("t", [group], x_name="x", y_name="y")
+    assert page is not None
+    across = [float(x) for x in re.findall(r'<circle cx="([^"]*)"', page)]
+    middle = (min(across) + max(across)) / 2
+    assert len(across) == MOST_DOTS and max(across) > 0.95 * (WIDTH - 16)
+    assert sum(x < middle for x in across) == MOST_DOTS / 2
 
 
 def test_a_noisy_curve_is_drawn_thin_with_its_mean_above() -> None:
