@@ -19,13 +19,12 @@ PLAN = "plan.json"  # the prediction of a stage, in its folder
 Record = TypeVar("Record")
 
 
-def write_atomically(file: Path, content: str | bytes | Iterable[bytes]) -> None:
-    """Replace a file atomically, also in a power cut. Text is written as UTF-8, and parts one after the other."""
-    content = content.encode() if isinstance(content, str) else content
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Replace a file atomically, also in a power cut. Text is written as UTF-8."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as stream:
-            stream.writelines([content] if isinstance(content, bytes) else content)
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)

@@ -2,13 +2,14 @@
 
 import json
 import math
+import mmap
 import os
 import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.autograd.profiler import record_function
 from engine import Engine, distributed
 from pipeline import progress
 from pipeline.config.schema import ProfileSection
-from pipeline.files import explained_disk, write_atomically
+from pipeline.files import explained_disk
 
 WORK = ("flip", "generate", "score", "train")  # the phases that count for tokens per second
 RESTING = ("parameters", "optimizer", "average")  # owners whose bytes an engine holds between steps
@@ -41,21 +42,26 @@ def cut(path: Path, step: int) -> None:
     """Remove the lines after `step` from a JSONL file with a `step` in each line; step 0 removes all lines.
 
     A killed run may have logged steps after its last checkpoint. The resumed run repeats these steps. A full disk may
-    have cut a line anywhere, also inside a character. Lines that are not such JSON objects are removed, too.
+    have cut a line anywhere, also inside a character. Such lines at the end are removed, too. Only the end is read,
+    because rollouts.jsonl may have gigabytes.
     """
     if path.exists():
-        write_atomically(path, _lines_until(path, step))
+        os.truncate(path, _bytes_until(path, step))
 
 
-def _lines_until(path: Path, step: int) -> Iterator[bytes]:
-    """Yield the lines up to `step`. rollouts.jsonl may be larger than the memory."""
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                if 0 < step >= json.loads(line)["step"]:
-                    yield line.removesuffix(b"\n") + b"\n"
-            except (ValueError, KeyError, TypeError):  # invalid UTF-8 is a ValueError
-                continue
+def _bytes_until(path: Path, step: int) -> int:
+    """Return the number of bytes up to the last line of a step that is at most `step`."""
+    end = path.stat().st_size
+    if step == 0 or end == 0:  # an empty file cannot be mapped
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        while end:
+            begin = content.rfind(b"\n", 0, end - 1) + 1
+            with suppress(ValueError, KeyError, TypeError):  # invalid UTF-8 is a ValueError
+                if content[end - 1 : end] == b"\n" and json.loads(content[begin:end])["step"] <= step:
+                    break
+            end = begin
+    return end
 
 
 def plain(value: float) -> float | int | None:

@@ -26,16 +26,17 @@ def test_lines_of_repeated_steps_are_removed(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_large_files_are_read_line_by_line(tmp_path: Path) -> None:
+def test_large_files_are_cut_in_place_and_read_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "ppo" / "rollouts.jsonl"
     path.parent.mkdir()
     row = {"prompt": "word " * 2000, "score": 0.5, "kl": 1.0}
     content = "".join(json.dumps({"step": step, **row}) + "\n" for step in range(1, 401))
     path.write_text(content)
+    file = path.stat().st_ino
     tracemalloc.start()
     metrics.cut(path, 399)
     rollouts = read_run(tmp_path).stage("ppo").rollouts
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [step for step, *_ in rollouts] == list(range(1, 400))
-    assert peak < len(content) / 4
+    assert peak < len(content) / 4 and path.stat().st_ino == file
