@@ -25,8 +25,8 @@ class StageReading:
     rows: the numeric metrics of each step
     planned: the settings that engine=auto chose, with its predictions
     grades: the grades of every evaluation
-    rollouts: (step, score, KL) of the logged answers that have these numbers
     card: the report card of the reward model
+    folder: the folder of the stage; None if there is none
     """
 
     name: str
@@ -36,8 +36,8 @@ class StageReading:
     config: str = ""
     planned: Mapping[str, Any] = field(default_factory=dict)
     grades: Sequence[StepGrades] = ()
-    rollouts: Sequence[tuple[float, float, float]] = ()
     card: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
 
     @property
     def started(self) -> bool:
@@ -51,6 +51,14 @@ class StageReading:
     def guard(self) -> Mapping[str, Any]:
         """Return what the training guard wrote to the summary; empty without a guard."""
         return self.summary.get("guard") or {}
+
+    @cached_property
+    def rollouts(self) -> Sequence[tuple[float, float, float]]:
+        """Return (step, score, KL) of the logged answers that have these numbers.
+
+        They are read at the first use: rollouts.jsonl may have gigabytes, and the verdict does not need it.
+        """
+        return [] if self.folder is None else _read_rollouts(self.folder / ROLLOUTS)
 
     @property
     def last_step(self) -> int:
@@ -175,8 +183,8 @@ def _read_stage(folder: Path, name: str) -> StageReading:
         config=_read_text(folder / CONFIG),
         planned=read_plan(folder),
         grades=read_grades(folder / GRADES),
-        rollouts=_read_rollouts(folder / ROLLOUTS),
         card=read_object(folder / CARD),
+        folder=folder,
     )
 
 

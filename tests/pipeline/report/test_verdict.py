@@ -177,8 +177,9 @@ def test_a_run_without_a_finished_policy_shows_its_progress(
     assert verdict.headline == f"No verdict yet: {headline}" and verdict.evidence.startswith(evidence)
 
 
-def test_summarize_run_prints_the_verdict(tmp_path: Path) -> None:
+def test_summarize_run_prints_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_demo_run(tmp_path)
+    monkeypatch.setattr(StageReading, "rollouts", property(lambda _: pytest.fail("the file may have gigabytes")))
     verdict = conclusion(tmp_path)
     assert verdict is not None and verdict.startswith(HELPED)
     lines = summarize_run(tmp_path, verdict).splitlines()
