@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine import Engine, Sampling, distributed
 from pipeline.config.schema import RunConfig
@@ -59,16 +59,12 @@ def ppo_evaluator(
 class PlayedEpisodes:
     """The scores of episodes on held-out prompts. A text alone cannot be scored again.
 
-    The scores of an earlier start of the stage are read from samples.jsonl in `folder`.
+    The scores of the newest episodes are in memory. Those of earlier ones are read from samples.jsonl in `folder`.
     """
 
     def __init__(self, models: Models, prompts: Sequence[Prompt], folder: Path) -> None:
-        self._models, self._prompts = models, prompts
-        self._scores = {
-            (sample.prompt, sample.answers[name]): score
-            for sample in read_samples(folder / SAMPLES)
-            for name, score in sample.scores.items()
-        }
+        self._models, self._prompts, self._file = models, prompts, folder / SAMPLES
+        self._newest: dict[tuple[Any, str], float] = {}
 
     def answer(
         self,
@@ -79,25 +75,34 @@ class PlayedEpisodes:
         *,
         keep: bool,
     ) -> list[list[str]]:
-        """Play one episode per prompt for each of several settings, record their scores, and return their texts."""
+        """Play one episode per prompt for each of several settings, hold their scores, and return their texts."""
         from pipeline.evaluation.episodes import play_episodes
 
         token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
         rows = [prompt.row or {} for prompt in prompts]
         assert self._models.function is not None
         played = play_episodes(engine, self._models.function, tokenizer, token_ids, rows, settings, keep=keep)
+        self._newest = {}
         for episodes in played:
             rewards = [episode.rewards for episode in episodes]
             scores = score_answers(self._models, [], [], pad_id=0, budget=1, played=rewards).total
             for prompt, episode, score in zip(self._prompts, episodes, scores, strict=True):
-                self._scores[prompt.messages, episode.text] = score
+                self._newest[prompt.messages, episode.text] = score
         return [[episode.text for episode in episodes] for episodes in played]
 
     def scores(self, texts: Sequence[str]) -> tuple[list[float] | None, None]:
         """Return the score of each text; None if any text is not that of a recorded episode."""
-        found = [self._scores.get((prompt.messages, text)) for prompt, text in zip(self._prompts, texts, strict=True)]
-        known = [score for score in found if score is not None]
-        return (known if len(known) == len(found) else None), None
+        keys = [(prompt.messages, text) for prompt, text in zip(self._prompts, texts, strict=True)]
+        scores = self._newest if all(key in self._newest for key in keys) else self._newest | self._recorded()
+        return ([scores[key] for key in keys] if all(key in scores for key in keys) else None), None
+
+    def _recorded(self) -> dict[tuple[Any, str], float]:
+        """Return the scores in samples.jsonl."""
+        return {
+            (sample.prompt, sample.answers[name]): score
+            for sample in read_samples(self._file)
+            for name, score in sample.scores.items()
+        }
 
 
 def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:
