@@ -3,8 +3,7 @@
 A conversation is tokenized in segments: the prompt with its generation prompt, the answer with its end token, the
 next prompt, and so on. SFT therefore trains on the same ids that generation produces. Contents are plain text: the
 characters "<|end|>" in a message never become the control token of that name, so a message cannot end its turn or
-begin another one. (The default template for tokenizers without a template marks roles with words, which a message may
-contain.)
+begin another one. (The default template marks roles with words, which a message may contain.)
 """
 
 import hashlib
@@ -322,22 +321,23 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None, thin
             "download the model on another machine, copy the folder to this machine, and set model.path=FOLDER (or "
             "model.tokenizer=FOLDER)."
         ) from error
+    return with_template(hf, chat_template=chat_template, thinking=thinking)
+
+
+def with_template(hf: "PreTrainedTokenizerBase", *, chat_template: str | None, thinking: bool) -> ChatTokenizer:
+    """Return a tokenizer with these settings (see `load_tokenizer`). Raises UserError if it cannot write reasoning."""
     if chat_template is not None:
         hf.chat_template = _template_text(chat_template)
     if thinking:
-        _let_think(hf)
+        given = hf.chat_template or DEFAULT_TEMPLATE
+        named = given if isinstance(given, dict) else {"": given}
+        marked = {name: text if text.startswith(THINKING) else THINKING + text for name, text in named.items()}
+        hf.chat_template = marked if isinstance(given, dict) else marked[""]
+        try:
+            ChatTemplate(hf).answer((USER, Message("assistant", "", reasoning="-").turn))
+        except UserError as problem:
+            raise UserError(f"model.thinking=true: {problem}") from problem
     return ChatTokenizer(hf)
-
-
-def _let_think(hf: "PreTrainedTokenizerBase") -> None:
-    """Mark the template. Raises UserError if it writes no reasoning."""
-    templates = hf.chat_template if isinstance(hf.chat_template, dict) else {"": hf.chat_template or DEFAULT_TEMPLATE}
-    marked = {name: text if text.startswith(THINKING) else THINKING + text for name, text in templates.items()}
-    hf.chat_template = marked if isinstance(hf.chat_template, dict) else marked[""]
-    try:
-        ChatTemplate(hf).answer((USER, Message("assistant", "", reasoning="-").turn))
-    except UserError as problem:
-        raise UserError(f"model.thinking=true: {problem}") from problem
 
 
 def _template_text(path: str) -> str:

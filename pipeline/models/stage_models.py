@@ -13,7 +13,7 @@ from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
 from pipeline.data.records import Preference
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, with_template
 from pipeline.errors import UserError
 from pipeline.files import sync
 from pipeline.models.build import check_adapters, check_scores
@@ -55,7 +55,8 @@ def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatToken
     )
     from pipeline.data.new_tokenizer import train_tokenizer  # imported here because few runs need a new tokenizer
 
-    return train_tokenizer((text for record in records for text in _texts(record)), size)
+    trained = train_tokenizer((text for record in records for text in _texts(record)), size)
+    return with_template(trained.hf, chat_template=model.chat_template, thinking=model.thinking)
 
 
 def _records_or_none(config: RunConfig, stage: str) -> Sequence[Record]:

@@ -34,6 +34,15 @@ def test_a_tokenizer_is_trained_on_the_given_records(tmp_path: Path, monkeypatch
     assert made.fingerprint() == itself.fingerprint()
 
 
+def test_a_trained_tokenizer_has_the_given_template(tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}")
+    made = run_tokenizer(tiny_config(model={"chat_template": str(template)}), _folder(tmp_path / "run"))
+    assert made.hf.chat_template == template.read_text()
+    with pytest.raises(UserError, match=r"model\.thinking=true: The chat template does not write the reasoning"):
+        run_tokenizer(tiny_config(model={"thinking": True}), _folder(tmp_path / "thinks"))
+
+
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
