@@ -88,7 +88,7 @@ def examine(job: Job, stream: TextIO) -> Iterator[str]:
     yield from rate_lines(compare_rates(config, job.reference), job.reference.name if job.reference else "")
     yield ""
     yield from _predictions(config, facts, ranks)
-    few = (few_steps(each.stage, getattr(config, each.stage), each.steps, each.train) for each in facts.stages)
+    few = (few_steps(each.stage, getattr(config, each.stage), each.steps, each.size.rows) for each in facts.stages)
     yield from (f"warning: {text}" for text in (*filter(None, few), *warnings(config)))
 
 

@@ -1,7 +1,7 @@
 """The facts that `zerochat doctor` shows: the data, the tokenizer and the models of each stage, without weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipeline.models.stage_models import (
     require_context,
     require_later_models,
 )
-from pipeline.planning.data_size import DataSize, size_of
+from pipeline.planning.data_size import DataSize, sampled_size
 from pipeline.planning.stage_task import stage_steps
 
 SAMPLE = 2000  # records of a stage that are tokenized
@@ -91,8 +91,8 @@ def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer
         train = labelled_answers(train)
     sample = train[:SAMPLE]
     items, cut = encoder(config, stage, tokenizer)(sample)
-    steps = stage_steps(getattr(config, stage), len(train))
-    size = replace(size_of(items), rows=len(train))
+    size = sampled_size(items, len(sample), len(train))
+    steps = stage_steps(getattr(config, stage), size.rows)
     counts = len(train), len(records.held_out), len(sample)
     return StageFacts(stage, steps, *counts, records.skipped, cut, size, _example(items[0]))
 

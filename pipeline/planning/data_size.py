@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.schema import RunConfig, SourceConfig
 from pipeline.config.stages import STAGES
-from pipeline.data.encode import LabelledItem, PairItem, TokenItem, labelled_answers
+from pipeline.data.encode import LabelledItem, PairItem, TokenItem, encoder, labelled_answers
 from pipeline.data.load import DataReader
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import configured_sources, is_remote
@@ -25,7 +25,7 @@ TEMPLATE = 8  # tokens of the chat template
 
 @dataclass(frozen=True)
 class DataSize:
-    """Training rows of a stage, mean tokens of a prompt and of an answer (None: unknown), and their origin."""
+    """Training examples of a stage, mean tokens of a prompt and of an answer (None: unknown), and their origin."""
 
     rows: int
     prompt: float | None = None
@@ -48,6 +48,14 @@ def size_of(items: Sequence[Any]) -> DataSize:
     return DataSize(len(items), fmean(total for total, _ in lengths) - answer, answer)
 
 
+def sampled_size(items: Sequence[Any], sample: int, records: int) -> DataSize:
+    """Return the size of a stage with `records` records, of which `sample` were encoded as `items`.
+
+    A record may become several examples (a long document, or earlier answers that the template rewrites) or none.
+    """
+    return replace(size_of(items), rows=round(records * len(items) / sample))
+
+
 def later_size(config: RunConfig, stage: str, size: DataSize, later: str) -> DataSize:
     """Return the expected size of a later stage of a run: rows in proportion to `data.stage_shares`, equal lengths."""
     shares: dict[Any, float] = {**config.data.stage_shares}
@@ -68,12 +76,13 @@ def data_sizes(config: RunConfig, stages: Sequence[str]) -> dict[str, DataSize]:
         if stage == "dpo" and not config.dpo.reads_pairs:
             records = labelled_answers(records)
         tokenizer = tokenizer or _local_tokenizer(config, records)
-        lengths = [_lengths(record, tokenizer) for record in records[:: max(1, len(records) // SAMPLE)]]
-        answers = [answer for _, answer in lengths if answer is not None]
+        sample = records[:: max(1, len(records) // SAMPLE)]
         origin = f"counted in {config.data.path or config.data.name}"
         if tokenizer is None:
-            origin += f", {CHARACTERS:g} characters a token"
-        sizes[stage] = DataSize(len(records), fmean(p for p, _ in lengths), fmean(answers) if answers else None, origin)
+            sizes[stage] = _size_by_characters(sample, len(records), f"{origin}, {CHARACTERS:g} characters a token")
+            continue
+        items, _ = encoder(config, stage, tokenizer)(sample)
+        sizes[stage] = replace(sampled_size(items, len(sample), len(records)), origin=origin)
     known = next((size.answer for size in sizes.values() if size.answer), None)  # PPO's prompts have no answers
     return {stage: replace(size, answer=size.answer or known) for stage, size in sizes.items()}
 
@@ -105,7 +114,14 @@ def _local_tokenizer(config: RunConfig, records: Sequence[Any]) -> ChatTokenizer
     return None if is_on_hub else make_tokenizer(config, records[:TRAINED_ON])
 
 
-def _lengths(record: Any, tokenizer: ChatTokenizer | None) -> tuple[float, float | None]:
+def _size_by_characters(sample: Sequence[Any], records: int, origin: str) -> DataSize:
+    """Return the size of `records` records from the number of characters in a sample of them."""
+    lengths = [_lengths(record) for record in sample]
+    answers = [answer for _, answer in lengths if answer is not None]
+    return DataSize(records, fmean(prompt for prompt, _ in lengths), fmean(answers) if answers else None, origin)
+
+
+def _lengths(record: Any) -> tuple[float, float | None]:
     """Return the tokens of a record's prompt, and of its answer (the mean of two); None for a prompt without answer."""
     if isinstance(record, Preference):
         prompt, answers = record.prompt, [record.chosen, record.rejected]
@@ -113,10 +129,5 @@ def _lengths(record: Any, tokenizer: ChatTokenizer | None) -> tuple[float, float
         prompt, answers = record.messages, []
     else:
         prompt, answers = record.messages[:-1], [record.messages[-1]]
-    if tokenizer is None:
-        counts = [len(answer.text) / CHARACTERS for answer in answers]
-        first = sum(len(message.text) for message in prompt) / CHARACTERS + TEMPLATE
-    else:
-        counts = [float(len(ids)) for ids in tokenizer.encode_last_answers([(*prompt, each) for each in answers])]
-        first = float(len(tokenizer.encode_prompt(prompt))) if prompt else 0.0
-    return first, fmean(counts) if counts else None
+    counts = [len(answer.text) / CHARACTERS for answer in answers]
+    return sum(len(message.text) for message in prompt) / CHARACTERS + TEMPLATE, fmean(counts) if counts else None

@@ -233,5 +233,5 @@ def _assumptions(tasks: Mapping[str, StageTask], sizes: Mapping[str, DataSize], 
         lengths = f"{task.length:.0f} tokens a sequence{answers}"
         if not task.tokens:
             lengths += " (the largest length)"
-        yield f"    {stage}: {sizes[stage].rows:,} rows, {sizes[stage].origin}; {lengths}"
+        yield f"    {stage}: {sizes[stage].rows:,} examples, {sizes[stage].origin}; {lengths}"
     yield "    not included: starting processes, loading, saving, downloads, other work on the machine"

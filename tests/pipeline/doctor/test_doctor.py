@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.config.check import validate
+from pipeline.config.compose import compose_jobs, parse_command
 from pipeline.config.recipes import Recipe, compare_rates, rate_warnings
 from pipeline.data.load import DataReader, StageRecords
 from pipeline.data.new_tokenizer import train_tokenizer
@@ -14,6 +16,7 @@ from pipeline.data.records import Message
 from pipeline.data.rendering import COLOUR, rendered_example
 from pipeline.doctor.command import main as doctor
 from pipeline.launch.command import main as train
+from pipeline.planning.data_size import data_sizes
 from pipeline.stages.start import batch_line, steps_line
 from tests.pipeline.models.tiny import classifier, config_of
 from tests.tiny import tiny_config
@@ -57,6 +60,29 @@ def test_the_screen_shows_the_rows_of_each_stage(
     assert screen.count("memory: about") == screen.count("time: about") == 2
     assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder is created
     assert not torch.distributed.is_initialized()  # NCCL would warn about the group when the command ends
+
+
+def test_earlier_answers_that_the_template_rewrites_count_as_examples(
+    pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each conversation of two turns becomes two examples, in the screen of doctor and in the plan."""
+    turns = [{"role": role, "content": "Yes"} for role in ("assistant", "user", "assistant")]
+    rows = [{"messages": [{"role": "user", "content": f"Is it {number}?"}, *turns]} for number in range(80)]
+    file, template = pairs.with_name("chats.jsonl"), pairs.with_name("now.jinja")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ 'Now: ' if m.role == 'assistant' and loop.last }}{{ m.content }}"
+        "<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>Now: {% endif %}"
+    )
+    words = ["model=tiny", "stage=sft", f"data.path={file}", f"model.chat_template={template}", "sft.batch_size=8"]
+    assert doctor([*words, "sft.epochs=1"]) == 0
+    screen = capsys.readouterr().out
+    trained = next(int(line.split()[1]) for line in screen.splitlines() if line.startswith("  sft  "))
+    assert f"{trained}: earlier answers as examples of their own" in screen
+    assert f"     {round(2 * trained / 8)} optimizer steps" in screen
+    job = compose_jobs(parse_command([*words, "data.stage_shares={sft: 1, ppo: 0}"]))[0]
+    assert data_sizes(validate(job.raw), ["sft"])["sft"].rows == 2 * trained
 
 
 def test_the_records_of_one_stage_are_in_memory_at_a_time(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

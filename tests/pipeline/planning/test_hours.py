@@ -55,7 +55,7 @@ def test_hours_are_steps_times_seconds_and_cost_money(monkeypatch: pytest.Monkey
     cost = next(line for line in lines if line.startswith("  cost"))
     assert float(cost.split()[1].replace(",", "")) == pytest.approx(9 * 2 * 25 * step / 3600, rel=0.02)
     assert any("tabulated, not measured: data sheet of h100" in line for line in lines)
-    assert any("1,600 rows, counted by hand; 50 tokens a sequence" in line for line in lines)
+    assert any("1,600 examples, counted by hand; 50 tokens a sequence" in line for line in lines)
 
 
 def test_at_most_three_settings_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_the_plan_of_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         hours.run(tiny_config(ppo=words), Path())
         output = capsys.readouterr().out
         assert ("\n  reward " in output) == (not words)
-        assert "measured now on this machine" in output and "rows, counted in demo; " in output
+        assert "measured now on this machine" in output and "examples, counted in demo; " in output
         assert "settings as configured do not fit" not in output and "generate" in output
 
 
