@@ -47,17 +47,17 @@ def phases_table(run: RunReading) -> Markup | None:
             if seconds <= 0:
                 continue
             before, measured = planned.get(phase, 0.0), seconds / max(steps, 1.0)
-            ratio = (format_time(before), f"{before / measured:.2g} x") if before > 0 else ("", "")
+            ratio = (format_time(before), f"{measured / before:.2g} x") if before > 0 else ("", "")
             shown = (format_time(seconds), f"{seconds / sum(took.values()):.0%}", format_time(measured))
             rows.append((STAGES[stage.name].title, phase.replace("_", " "), *shown, *ratio))
     if not rows:
         return None
     lead = (
-        "A ratio below 1 means that a step was slower than the prediction from the start of the stage, which is a "
+        "A ratio above 1 means that a step was slower than the prediction from the start of the stage, which is a "
         "short measurement. Possible causes are other work on the machine, compilation in the first steps, and a "
         "restart with smaller micro-batches after an out-of-memory error."
     )
-    head = ("Stage", "Phase", "Time", "Share", "Per step", "Predicted per step", "Predicted / measured")
+    head = ("Stage", "Phase", "Time", "Share", "Per step", "Predicted per step", "Measured / predicted")
     numbers = table(head, rows, numbers=range(2, 7))
     return element("div", element("h3", "Where the time goes"), element("p", lead), numbers)
 

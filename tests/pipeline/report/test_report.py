@@ -272,6 +272,6 @@ def test_predicted_and_measured_seconds_are_shown(tmp_path: Path) -> None:
     shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
     assert shown == [
         ["PPO", "evaluate", "1.6 min", "71%", "9.9 s", "", ""],
-        ["PPO", "generate", "30 s", "22%", "3 s", "6 s", "2 x"],
-        ["PPO", "train", "10 s", "7%", "1 s", "1.8 s", "1.8 x"],
+        ["PPO", "generate", "30 s", "22%", "3 s", "6 s", "0.5 x"],
+        ["PPO", "train", "10 s", "7%", "1 s", "1.8 s", "0.57 x"],
     ]
