@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,9 +197,37 @@ def allocator_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 def thread_settings(local_world: int, env: Mapping[str, str]) -> dict[str, str]:
     """Return OpenMP's settings for the ranks of this machine, which divide its cores. Those in `env` have priority."""
-    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()) or 1
-    threads = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, cores // local_world)))}
+    threads = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, usable_cores() // local_world)))}
     return threads | waiting_settings({**env, **threads})
+
+
+def usable_cores(system: Path = Path("/")) -> int:
+    """Return the cores that this process may use: fewer than those of the machine in a container or a job of Slurm.
+
+    A container may have a quota of CPU time instead of cores of its own. With a thread for each core of the machine,
+    the kernel would stop all threads for most of each period. `system` is the root of the file system.
+    """
+    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()) or 1
+    return min([cores, *(max(1, round(quota)) for quota in _cpu_quotas(system))])
+
+
+def _cpu_quotas(system: Path) -> Iterator[float]:
+    """Yield the cores that each control group of this process, and each of its parents, may use on average."""
+    membership, mounted = system / "proc/self/cgroup", system / "sys/fs/cgroup"
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = mounted / "cpu" if controllers else mounted  # version 1 or 2
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        own = root / path.lstrip("/")  # in a container, this folder may be missing: its own group is then the root
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
+                if quota > 0:  # -1: no quota
+                    yield quota / period
+            if group == root:
+                break
 
 
 def waiting_settings(env: Mapping[str, str]) -> dict[str, str]:
@@ -226,7 +254,7 @@ def prepare_single_process() -> None:
     """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    os.environ |= waiting_settings(os.environ)
+    os.environ |= thread_settings(1, os.environ)
 
 
 def count_gpus() -> int:

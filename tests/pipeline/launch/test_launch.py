@@ -117,6 +117,30 @@ def test_threads_sleep_while_they_wait_on_a_busy_machine(busy, own, expected, mo
     assert waiting_settings(own) == {name: value for name, value in expected.items() if name != "OMP_NUM_THREADS"}
 
 
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("is_visible", [True, False], ids=["a service of systemd", "a container"])
+def test_ranks_start_fewer_threads_under_a_quota_of_cpu_time(version, is_visible, tmp_path, monkeypatch):
+    """A container sees its own group as the root. A service of systemd may have its quota in a parent of its group."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
+    assert ranks.usable_cores(tmp_path) == 64
+    (tmp_path / "proc/self").mkdir(parents=True)
+    line = "0::/service/job" if version == 2 else "4:cpu,cpuacct:/service/job"
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/x\n5:cpuset:/y\n{line}\n")
+    root = tmp_path / "sys/fs/cgroup" / ("" if version == 2 else "cpu")
+    groups = {root / "service/job": None, root / "service": 3.6} if is_visible else {root: 3.6}
+    for group, quota in groups.items():
+        group.mkdir(parents=True, exist_ok=True)
+        used = None if quota is None else int(quota * 100_000)
+        if version == 2:
+            (group / "cpu.max").write_text(f"{'max' if used is None else used} 100000\n")
+        else:
+            (group / "cpu.cfs_quota_us").write_text(f"{-1 if used is None else used}\n")
+            (group / "cpu.cfs_period_us").write_text("100000\n")
+    assert ranks.usable_cores(tmp_path) == 4
+    monkeypatch.setattr(ranks, "_cpu_quotas", lambda system: iter([0.3]))
+    assert ranks.usable_cores(tmp_path) == 1
+
+
 def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator(fake, monkeypatch):
     monkeypatch.setattr(processes, "may_have_gpus", lambda: True)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
