@@ -140,7 +140,8 @@ def _map(kind: type[Pages], size: int) -> Pages:
     size = max(size, mmap.PAGESIZE)
     pages = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and size >= HUGE_PAGE:
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 

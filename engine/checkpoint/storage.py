@@ -269,7 +269,7 @@ def checksum_of(path: Path, *, sync: bool = False) -> Checksum:
         if sync:
             os.fsync(file.fileno())
         digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
-        if sync:  # leaves the page cache to the training data
+        if sync and hasattr(os, "posix_fadvise"):  # leaves the page cache to the training data; macOS has no such call
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return {"bytes": file.tell(), "xxh3_128": digest.hexdigest()}
 

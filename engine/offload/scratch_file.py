@@ -79,7 +79,7 @@ class ScratchFile:
         flush, self._flush = self._flush, None
         if flush is not None:
             flush.result()
-        self._flush = io_threads().submit(os.fdatasync, self.descriptor)
+        self._flush = io_threads().submit(getattr(os, "fdatasync", os.fsync), self.descriptor)
 
     def _open(self) -> None:
         try:
@@ -89,13 +89,15 @@ class ScratchFile:
                 error.errno,
                 f"nvme_path={self.folder}: cannot create a file ({error.strerror}). Set nvme_path to another folder",
             ) from error
-        with suppress(OSError):  # a file system without direct I/O goes through the page cache
+        with suppress(OSError, AttributeError):  # without direct I/O (macOS, file systems), the page cache serves
             direct = os.open(path, os.O_RDWR | os.O_DIRECT)
             os.close(self.descriptor)
             self.descriptor = direct
         os.unlink(path)
         try:
-            os.posix_fallocate(self.descriptor, 0, self.size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.descriptor, 0, self.size)
+            os.ftruncate(self.descriptor, self.size)
         except OSError as error:
             free = shutil.disk_usage(self.folder).free
             raise OSError(

@@ -1,6 +1,7 @@
 """Files of the NVMe tiers: reserved disk space, removal, and disk failures."""
 
 import errno
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine import EngineConfig
+from engine import EngineConfig, host_memory
 from engine.offload.scratch_file import ScratchFile
 from engine.offload.states import BUFFERS, PAGE, States
 from tests.engine.offload.test_tiers import TIERS, advance, engine_of
 
-NVME = TIERS[1]
+NVME, NVME_ALL = TIERS[1], TIERS[5] | {"zero_stage": 3}
 
 
 def refuse(number: int) -> Any:
@@ -92,6 +93,22 @@ def test_a_file_system_without_direct_io_uses_the_page_cache(monkeypatch: pytest
 
     monkeypatch.setattr(os, "open", no_direct)
     assert advance(engine_of(NVME), 1, 3) == expected
+
+
+def test_training_and_checkpoints_use_no_call_that_only_linux_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS has none of these calls. A kernel without huge pages refuses the advice."""
+    expected = advance(engine_of(NVME_ALL), 1, 3)
+    for name in ("O_DIRECT", "fdatasync", "posix_fadvise", "posix_fallocate"):
+        monkeypatch.delattr(os, name)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)
+    monkeypatch.setattr(host_memory, "HUGE_PAGE", 1)
+    first, second = engine_of(NVME_ALL), engine_of(NVME_ALL, seed=9)
+    actual = advance(first, 1, 2)
+    first.save(tmp_path / "step-2")
+    second.load(tmp_path / "step-2")
+    assert actual + advance(second, 3, 3) == expected
 
 
 def test_parameters_are_read_ahead_and_a_failed_flush_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
