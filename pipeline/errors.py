@@ -1,5 +1,6 @@
 """The exceptions and the signals that end a stage."""
 
+import io
 import os
 import re
 import signal
@@ -48,6 +49,7 @@ def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
     Such an error is a UserError or an OSError with advice. It is printed, with `debug` after its traceback. The status
     is 1 if the program that reads the output has ended (for example `head`).
     """
+    print_any_text()
     try:
         status = command()
         sys.stdout.flush()
@@ -66,6 +68,12 @@ def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def print_any_text() -> None:
+    """Print escapes for characters that stdout cannot encode, for example with LC_ALL=en_US (ISO 8859-1)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def discard_output() -> None:

@@ -26,7 +26,7 @@ from pipeline.config.document import help_text
 from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
-from pipeline.errors import Stopped, UserError, discard_output, handle_signals, raise_stopped
+from pipeline.errors import Stopped, UserError, discard_output, handle_signals, print_any_text, raise_stopped
 from pipeline.files import ends_within, write_atomically
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     `stage` is the stage of `python -m step1_sft` and of the other stage modules.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    print_any_text()
     try:
         with handle_signals(raise_stopped):
             status = _run(arguments, stage)

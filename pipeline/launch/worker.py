@@ -25,7 +25,15 @@ from typing import Any
 from pipeline import progress
 from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
-from pipeline.errors import STOP_SIGNALS, RestartStage, UserError, handle_signals, printable, raise_stopped
+from pipeline.errors import (
+    STOP_SIGNALS,
+    RestartStage,
+    UserError,
+    handle_signals,
+    print_any_text,
+    printable,
+    raise_stopped,
+)
 from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
@@ -65,6 +73,7 @@ def stage_main(stage: str, module: str) -> None:
 
 def run_worker(stage: str, run_dir: Path, module: str) -> None:
     """Run a stage as one rank, and end the process with its exit status."""
+    print_any_text()
     atexit.register(_end_process, 0)  # registered first, runs last
     _end_with_launcher()
     write_stack_on_request()

@@ -5,6 +5,7 @@
 - user: a UserError; crash: a RuntimeError; long: one with a long message; kill: SIGKILL to itself
 - unread: a print to a pipe without a reader
 - slow: sleep for a second; hang: sleep for a long time; deaf: like hang, and ignore signals
+- prints: print a Chinese word
 - quits: print in a function at exit, and when an object of a module is freed
 - exit: status 0 without a result, as after os._exit(0) in a user's function; loader: status 127
 - stopped: SIGSTOP to itself, mixed: another collective; the other ranks wait in a collective
@@ -58,6 +59,8 @@ def act(behaviour):
         raise RuntimeError("\U0001f600" * 3900 + "\u2028\ud800" + '"' * 20_000)
     if behaviour == "unread":
         raise BrokenPipeError
+    if behaviour == "prints":
+        print("\u7b54")
     if behaviour == "quits":
         atexit.register(print, "exit function", end=" ")
         sys.held = type("Held", (), {"__del__": lambda self, write=os.write: write(1, b"freed")})()

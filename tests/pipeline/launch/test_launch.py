@@ -1,6 +1,7 @@
 """The launcher starts, watches and ends its ranks, for every end of a rank or of a launcher."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import yaml
 
 from pipeline.config.check import validate
 from pipeline.config.compose import compose
-from pipeline.errors import Stopped, UserError, handle_signals, raise_stopped
+from pipeline.errors import Stopped, UserError, exit_status, handle_signals, raise_stopped
 from pipeline.launch import command, control, processes, ranks
 from pipeline.launch.control import Control, LeaderLost
 from pipeline.launch.failure import (
@@ -98,6 +99,16 @@ def test_a_file_in_the_current_folder_replaces_no_module_of_a_rank(fake, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fake_stage.py").write_text("raise SystemExit('the file of the user')")
     assert launch_fake(fake).status == 0
+
+
+def test_text_that_the_locale_lacks_stops_no_rank_and_no_command(fake, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    monkeypatch.setenv("FAKE_STAGE", "prints")
+    assert launch_fake(fake, world=1).status == 0
+    assert capfd.readouterr().out == "\\u7b54\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    assert exit_status(lambda: print("\u7b54") or 0) == 0
+    assert sys.stdout.buffer.getvalue() == b"\\u7b54\n"
 
 
 @pytest.mark.parametrize(
