@@ -48,8 +48,9 @@ def close(actual: Tensor, wanted: Table, *, tolerance: float = 2e-5) -> None:
     """Assert that the rows are equal, and that the values after their ends are zero."""
     for place, row in enumerate(wanted):
         for t in range(actual.shape[1]):
-            expected = row[t] if t < len(row) else 0.0
-            assert abs(actual[place, t].item() - expected) <= tolerance * max(1.0, abs(expected)), (place, t)
+            value, expected = actual[place, t].item(), row[t] if t < len(row) else 0.0
+            where = f"row {place}, token {t}: {value}, not {expected}"
+            assert abs(value - expected) <= tolerance * max(1.0, abs(expected)), where
 
 
 def rollout_of(prompt_lengths: list[int], response_lengths: list[int], seed: int = 1) -> Rollout:

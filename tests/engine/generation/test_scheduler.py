@@ -62,11 +62,13 @@ def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
 
 
 def test_a_common_prefix_is_copied_between_prompts() -> None:
-    scheduler = scheduler_of([LONG, [*LONG[:30], 77, 78, 79]], slots=2, prompt_slots=2, prefill_tokens=40)
+    """The copied tokens leave room for the third prompt in the same step."""
+    prompts = [LONG, [*LONG[:30], *range(70, 81)], [*range(50, 70)]]
+    scheduler = scheduler_of(prompts, slots=3, prompt_slots=3, prefill_tokens=40)
     plan = scheduler.plan()
     assert plan.copies == [] and chunks(plan) == [(0, 0, 40)]
     plan = scheduler.plan()
-    assert plan.copies == [(0, 1, 30)] and chunks(plan) == [(1, 30, 32)]
+    assert plan.copies == [(0, 1, 30)] and chunks(plan) == [(1, 30, 40), (2, 0, 19)]
 
 
 def test_copies_of_one_plan_read_slots_that_it_does_not_fill() -> None:
