@@ -15,16 +15,6 @@ if TYPE_CHECKING:  # the command line is parsed before torch is imported
     from engine import Sampling
     from pipeline.chat.participant import ChatParticipant
 
-HELP = """\
-/reset             forget the conversation
-/system TEXT       set the system message; without TEXT remove it
-/set               show the sampling options
-/set KEY VALUE     temperature (0: the likeliest token), top-p, top-k, min-p, repetition-penalty, min-new-tokens,
-                   max-new-tokens, seed, stop (a text at which answers end; "" for none)
-/help              this
-/quit              leave, as Ctrl-D does
-Ctrl-C stops an answer. When the context of the model is full, the oldest turns are removed."""
-
 OPTIONS: dict[str, tuple[type, float, str]] = {
     "temperature": (float, 0.7, "0 selects the likeliest token (default 0.7)"),
     "top-p": (float, 1.0, "sample from the smallest set of tokens with this probability (default 1)"),
@@ -36,6 +26,16 @@ OPTIONS: dict[str, tuple[type, float, str]] = {
     "seed": (int, secrets.randbits(31), "the same seed gives the same answers (default: random)"),
 }
 """The sampling settings with one value: their type, default and meaning. They can also be set during a chat."""
+
+HELP = f"""\
+/reset             forget the conversation
+/system TEXT       set the system message; without TEXT remove it
+/set               show the sampling options
+/set KEY VALUE     {", ".join(OPTIONS)},
+                   stop (a text at which answers end; "" for none)
+/help              this
+/quit              leave, as Ctrl-D does
+Ctrl-C stops an answer. When the context of the model is full, the oldest turns are removed."""
 
 
 def stop_strings(text: str) -> tuple[str, ...]:

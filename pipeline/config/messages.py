@@ -10,8 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from pipeline.config.schema import EngineSettings
+from pipeline.config.schema import EngineSettings, TrackingSection
 
+TRACKING = " or ".join(f"tracking={kind}" for kind in get_args(TrackingSection.model_fields["kind"].annotation))
 OTHER_NAMES = {
     "resume": "run the same command again to resume",
     "gpus": "one process per GPU is the default, ranks=N sets another number",
@@ -21,11 +22,11 @@ OTHER_NAMES = {
     "fp16": "engine.dtype=fp16",
     "lora": "sft=lora, reward=lora, dpo=lora or ppo=lora",
     "deepspeed": "engine.deepspeed=FILE",
-    "wandb": "tracking=wandb, tracking=tensorboard, tracking=both or tracking=none",
+    "wandb": TRACKING,
     "dataset": "data=NAME, or data.path=FILE",
     "model_name_or_path": "model.path=FOLDER, or model.hub=NAME",
     "dataset_name": "data.path=FILE, or data.sources=[{hub: NAME}]",
-    "report_to": "tracking=wandb, tracking=tensorboard, tracking=both or tracking=none",
+    "report_to": TRACKING,
     "use_vllm": "rollout.generator=vllm",
     "use_peft": "sft=lora, reward=lora, dpo=lora or ppo=lora",
     "lora_r": "sft.lora.rank, reward.lora.rank, dpo.lora.rank or ppo.lora.rank",

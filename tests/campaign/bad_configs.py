@@ -54,7 +54,7 @@ VALUES: list[tuple[str, str]] = [
     ("ranks=0", "ranks=0: must be >= 1"),
     ("rollout.temperature=0", "rollout.temperature=0: must be >= 1e-05"),
     ("evaluation.temperatures=[nan]", "evaluation.temperatures"),
-    ("tracking.kind=x", "tracking.kind=x: write wandb, tensorboard, both or none"),
+    ("tracking.kind=x", "tracking.kind=x: write wandb, "),
     ("stage=nope", "stage=nope: write"),
     ("method=nope", "method=nope: write ppo, dpo or distill"),
     ("run_dir=/proc/nope", "cannot create the run folder"),
