@@ -201,16 +201,14 @@ class RewardShaping:
     score_clip: bound on the absolute score; None does not clip
     missing_end_penalty: subtracted from the score of an answer without an end token
     length_penalty: subtracted from the score for each token beyond `length_free`
-    kl_estimator: "k1", "k2" or "k3", see `KL`
-    kl_in_reward: whether the KL to the reference counts in the reward; otherwise it is a term of the policy loss
+    kl_estimator: the estimator of the KL in the reward, a name in `KL`; None: the KL is a term of the policy loss
     """
 
     score_clip: float | None = None
     missing_end_penalty: float = 1.0
     length_penalty: float = 0.0
     length_free: int = 0
-    kl_estimator: str = "k1"
-    kl_in_reward: bool = True
+    kl_estimator: str | None = "k1"
 
 
 def compute_advantages(
@@ -220,9 +218,8 @@ def compute_advantages(
     scores = answer_scores(rollout.scores, rollout.finished, rollout.response_mask.sum(1), shaping)
     assert rollout.reference is not None or kl_coef == 0, "a KL without a reference"
     kl = torch.zeros_like(rollout.logprobs)
-    if rollout.reference is not None:
+    if rollout.reference is not None and shaping.kl_estimator is not None:
         kl = KL[shaping.kl_estimator](rollout.logprobs, rollout.reference)
-    kl_coef = kl_coef if shaping.kl_in_reward else 0.0
     rewards = shaped_rewards(scores, kl, rollout.response_mask, kl_coef=kl_coef)
     return estimate(rollout, rewards, scores)
 

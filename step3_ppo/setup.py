@@ -240,7 +240,7 @@ class Ppo:
                 advantages,
                 self.section,
                 temperature=self.rollout.temperature,
-                kl_coef=0.0 if self.shaping.kl_in_reward else self.kl.coef,
+                kl_coef=self.kl.coef if self.section.kl_counts_in == "loss" else 0.0,
                 ptx=self.ptx.batch(actor.step_count, packing=self.models.packing) if self.ptx else None,
                 check=None if updates.steps else check,
             )
@@ -294,8 +294,7 @@ def reward_shaping(ppo: PpoSection, *, unit: float = 1.0) -> RewardShaping:
         missing_end_penalty=ppo.missing_end_penalty * unit if ppo.unfinished == "penalize" else 0.0,
         length_penalty=ppo.length_penalty,
         length_free=ppo.length_free,
-        kl_estimator=ppo.kl_estimator or "k1" if ppo.kl_counts_in == "reward" else "k1",
-        kl_in_reward=ppo.kl_counts_in == "reward",
+        kl_estimator=None if ppo.kl_counts_in == "loss" else ppo.kl_estimator or "k1",
     )
 
 
