@@ -13,6 +13,7 @@ from pipeline.config.check_engine import engine_mistakes
 from pipeline.config.check_ppo import ppo_mistakes
 from pipeline.config.messages import as_written, messages
 from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RolloutSection, RunConfig
+from pipeline.config.stage_sections import DpoSection
 from pipeline.config.stages import METHODS, POLICIES, STAGES, stages_to_run
 from pipeline.errors import UserError
 
@@ -23,13 +24,14 @@ def validate(raw: Mapping[str, Any]) -> RunConfig:
         config = RunConfig.model_validate(raw)
     except ValidationError as problem:
         raise UserError("\n".join(messages(problem, RunConfig))) from None
-    mistakes = [*_pair_mistakes(config), *engine_mistakes(config)]
+    mistakes = [*_mistakes(config), *engine_mistakes(config)]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return config
 
 
-def _pair_mistakes(config: RunConfig) -> Iterable[str]:
+def _mistakes(config: RunConfig) -> Iterable[str]:
+    """Yield one message for each combination of keys outside of `engine` that is not supported."""
     yield from _model_mistakes("model", config.model)
     if config.reward_model is not None:
         yield from _model_mistakes("reward_model", config.reward_model)
@@ -64,21 +66,27 @@ def _pair_mistakes(config: RunConfig) -> Iterable[str]:
             )
     if "ppo" in stages:
         yield from ppo_mistakes(config)
-    if "dpo" in stages and config.dpo.loss == "orpo" and config.dpo.sft_coef:
-        yield (
-            f"dpo.sft_coef={config.dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains "
-            "it: remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
-        )
-    if "dpo" in stages and config.dpo.loss == "robust" and not config.dpo.label_smoothing:
-        yield (
-            "dpo.loss=robust with dpo.label_smoothing=0 is dpo.loss=sigmoid: set dpo.label_smoothing to the share of "
-            "wrong labels, for example 0.1, or remove dpo.loss"
-        )
+    if "dpo" in stages:
+        yield from _dpo_mistakes(config.dpo)
     yield from _keys_without_effect(config, stages)
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
         yield (
             "reward.init=sft starts the reward model from the SFT model, but reward_model= selects another model: "
             "remove one of the two"
+        )
+
+
+def _dpo_mistakes(dpo: DpoSection) -> Iterable[str]:
+    """Yield messages about keys that the loss of DPO does not accept."""
+    if dpo.loss == "orpo" and dpo.sft_coef:
+        yield (
+            f"dpo.sft_coef={dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains it: "
+            "remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
+        )
+    if dpo.loss == "robust" and not dpo.label_smoothing:
+        yield (
+            "dpo.loss=robust with dpo.label_smoothing=0 is dpo.loss=sigmoid: set dpo.label_smoothing to the share of "
+            "wrong labels, for example 0.1, or remove dpo.loss"
         )
 
 
