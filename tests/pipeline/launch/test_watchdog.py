@@ -215,6 +215,8 @@ def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypat
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert "in wait_for_ever" in actual.stack and actual.idle > actual.limit == 0.0
+        time.sleep(0.3)
+        assert watch.look(process.pid).idle >= actual.idle + 0.3, "the seconds of all looks add up"
         assert os.read(reader, 10) == b"1"
     finally:
         process.kill()
