@@ -91,6 +91,8 @@ def advise(problem: BaseException) -> str | None:
         )
     if "No space left on device" in text or "Disk quota exceeded" in text:
         return f"the disk is full ({text}): free some space, then run the same command again to resume"
+    if "No usable temporary directory" in text:
+        return f"{text}: set the environment variable TMPDIR to a writable folder, then run the same command again"
     if isinstance(problem, OSError) and problem.errno in (errno.EIO, errno.EROFS):
         return (
             f"the disk failed ({text}): repair it, or move the run folder to another disk and set run_dir= to it; then "

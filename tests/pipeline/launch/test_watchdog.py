@@ -157,6 +157,10 @@ def test_the_lost_rank_is_the_cause_of_several_ends():
             "the driver of the GPU refuses PyTorch's expandable segments (CUDA driver error: operation not supported)",
         ),
         (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/app']"),
+            "[Errno 2] No usable temporary directory found in ['/tmp', '/app']: set the environment variable TMPDIR to",
+        ),
+        (
             RuntimeError(
                 "NCCL error: unhandled system error\nLast error:\nError while creating shared memory segment "
                 "/dev/shm/nccl-WU88OE (size 9637888), error: No space left on device (28)"
