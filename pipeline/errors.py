@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -73,7 +73,8 @@ def exit_status(command: Callable[[], int], *, debug: bool = False) -> int:
 def print_any_text() -> None:
     """Print escapes for characters that stdout cannot encode, for example with LC_ALL=en_US (ISO 8859-1)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):  # the descriptor was a file when Python opened it, and is a pipe now
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def discard_output() -> None:
