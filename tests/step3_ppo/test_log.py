@@ -42,10 +42,9 @@ def test_rollout_metrics() -> None:
     rows = list(zip(rollout.logprobs.tolist(), rollout.reference.tolist(), RESPONSES, strict=True))
     k1 = [math.fsum(a - b for a, b in zip(x[:n], y[:n], strict=True)) for x, y, n in rows]
     k3 = [math.fsum(math.exp(b - a) - 1 + a - b for a, b in zip(x[:n], y[:n], strict=True)) for x, y, n in rows]
-    drawn = zip(rollout.generator.tolist(), rollout.logprobs.tolist(), RESPONSES, strict=True)
-    gaps = [abs(math.exp(g) - math.exp(t)) for x, y, n in drawn for g, t in zip(x[:n], y[:n], strict=True)]
-    both = zip(rollout.generator.tolist(), rollout.logprobs.tolist(), RESPONSES, strict=True)
-    separate = [math.exp(t - g) - 1 + g - t for x, y, n in both for g, t in zip(x[:n], y[:n], strict=True)]
+    both = list(zip(flat(rollout.generator), flat(rollout.logprobs), strict=True))
+    gaps = [abs(math.exp(g) - math.exp(t)) for g, t in both]
+    separate = [math.exp(t - g) - 1 + g - t for g, t in both]
     scores = rollout.scores.tolist()
     expected = {
         "score": statistics.fmean(scores),

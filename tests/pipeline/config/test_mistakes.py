@@ -176,7 +176,6 @@ def test_a_number_of_thousands_of_digits_is_too_large(flags: list[str], value: s
         ("ppo.reward_threads=4", "ppo.reward_function=null", "ppo.reward_function=FILE.py:NAME"),
         ("ppo.critic_warmup=2", "ppo.advantage=grpo", "ppo.advantage=gae"),
         ("ppo.value_clip=0.1", "ppo.advantage=grpo", "ppo.advantage=gae"),
-        ("ppo.gamma=0.9", "ppo.advantage=rloo", "ppo.advantage=gae"),
         ("ppo.kl_horizon=500", "ppo.kl_target=null", "ppo.kl_target=6"),
         ("ppo.resample=2", "ppo.advantage=reinforce", "ppo.advantage=grpo"),
         ("ppo.kl_target=6.0", "ppo.kl_coef=0.0", "ppo.kl_coef=0.05"),
@@ -185,7 +184,6 @@ def test_a_number_of_thousands_of_digits_is_too_large(flags: list[str], value: s
         ("ppo.importance_weights=token_mask", "ppo.importance_cap=null", "ppo.importance_cap=2"),
         ("ppo.length_free=20", "ppo.length_penalty=0.0", "ppo.length_penalty=0.01"),
         ("dpo.label_smoothing=0.1", "dpo.loss=ipo", "dpo.loss=sigmoid"),
-        ("dpo.undesirable_weight=2.0", "dpo.loss=sigmoid", "dpo.loss=kto"),
         ("dpo.sft_coef=1.0", "dpo.loss=kto", "dpo.loss=sigmoid"),
         (
             "evaluation.judge_threads=8",
