@@ -246,8 +246,10 @@ def _by_gold(run: RunReading, gold: Change, scores: Change | None, best_of: Chan
     if gold.outcome == "bad":
         gamed = f" (the {rewarder} was gamed)" if scores is not None and scores.outcome == "good" else ""
         return Verdict("bad", f"{method} hurt{gamed}{over}", evidence, caveat)
-    reason = _few(gold) or " The interval of the gold score's change contains zero."
-    return Verdict("open", f"No clear difference between {start} and {label}{over}", f"{evidence}{reason}", caveat)
+    if few := _few(gold):
+        return Verdict("open", f"No verdict on {label}{over}", f"{evidence}{few}", caveat)
+    reason = "The interval of the gold score's change contains zero."
+    return Verdict("open", f"No clear difference between {start} and {label}{over}", f"{evidence} {reason}", caveat)
 
 
 def _by_pairs(wins: WinRate, label: str, start: str) -> Verdict:
@@ -291,8 +293,8 @@ def _by_scores(run: RunReading, scores: Change, function: Change | None) -> Verd
 
 def _went(found: Change, measure: str, means: tuple[str, str], names: tuple[str, str]) -> str:
     """Return the sentences that a measure went from one mean to another one, after the stages with these names."""
-    seeds = len(found.by_seed)
-    opening = f"Over {seeds} seeds" if seeds else f"On the same {found.prompts} held-out prompts"
+    seeds, prompts = len(found.by_seed), f"{found.prompts} held-out prompts" if found.prompts > 1 else "held-out prompt"
+    opening = f"Over {seeds} seeds" if seeds else f"On the same {prompts}"
     old, new = (f"{mean} after {name}" for mean, name in zip(means, names, strict=True))
     spread = (
         f" It rose in {found.risen} seeds. The standard deviation of this change is {found.seed_deviation:.2f} between "

@@ -61,17 +61,23 @@ def test_gold_decides(gain: float, reward: float | None, outcome: str, headline:
 
 
 @pytest.mark.parametrize(
-    ("sft", "ppo", "reason"),
+    ("sft", "ppo", "headline", "reason"),
     [
-        (SPREAD, [value + (0.2 if at % 2 else -0.2) for at, value in enumerate(SPREAD)], "contains zero"),
-        ([0.1] * 4, [0.9] * 4, "too few"),
+        (
+            SPREAD,
+            [v + (0.2 if at % 2 else -0.2) for at, v in enumerate(SPREAD)],
+            "No clear difference",
+            "contains zero",
+        ),
+        ([0.1] * 4, [0.9] * 4, "No verdict on PPO at temperature 1.", "too few"),
+        ([0.1], [0.9], "No verdict on PPO at temperature 1.", "the same held-out prompt the mean"),
     ],
 )
 def test_an_interval_around_zero_and_few_prompts_give_no_verdict(
-    sft: list[float], ppo: list[float], reason: str
+    sft: list[float], ppo: list[float], headline: str, reason: str
 ) -> None:
     verdict = judge(run_of(samples(sft, ppo)))
-    assert verdict.outcome == "open" and reason in verdict.evidence
+    assert verdict.outcome == "open" and headline in verdict.headline and reason in verdict.evidence
 
 
 @pytest.mark.parametrize(("settings", "count"), [({"evaluation": {"best_of": 4}}, "4"), ({}, "n")])
