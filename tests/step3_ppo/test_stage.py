@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Generation
 from engine.parallel import dist, dtensors
 from pipeline.config.schema import DataConfig, EngineSettings, ModelConfig, RolloutSection, RunConfig
 from pipeline.config.stage_sections import PpoSection
@@ -35,7 +34,6 @@ from step3_ppo.evaluate import evaluate_policy, finish, ppo_evaluator
 from step3_ppo.guard import Guard
 from step3_ppo.log import rollout_metrics
 from step3_ppo.models import Models, build_models, load_models
-from step3_ppo.rollout import collect
 from step3_ppo.setup import Ppo
 from step3_ppo.update import PtxMix
 from tests.pipeline.models.tiny import classifier, config_of, frozen, language_model, source_in
@@ -230,26 +228,6 @@ def test_a_student_approaches_its_teacher_on_its_own_answers(run_folder: Path) -
         learn(ppo, step, rollout, advantages, stage.budget)
     assert kl[-1] < 0.7 * kl[0], kl
     assert ppo_evaluator(made, ppo.models, ppo.tokenizer, [], run_folder / "ppo").score is None
-
-
-def test_the_missing_end_costs_standard_deviations_of_the_score(run_folder: Path) -> None:
-    ppo, stage = ppo_of(run_folder, missing_end_penalty=2.0)
-    assert ppo.shaping.missing_end_penalty == 3.0
-    rollout = ppo.collect(1, stage)
-    cut = ~rollout.finished
-    assert cut.any()
-    rewards = ppo.compute_advantages(rollout).rewards.sum(1)  # the KL is 0 in the first rollout
-    torch.testing.assert_close(rewards[cut], rollout.scores[cut] - 3.0)
-    end = ppo.tokenizer.end_id
-    expected = collect(
-        ppo.models,
-        rollout.prompts,
-        [Generation([*ids[:-1], end], [0.0] * len(ids), True) for ids in rollout.responses],
-        temperature=0.9,
-        pad_id=ppo.tokenizer.pad_id,
-        budget=1000,
-    )
-    torch.testing.assert_close(rollout.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
 
 def test_a_rollout_without_finished_answers_takes_no_optimizer_step(run_folder: Path) -> None:
