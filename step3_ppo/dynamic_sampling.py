@@ -7,6 +7,7 @@ rank choose the same prompts.
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
 import torch
 
@@ -76,4 +77,4 @@ def new_prompts(wanted: int, used: Collection[int], *, count: int, seed: Sequenc
         return []
     first, *rest = seed
     order = epoch_order(count, first, 1_000_003 + sum(part * 1_009**power for power, part in enumerate(rest)))
-    return [index for index in order if index not in used][:wanted]
+    return [*islice((index for index in order if index not in used), wanted)]

@@ -9,6 +9,7 @@ tokens attend to the tokens of the prefix. Two answers thus share one forward pa
 `pipeline.models.attention` computes attention within documents.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -168,9 +169,9 @@ class PairBatch(Movable):
 
 
 @lru_cache(maxsize=8)
-def epoch_order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Return a permutation of range(n) that depends on seed and epoch."""
-    return tuple(np.random.default_rng([seed, epoch]).permutation(n).tolist())
+def epoch_order(n: int, seed: int, epoch: int) -> "array[int]":
+    """Return a permutation of range(n) that depends on seed and epoch: 8 bytes a number, where a tuple takes 40."""
+    return array("q", np.random.default_rng([seed, epoch]).permutation(n).tobytes())
 
 
 def batch_indices(n: int, batch_size: int, seed: int, step: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Batches contain every example exactly once, and their tensors contain the tokens of the examples."""
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -146,3 +147,11 @@ def test_batches_continue_over_epochs() -> None:
         assert sorted(epoch_order(n, 3, epoch)) == list(range(n))
     assert epoch_order(n, 3, 0) != epoch_order(n, 3, 1) != epoch_order(n, 4, 1)
     assert batch_indices(3, 7, seed=0, step=0) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]
+
+
+def test_the_order_of_a_large_epoch_is_small() -> None:
+    tracemalloc.start()
+    order = epoch_order(100_000, seed=7, epoch=0)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(order) == 100_000 and size < 1_000_000
