@@ -225,8 +225,8 @@ class StageRun:
         self._saved, self._saved_at = step, time.monotonic()
 
     def _overdue(self, step: int) -> bool:
-        """Return whether the last checkpoint is too old by rank 0's clock. Checked 1000 times in a stage."""
-        if self._section.save_every or step % math.ceil(self.steps / 1000):
+        """Return whether the last checkpoint is too old by rank 0's clock. Checked in every tenth step at least."""
+        if self._section.save_every or step % min(10, math.ceil(self.steps / 1000)):
             return False
         return bool(distributed.broadcast_object(time.monotonic() - self._saved_at > SECONDS_BETWEEN_SAVES))
 

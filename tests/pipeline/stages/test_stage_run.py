@@ -83,6 +83,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
         (25, 4, False, 5, [4, 8, 12, 16, 20, 24, 25]),
         (25, 0, True, 17, [17, 25]),  # ten checkpoints of 96 GB take longer than the steps of a short stage
         (25, 5, True, 17, [5, 10, 15, 20, 25]),
+        (30_000, 0, True, 4, [10, 30_000]),
     ],
 )
 def test_checkpoints_are_saved_periodically_by_the_clock_and_at_the_end(
