@@ -92,8 +92,9 @@ class ProgressDisplay:
         speed = f"{(tokens - first_tokens) / took:,.0f} tokens/s" if tokens > first_tokens and took > 0 else ""
         if self._later is None:
             return speed, left
-        end = self._now() + timedelta(seconds=seconds + self._later * took / done * self._steps)
-        return speed, f"{left}, run ends about {end:%a %H:%M}"
+        remains = timedelta(seconds=seconds + self._later * took / done * self._steps)
+        day = "%a" if remains < timedelta(days=6) else "%d %b"  # later weeks have the same weekdays
+        return speed, f"{left}, run ends about {self._now() + remains:{day} %H:%M}"
 
 
 @contextmanager

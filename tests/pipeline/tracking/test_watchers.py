@@ -167,6 +167,9 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run):
     progress.log(50, {"tokens": 5010, "loss": 1.0})
     shown = stream.getvalue().splitlines()[-1]
     assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
+    seconds[0] = 5 * 86400.0
+    progress.log(50, {"loss": 1.0})
+    assert stream.getvalue().endswith("120.0 h left, run ends about 12 Jan 12:00\n")
 
 
 def test_figures_before_the_first_step_are_labelled():
