@@ -124,14 +124,10 @@ class Scheduler:
         self.decoding = [sequence for sequence in self.decoding if sequence.request not in requests]
 
     def abort(self, request: int) -> None:
-        """Remove a request in any state. Free its slot, and drop its prompt if the prompt is incomplete and unread."""
+        """Remove a request in any state, and free its slot. The tokens of its prompt that have run stay cached."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != request)
-        dropped = [sequence for sequence in self._admitted if sequence.request == request]
-        self._free_slots(dropped)
+        self._free_slots([sequence for sequence in self._admitted if sequence.request == request])
         self._admitted = [sequence for sequence in self._admitted if sequence.request != request]
-        for sequence in dropped:
-            if not sequence.prompt.readers:
-                self._cached[sequence.prompt.slot] = None
         self.finish({request})
 
     def forget_prompts(self) -> None:

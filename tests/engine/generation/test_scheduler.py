@@ -61,6 +61,22 @@ def test_a_prompt_stays_until_its_slot_is_needed_and_nothing_reads_it() -> None:
     assert not scheduler.busy
 
 
+def test_an_empty_prompt_slot_is_used_before_a_cached_prompt_is_dropped() -> None:
+    scheduler = scheduler_of([LONG, [9]], slots=1, prompt_slots=2, prefill_tokens=100)
+    scheduler.plan()
+    scheduler.finish({0})
+    assert starting(scheduler.plan()) == [(1, 0, 1)]
+
+
+def test_an_aborted_prompt_continues_where_it_stopped() -> None:
+    scheduler = scheduler_of([LONG], slots=1, prompt_slots=1, prefill_tokens=30)
+    assert chunks(scheduler.plan()) == [(0, 0, 30)]
+    scheduler.abort(0)
+    assert not scheduler.busy
+    scheduler.add(1, LONG)
+    assert chunks(scheduler.plan()) == [(0, 30, 40)]
+
+
 def test_a_common_prefix_is_copied_between_prompts() -> None:
     """The copied tokens leave room for the third prompt in the same step."""
     prompts = [LONG, [*LONG[:30], *range(70, 81)], [*range(50, 70)]]
