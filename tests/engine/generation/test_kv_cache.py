@@ -1,5 +1,6 @@
 """The size of the key-value cache for a call, and the rows of its slots."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ def test_a_shared_prompt_is_counted_once() -> None:
     assert (small.sequences, small.prompt_slots) == (260, 65)
     assert demand.size_within(99_967).sequences == 259, "the scratch slot takes memory too"
     assert demand.fits(small, small.sequences) and not demand.fits(small, 300)
+    assert not demand.fits(replace(small, prompt_slots=64), small.sequences)
     assert demand.size_within(5).sequences == 1, "the smallest size is one sequence"
 
 
