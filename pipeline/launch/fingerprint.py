@@ -37,6 +37,8 @@ ROLLOUT_EXECUTION_KEYS |= {
     "parity_check_every",
     "selfcheck_every",
 }  # selfcheck_every is the former name of parity_check_every
+MODEL_EXECUTION_KEYS = {"fused_kernels", "trust_remote_code", "tensor_plan"}
+MODEL_EXECUTION_KEYS |= {"name", "hub", "path", "weights", "architecture"}  # `model_source` identifies the model
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
 DEEPSPEED_KEYS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "bfloat16", "communication_data_type")
 ZERO_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")  # the DeepSpeed equivalents of engine.compress
@@ -132,14 +134,15 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _model_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of a model. Keys that records of earlier versions lack are left out at their default."""
+    fields = ModelConfig.model_fields.items()
+    changed = {key: getattr(model, key) for key, field in fields if getattr(model, key) != field.default}
     return {
+        **{key: value for key, value in changed.items() if key not in MODEL_EXECUTION_KEYS},
         **model_source(model),
         "tokenizer": model.tokenizer,
         "chat_template": _absolute(model.chat_template),
         "attention": model.attention,
-        # The records of earlier versions have no such keys.
-        **({} if model.quantize == "none" else {"quantize": model.quantize}),
-        **({"thinking": True} if model.thinking else {}),
     }
 
 
