@@ -1,6 +1,5 @@
 """Command lines become configurations, and each mistake becomes one line with the correction."""
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -363,11 +362,8 @@ def test_the_page_of_keys_is_current():
 
 
 def test_help_does_not_import_torch():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = "import sys, train; from pipeline.launch.command import main; main(['--help']); print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0  # CPU seconds
     loaded = set(shown.splitlines()[-1].split())
     assert not loaded & {"torch", "transformers", "wandb", "hydra", "datasets"}
 
