@@ -92,7 +92,7 @@ def run(config: RunConfig, folder: Path) -> None:
         best_metric=guard.best_metric,
         longest=max(len(prompt.ids) for prompt in prompts) + rollout.max_new_tokens,
         extra=lambda: {"kl_coef": ppo.kl.coef, "guard": guard.state()},
-        take=partial(restore, ppo, guard),
+        restore_extra=partial(restore, ppo, guard),
     ) as stage:
         resume(ppo, evaluator, guard, stage)
         train(ppo, evaluator, guard, stage)

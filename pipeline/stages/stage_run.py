@@ -39,10 +39,10 @@ class StageRun:
 
     engines: all models of the stage; those with an optimizer are trained, and checkpoints contain them
     extra: a function that returns the stage's own state for a checkpoint (JSON)
-    take: a function that restores this state
+    restore_extra: a function that restores this state
     longest: tokens of the longest sequence (or pair), which is the smallest possible micro-batch
-    decides: the metric that selects the best step; if the stage may export that step (`StageSection.selects_best`), its
-        checkpoint is retained until the end
+    best_metric: the metric that selects the best step; if the stage may export this step (`StageSection.selects_best`),
+        its checkpoint is retained until the end
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class StageRun:
         watchers: list[Watcher] | None = None,
         longest: int = 1,
         profile: ProfileSection | None = None,
-        decides: str | None = None,
+        best_metric: str | None = None,
         extra: Callable[[], dict[str, Any]] = dict,
-        take: Callable[[dict[str, Any]], None] = lambda _: None,
+        restore_extra: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.folder, self.steps = folder, steps
         self.last_step = steps  # lower if the stage is to end with an earlier step
@@ -67,7 +67,7 @@ class StageRun:
         self.last: dict[str, float] = {}
         self.budget = section.micro_batch_tokens
         self._section, self._watchers, self._longest = section, watchers or [], longest
-        self._extra, self._take = extra, take
+        self._extra, self._restore_extra = extra, restore_extra
         self._engines = engines
         self._trained = {name: engine for name, engine in engines.items() if engine.optimizer_config is not None}
         self.checkpoints = Checkpoints(folder, self._trained, newest=section.keep_checkpoints)
@@ -76,7 +76,7 @@ class StageRun:
         self._began = time.monotonic()
         self._saved: int | None = None
         self._saved_at = self._began
-        self._decides = decides if section.selects_best else None
+        self._best_metric = best_metric if section.selects_best else None
         self.best_step: int | None = None
         self._exported_step: int | None = None  # set by `take_best`; None for the last step
         self._begun = 0  # the number of finished steps when this process started
@@ -105,7 +105,7 @@ class StageRun:
             if mine is not None:
                 checkpoint.restore_random_state(mine["random"])
                 self._earlier_memory = mine.get("memory", {})
-            self._take(shared["extra"])
+            self._restore_extra(shared["extra"])
         self.clock.begin_lap()
         self._begun, self._sent = step, distributed.bytes_sent()
         if distributed.is_rank_zero():
@@ -172,7 +172,7 @@ class StageRun:
         is_best = value > before if higher else value < before
         if is_best:
             self.best[name] = value
-            if name == self._decides:
+            if name == self._best_metric:
                 self.best_step = step
         return is_best
 
@@ -264,7 +264,7 @@ class StageRun:
             return
         self.checkpoints.wait()
         path = self.checkpoints.path(self.best_step)
-        exported = f"step {self.best_step} of {self.steps}, the best by {self._decides}"
+        exported = f"step {self.best_step} of {self.steps}, the best by {self._best_metric}"
         if not distributed.broadcast_object(path.is_dir()):
             exported = f"the last step, because the checkpoint of {exported}, is gone"
         else:
@@ -324,8 +324,8 @@ class StageRun:
                 "best": self.best,
                 "exported_step": self.exported_step,
                 **(
-                    {self._decides: self.best[self._decides]}
-                    if self._decides and self._exported_step is not None
+                    {self._best_metric: self.best[self._best_metric]}
+                    if self._best_metric and self._exported_step is not None
                     else {}
                 ),
                 **metrics_of_stage,

@@ -240,7 +240,7 @@ def open_stage(
     best_metric: str,
     longest: int,
     extra: Callable[[], dict[str, Any]] = dict,
-    take: Callable[[dict[str, Any]], None] = lambda _: None,
+    restore_extra: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Iterator[StageRun]:
     """Open the folder of a stage with its progress display and trackers. The arguments are those of `StageRun`."""
     section = getattr(plan.config, stage)
@@ -255,9 +255,9 @@ def open_stage(
             watchers=watchers,
             longest=longest,
             profile=plan.config.profile,
-            decides=best_metric,
+            best_metric=best_metric,
             extra=extra,
-            take=take,
+            restore_extra=restore_extra,
         ) as stage_run,
     ):
         stage_run.predicted = plan.predicted

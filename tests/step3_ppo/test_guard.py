@@ -163,7 +163,7 @@ def test_steps_that_can_be_the_best() -> None:
 
 def begin(folder: Path, **keys: Any) -> tuple[StageRun, Any]:
     folder.mkdir(exist_ok=True)
-    return stage_of(folder, 10, decides="gold_score", guard="stop", save_every=3, **keys)
+    return stage_of(folder, 10, best_metric="gold_score", guard="stop", save_every=3, **keys)
 
 
 def trained(stage: StageRun, engine: Any) -> None:

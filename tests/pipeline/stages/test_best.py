@@ -21,8 +21,8 @@ LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 4.0}  # held-out losses after thes
 
 def begin(folder: Path, **keys: Any) -> tuple[StageRun, Engine]:
     folder.mkdir(exist_ok=True)
-    keys = {"export": "best", "eval_every": 2, "save_every": 3, "keep_checkpoints": 1, "decides": "eval_loss", **keys}
-    return stage_of(folder, 10, **keys)
+    own = {"export": "best", "eval_every": 2, "save_every": 3, "keep_checkpoints": 1, "best_metric": "eval_loss"}
+    return stage_of(folder, 10, **own | keys)
 
 
 def train(stage: StageRun, engine: Engine, last: int) -> dict[int, torch.Tensor]:

@@ -38,7 +38,7 @@ def engine_of(seed: int = 1) -> Engine:
 
 def stage_of(folder: Path, steps: int = 6, seed: int = 1, **keys: Any) -> tuple[StageRun, Engine]:
     engine = engine_of(seed)
-    others = ("watchers", "extra", "take", "profile", "decides")
+    others = ("watchers", "extra", "restore_extra", "profile", "best_metric")
     rest = {name: keys.pop(name) for name in others if name in keys}
     section = PpoSection(**keys) if "guard" in keys else SftSection(**keys)
     return StageRun(folder, section, steps, {"net": engine}, **rest), engine
@@ -233,7 +233,7 @@ def test_all_state_besides_weights_is_restored(tmp_path: Path) -> None:
     stage.note_best(1, "eval_loss", 2.0, higher=False)
     work(stage, engine, 1, 2)
     stage.checkpoints.wait()
-    fresh, _ = stage_of(tmp_path, save_every=2, take=taken.append)
+    fresh, _ = stage_of(tmp_path, save_every=2, restore_extra=taken.append)
     fresh.restore()
     assert taken == [{"kl_coef": 0.07}]
     assert fresh.best == {"eval_loss": 2.0} and fresh.clock.tokens == 20 and fresh.last["step"] == 2
