@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pwd
 import shutil
 import signal
 import tempfile
@@ -119,6 +120,15 @@ def test_kernels_work_without_a_writable_cache(folder: Path, monkeypatch: pytest
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
     assert library("answer").answer() == 42 and cached_files(folder) == []
+
+
+@needs_compiler
+def test_kernels_work_without_a_home_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user without an entry in /etc/passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert library("answer").answer() == 42
 
 
 @needs_compiler
