@@ -5,6 +5,7 @@ stages find the splits in the cache of the library `datasets`.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,8 +83,8 @@ def _licence(hub: str) -> str:
         return _licence_of(HfApi().dataset_info(hub, timeout=SECONDS).card_data)
     except errors.HfHubHTTPError:  # the hub answers, for example that the data set does not exist
         return "unknown"
-    except Exception:  # no network: the client raises errors of several libraries
-        _go_offline()
+    except Exception as error:  # no network: the client raises errors of several libraries
+        _go_offline(error)
         return cached_licence(hub, "dataset")
 
 
@@ -92,10 +93,12 @@ def _licence_of(card: Any) -> str:
     return ", ".join(licence) if isinstance(licence, list) else str(licence or "unknown")
 
 
-def _go_offline() -> None:
+def _go_offline(error: Exception) -> None:
     import datasets
     from huggingface_hub import constants
 
+    cause = f"the hub does not answer ({kind_and_line(error)})"
+    print(f"warning: {cause}, so this run uses only its cache on this machine", file=sys.stderr, flush=True)
     datasets.logging.set_verbosity_error()  # a warning for every use of the cache
     os.environ["DATASETS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes of the stages

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from pipeline import progress
-from pipeline.errors import UserError
+from pipeline.errors import UserError, kind_and_line
 from pipeline.models.folder import model_folder
 from pipeline.models.internals import add_classifier, add_multimodal, language_model_class, supports_sdpa
 
@@ -165,10 +165,10 @@ def download(hub: str, *, weights: bool = True) -> Path:
             "with a local copy"
         ) from error
     except Exception as error:
+        cause = kind_and_line(error.__cause__ or error).rstrip(".")  # the client hides refused certificates and proxies
         raise UserError(
-            f"{hub} cannot be downloaded from the hub ({type(error).__name__}). Download it on a machine with access "
-            "and set model.path=FOLDER (of a reward model reward_model.path), or use random weights with "
-            "model.weights=random"
+            f"{hub} cannot be downloaded from the hub: {cause}. Download it on a machine with access and set "
+            "model.path=FOLDER (of a reward model reward_model.path), or use random weights with model.weights=random"
         ) from error
     if weights and not any(folder.glob("*.safetensors")):
         raise UserError(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig
 
 from pipeline import progress
@@ -251,6 +252,17 @@ def test_a_download_may_take_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     download("a/b")
     assert limits == [ALONE, ALONE] and row.read().limit == UNMEASURED
+
+
+def test_a_failed_download_names_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client raises an error about its cache, whatever the cause is."""
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("not in the cache") from ConnectionError("certificate verify failed\nmore")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(UserError, match=r"a/b cannot .* the hub: ConnectionError: certificate verify failed\. Do"):
+        download("a/b")
 
 
 def test_a_hub_model_without_safetensors_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
