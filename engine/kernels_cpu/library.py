@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -55,6 +56,7 @@ FLAGS = (
 EXACT_LIBRARIES = ("linear",)
 EXACT = ("-fno-associative-math", "-fno-reciprocal-math", "-fsigned-zeros", "-ffp-contract=off")
 SWITCH = "ZEROCHAT_HOST_KERNELS"  # 0 in the environment disables the kernels
+unavailable: dict[str, str] = {}  # why a file is not used
 
 
 @cache
@@ -66,13 +68,15 @@ def library(name: str) -> ctypes.CDLL | None:
         return _loaded(HERE / f"{name}.c", (*FLAGS, *EXACT) if name in EXACT_LIBRARIES else FLAGS)
     except (Unavailable, OSError, subprocess.SubprocessError) as reason:
         log.info("%s.c is not used, PyTorch's operators run instead: %s", name, reason)
+        unavailable[name] = str(reason)
         return None
 
 
-def load_libraries() -> None:
-    """Compile and load all C files, so that no step waits for the compiler."""
+def load_libraries() -> str:
+    """Compile and load all C files, so that no step waits for the compiler. Return why one is not used, or ""."""
     for source in sorted(HERE.glob("*.c")):
         library(source.stem)
+    return next(iter(unavailable.values()), "")
 
 
 class Unavailable(Exception):
@@ -99,16 +103,17 @@ def _opened(source: Path, flags: Sequence[str], folder: Path) -> ctypes.CDLL:
 
 
 def _compiled(source: Path, flags: Sequence[str], folder: Path) -> Path:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    found = shutil.which("cc") or shutil.which("gcc")
+    compiler = shlex.split(os.environ.get("CC", "")) or ([found] if found else [])
     if not compiler:
-        raise Unavailable("there is no C compiler")
+        raise Unavailable("there is no C compiler (install gcc)")
     openmp = _openmp()
     binary = folder / f"{source.stem}-{_fingerprint(source, compiler, flags, openmp)}.so"
     if not binary.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             object_file, linked = Path(temporary) / "part.o", Path(temporary) / "whole.so"
-            _run([compiler, *flags, "-c", str(source), "-o", str(object_file)])
-            _run([compiler, "-shared", str(object_file), openmp, "-lm", "-o", str(linked)])
+            _run([*compiler, *flags, "-c", str(source), "-o", str(object_file)])
+            _run([*compiler, "-shared", str(object_file), openmp, "-lm", "-o", str(linked)])
             linked.replace(binary)  # atomic: another process may compile the same file
     return binary
 
@@ -116,14 +121,16 @@ def _compiled(source: Path, flags: Sequence[str], folder: Path) -> Path:
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if result.returncode:
-        raise Unavailable(f"{' '.join(command)}: {result.stderr.strip()[-400:]}")
+        raise Unavailable(f"{command[0]}: {' '.join(result.stderr.split())[-400:]}")
 
 
 def _openmp() -> str:
     """Return the path of the OpenMP library that PyTorch has loaded; PyTorch's own if other packages loaded theirs."""
     if not torch.backends.openmp.is_available():
         raise Unavailable("PyTorch runs without OpenMP")
-    with open("/proc/self/maps") as maps:  # Linux; other systems raise OSError
+    if platform.system() != "Linux":
+        raise Unavailable("the system is not Linux")
+    with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[-1].strip() for line in maps}
     candidates = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5"))]
     if not candidates:
@@ -148,7 +155,7 @@ def _cache_folder() -> Path | None:
     return None
 
 
-def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str) -> str:
+def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str], openmp: str) -> str:
     """Return a hash of the inputs of a compiled file.
 
     It includes the processor, because several machines may share a home directory.
@@ -156,7 +163,7 @@ def _fingerprint(source: Path, compiler: str, flags: Sequence[str], openmp: str)
     digest = hashlib.sha256()
     for text in (source.read_bytes(), *(header.read_bytes() for header in sorted(HERE.glob("*.h")))):
         digest.update(text)
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
-    for word in (*flags, compiler, version, openmp, platform.machine(), _processor("flags", "Features")):
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
+    for word in (*flags, *compiler, version, openmp, platform.machine(), _processor("flags", "Features")):
         digest.update(word.encode() + b"\0")
     return digest.hexdigest()[:20]

@@ -196,11 +196,11 @@ def plan_stage(
     log_steps(stage, section, steps, len(examples))
     arrange_ranks(config)
     if distributed.world().device.type == "cpu":
-        kernels.load_libraries()
-        if distributed.is_rank_zero() and (
-            warning := slow_precision(EngineChoice(config.engine).layout()["config"].dtype)
-        ):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        reason = kernels.load_libraries()
+        slow_kernels = f"PyTorch's slower operators replace the kernels in C: {reason}" if reason else ""
+        for warning in (slow_precision(EngineChoice(config.engine).layout()["config"].dtype), slow_kernels):
+            if warning and distributed.is_rank_zero():
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
     size = size_of(examples)
     if size.answer is None:  # PPO's prompts: answers as long as those of SFT
         size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))

@@ -86,9 +86,30 @@ def test_exact_files_keep_the_order_of_sums(folder: Path, monkeypatch: pytest.Mo
     assert actual.rest(1.0, 1e-9) == 0.0  # the result is 1e-9 if the compiler may reorder the sum
 
 
-@pytest.mark.parametrize("way", ["no compiler", "a compiler that fails", "switched off", "a source that is wrong"])
-def test_without_a_compiler_there_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    if way == "no compiler":
+@needs_compiler
+def test_the_compiler_may_have_a_wrapper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"env {os.environ.get('CC') or 'cc'}")
+    assert library("answer").answer() == 42
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("no compiler", "there is no C compiler"),
+        ("a compiler that fails", "/bin/false: "),
+        ("switched off", "ZEROCHAT_HOST_KERNELS=0"),
+        ("a source that is wrong", "answer.c:1:1: error: unknown type name"),
+        ("another system", "the system is not Linux"),
+    ],
+)
+def test_without_a_compiler_there_is_a_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, way: str, reason: str
+) -> None:
+    monkeypatch.setattr(module, "unavailable", {})
+    monkeypatch.setattr(module, "library", library)
+    if way == "another system":
+        monkeypatch.setattr(module.platform, "system", lambda: "Darwin")
+    elif way == "no compiler":
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", "")
     elif way == "a compiler that fails":
@@ -97,7 +118,7 @@ def test_without_a_compiler_there_is_none(folder: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(module.SWITCH, "0")
     else:
         (folder / "answer.c").write_text("not C")
-    assert library("answer") is None
+    assert reason in module.load_libraries() and library("answer") is None
 
 
 @needs_compiler
