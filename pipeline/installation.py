@@ -46,7 +46,9 @@ def advise_on_import(problem: BaseException) -> str:
 
 
 def require_packages() -> None:
-    """End the process with status 1 and one line if a package that zerochat needs cannot be imported."""
+    """End the process with status 1 and one line on Windows, or if a package that zerochat needs cannot be imported."""
+    if sys.platform == "win32":
+        sys.exit("error: zerochat does not run on Windows: install Linux with `wsl --install`, and zerochat in it")
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         remedy = (

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from pipeline.installation import require_packages
 from tests.tiny import ROOT
 
 LATER = {"peft", "datasets", "pyarrow", "pandas", "wandb", "hydra", "omegaconf"}
@@ -28,6 +29,12 @@ def test_missing_packages_are_one_line(command: list[str]) -> None:
     )
     assert shown.returncode == 1 and shown.stderr.count("\n") == 1
     assert shown.stderr.startswith("error: torch, transformers, hydra, pydantic, yaml, numpy can't be imported by ")
+
+
+def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="error: zerochat does not run on Windows: install Linux with `wsl --install`"):
+        require_packages()
 
 
 def test_ctrl_c_during_the_imports_prints_no_traceback() -> None:
