@@ -11,6 +11,7 @@
 Token ids are stored in arrays: 4 bytes for each id, where a list of Python numbers takes up to 36.
 """
 
+import math
 import time
 from array import array
 from collections import Counter
@@ -204,13 +205,15 @@ def encode_prompts(
     tokenizer: ChatTokenizer, records: Sequence[Prompt], *, max_tokens: int
 ) -> tuple[list[PromptItem], Counter[str]]:
     """Return the prompts, and the number of dropped records by reason. Raises UserError if no record is left."""
-    items: list[PromptItem] = []
+    items, shortest = list[PromptItem](), math.inf
     for chunk in _chunks(records, "prompts"):
         encoded = tokenizer.encode_prompts([record.messages for record in chunk])
+        shortest = min(shortest, *map(len, encoded))
         for record, ids in zip(chunk, encoded, strict=True):
             if len(ids) <= max_tokens:
                 items.append(PromptItem(array("i", ids), record.row))
-    _check(items, records, "prompts fits", max_tokens, "rollout.max_prompt_tokens")
+    what = f"prompts fits (the shortest has {shortest} tokens)"
+    _check(items, records, what, max_tokens, "rollout.max_prompt_tokens")
     return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items)})
 
 
