@@ -149,7 +149,12 @@ def _explain(problem: Exception, overrides: Sequence[str]) -> str:
     lines = [line for line in str(problem).splitlines() if line.strip() and not line.startswith("See http")]
     text = " ".join(line.strip() for line in lines[:4])
     if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:
-        text += "; a value with special characters needs quotes, \"key='some value'\""
+        is_name = re.search(r"""["']'$""", lines[0])  # the parser stops after a name in quotes
+        text += (
+            "; a name before a colon has no quotes, also if it contains spaces: {some name: value}"
+            if is_name
+            else "; a value with special characters needs quotes, \"key='some value'\""
+        )
     if "LexerNoViableAlt" in text:
         override = lines[0].partition(": ")[2].lstrip("+~")
         if re.fullmatch(r"[\w./@]*", override.partition("=")[0], re.ASCII):

@@ -50,6 +50,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sft.lr", "'sft.lr' is not KEY=VALUE: a value with a space in it needs quotes"),
         (["data.path=a", "data.sources=[{path: b}]"], "data.path=a and data.sources are both set, but"),
         (["data.path=a", "data.sources.0.columns={q: prompt}"], "data.path=a and data.sources are both set, but"),
+        ('data.sources=[{path: a, columns: {"my text": text}}]', "a name before a colon has no quotes"),
         ("rollout.repetition_penalty=1e6", "rollout.repetition_penalty=1000000.0: must be <= 100000"),
         ("data.path=", "data.path is empty: write a text, or remove the key (one local file or folder"),
         ("--stage", "write settings as KEY=VALUE, without dashes"),
