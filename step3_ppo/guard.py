@@ -228,10 +228,11 @@ def _weakness(ppo: PpoSection) -> str:
             "held-out answers have no grade, because distillation has no reward. No step can be the best, so a stage "
             "that the guard stops exports its last step"
         )
+    exported = "the exported step" if ppo.export == "best" else "if the guard stops PPO, the exported step"
     budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.needs_reference else ""
     return (
-        f"the best step is the one with the highest held-out reward{budget}. This choice is weak, because PPO is "
-        "trained on this reward"
+        f"{exported} is the one with the highest held-out reward{budget}. This choice is weak, because PPO is trained "
+        "on this reward"
     )
 
 

@@ -234,7 +234,9 @@ def test_without_grades_no_step_is_the_best(tmp_path: Path, capsys: pytest.Captu
     )
     assert guard.summary()["selects_by"] is None
     open_guard(tiny_config(), tmp_path, has_judge=False)
-    assert "the best step is the one with the highest held-out reward and a KL of at most" in capsys.readouterr().out
+    assert (
+        "the exported step is the one with the highest held-out reward and a KL of at most" in capsys.readouterr().out
+    )
 
 
 def test_without_an_earlier_step_a_rollback_stops(tmp_path: Path) -> None:
