@@ -18,7 +18,7 @@ def token_line(tokenizer: ChatTokenizer) -> str:
 
     ends = ", ".join(map(named, tokenizer.end_ids))
     begin, padding = named(tokenizer.hf.bos_token_id), named(tokenizer.pad_id)
-    return f"tokens: answers end with {ends}; begin {begin}, padding {padding}"
+    return f"tokens: answers end with {ends}; begin token: {begin}; padding: {padding}"
 
 
 def example_lines(

@@ -52,7 +52,7 @@ def test_the_screen_shows_the_rows_of_each_stage(
     steps = round(trained[1] / 32)  # of the recipe's batch
     assert f"warning: dpo: {steps} step{'s' if steps > 1 else ''} will hardly change the model: for 20 steps" in screen
     assert "warning: sft: " in screen
-    assert "tokens: answers end with <|end|> (1); begin none, padding <|pad|> (0)" in screen
+    assert "tokens: answers end with <|end|> (1); begin token: none; padding: <|pad|> (0)" in screen
     example = next(line for line in screen.splitlines() if line.startswith("  | "))
     assert example.startswith("  | <|user|>What is ") and "<|assistant|>[It is " in example
     assert example.endswith(".<|end|>]") and "\x1b" not in screen
