@@ -76,7 +76,16 @@ STAGES = {
         needs="prompts",
         reads="ppo",
         shares=("ppo",),
-        progress=("score", "kl", "response_length", "eval_score", "gold_score", "gold_score_at_0", "lr"),
+        progress=(
+            "score",
+            "alike_prompts",
+            "kl",
+            "response_length",
+            "eval_score",
+            "gold_score",
+            "gold_score_at_0",
+            "lr",
+        ),
         closing=("eval_score", "eval_function_score", "gold_score", "gold_score_at_0", "kl", "response_length"),
     ),
 }

@@ -172,6 +172,12 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run):
     assert stream.getvalue().endswith("120.0 h left, run ends about 12 Jan 12:00\n")
 
 
+def test_a_rollout_without_advantages_shows_its_share_of_alike_prompts():
+    stream = io.StringIO()
+    ProgressDisplay("ppo", 9, stream).log(1, {"score": 0.0, "alike_prompts": 1.0, "score_std": 0.0})
+    assert stream.getvalue() == "ppo 1/9  score 0  alike_prompts 1\n"
+
+
 def test_figures_before_the_first_step_are_labelled():
     assert lines_of([(0, {"loss": 1.0})], [0.0]) == ["sft before its first step  loss 1"]
 
