@@ -115,12 +115,20 @@ def allocate(size: int, device: torch.device) -> Tensor:
 def pinned(elements: int, dtype: torch.dtype) -> Tensor:
     """Return zeros (elements,) in pinned host memory. Do not free it while a copy from or to a GPU is pending.
 
-    PyTorch's own pinned memory has a power of two of bytes: up to twice as many.
+    PyTorch's own pinned memory has a power of two of bytes: up to twice as many. Raises ValueError if the driver pins
+    no more.
     """
     pages = _map(_PinnedPages, elements * dtype.itemsize)
     pages.madvise(mmap.MADV_DONTFORK)  # after a fork, a write would move the page away from the GPU's copies
     memory, runtime = torch.frombuffer(pages, dtype=dtype), cast("Any", torch.cuda.cudart())
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    try:
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    except RuntimeError as error:
+        raise ValueError(
+            f"offload needs {memory.nbytes / 2**30:.2f} GiB more of pinned host memory, which the driver refuses "
+            f"({error}). WSL 2 pins about 1 GiB. Set offload_optimizer=none, offload_parameters=none and "
+            "park_optimizer=false"
+        ) from error
     pages.unpin = partial(runtime.cudaHostUnregister, memory.data_ptr())
     return memory[:elements]
 

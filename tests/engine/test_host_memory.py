@@ -84,3 +84,13 @@ def test_a_control_group_limits_the_host_memory(
     if is_visible:
         write_group(root / "job_7/step_0", names, "max" if version == 2 else 2**63 - 4096, 30 * GIB, 0)
     assert memory.host_memory(tmp_path) == (100 * GIB, 80 * GIB)
+
+
+def test_memory_that_the_driver_does_not_pin_is_a_mistake_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_error(code: int) -> None:
+        raise RuntimeError(f"out of memory ({code})")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", raise_error)
+    with pytest.raises(ValueError, match=r"0\.50 GiB .* \(out of memory \(2\)\)\. .*Set offload_optimizer=none"):
+        memory.pinned(GIB // 8, torch.float32)
