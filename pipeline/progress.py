@@ -83,8 +83,8 @@ class Progress:
 
     Limits: `hang_seconds` while the stage takes steps. If it is None, the limit is `MULTIPLE` times the slowest step,
     or the slowest visit of the phase, but at least `SHORTEST`. Before the first step, after the last one, and in a
-    phase that no visit has measured, the limit is at least `UNMEASURED`. `hang_seconds` always holds for calls of a
-    user's function.
+    phase that no visit in a step has measured, the limit is at least `UNMEASURED`. `hang_seconds` always holds for
+    calls of a user's function.
     """
 
     def __init__(self, row: Row | None = None) -> None:
@@ -103,7 +103,9 @@ class Progress:
 
     def begin_step(self, step: int, previous_seconds: float | None) -> None:
         """Publish the step that begins; 0 after the last step. `previous_seconds` is the time of the step before."""
-        if previous_seconds is not None:
+        if previous_seconds is None:
+            self._slowest.clear()  # before the first step, a phase may have other work
+        else:
             self._slowest_step = max(previous_seconds, self._slowest_step or 0.0)
         self._step = step
         self._enter("" if step else "finish")

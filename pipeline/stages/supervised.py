@@ -69,7 +69,7 @@ def train_supervised(
     """
     done = stage.restore()
     stage.find_micro_batch_size(lambda budget: task.engine.dry_run(task.largest_microbatch(budget), task.loss))
-    if done == 0 and before_first_step is not None:  # an empty phase would look like a fast evaluation
+    if done == 0 and before_first_step is not None:
         with stage.clock.phase("evaluate"):
             before_first_step()
     for step in stage.steps_left():

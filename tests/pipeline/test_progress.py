@@ -75,6 +75,15 @@ def test_the_limit_is_ten_times_the_slowest_step_or_phase(clock):
     assert progress.limit("train") == UNMEASURED
 
 
+def test_work_before_the_first_step_does_not_limit_that_of_a_step(clock):
+    """SFT answers the evaluation prompts before its first step. In a step it scores the held-out examples."""
+    progress = Progress(Row())
+    visit(progress, "evaluate", 2.0, clock)
+    progress.begin_step(1, None)
+    progress.begin_step(2, 1.0)
+    assert progress.limit("evaluate") == UNMEASURED
+
+
 def test_a_configured_limit_holds_while_the_stage_takes_steps():
     row = Row()
     progress = Progress(row)
