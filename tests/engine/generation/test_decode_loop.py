@@ -219,7 +219,7 @@ def test_a_cache_too_small_for_a_sequence_runs_one_and_warns(
 
 
 ALL_SETTINGS = Sampling(
-    10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4, min_new_tokens=3, end_ids=ENDS,
+    10, temperature=0.8, top_k=20, top_p=0.9, min_p=0.2, repetition_penalty=1.4, min_new_tokens=3, end_ids=ENDS,
     stop=("4>",), seed=5,
 )  # fmt: skip
 
