@@ -37,10 +37,10 @@ def plan(
     return predict(stage_task(config, stage, inputs, ranks=ranks, is_cpu=not capacity.is_gpu), capacity, rates)
 
 
-def announce(
+def fit_settings(
     config: RunConfig, stage: str, folder: Path, inputs: PlanInputs
 ) -> tuple[RunConfig, dict[str, dict[str, int]]]:
-    """Print the prediction of a stage. Every rank calls.
+    """Print the prediction of a stage, and return settings with which it fits into memory. Every rank calls.
 
     On a GPU, raises UserError if the stage does not fit, unless engine.memory_check is "warn".
 

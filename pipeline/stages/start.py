@@ -24,7 +24,7 @@ from pipeline.files import read_plan
 from pipeline.models.build import DTYPE, EngineChoice
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import size_of
-from pipeline.planning.planner import announce
+from pipeline.planning.planner import fit_settings
 from pipeline.planning.stage_task import PlanInputs, data_ranks, item_sequences, longest_sequence, stage_steps
 from pipeline.stages.data import return_memory_of_texts
 from pipeline.stages.stage_run import StageRun
@@ -204,7 +204,7 @@ def plan_stage(
     size = size_of(examples)
     if size.answer is None:  # PPO's prompts: answers as long as those of SFT
         size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))
-    config, predicted = announce(config, stage, folder, PlanInputs(policy, reward, size))
+    config, predicted = fit_settings(config, stage, folder, PlanInputs(policy, reward, size))
     seed_torch(config)
     if distributed.is_rank_zero():
         print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)

@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.planning import planner
 from pipeline.planning.candidates import Capacity, candidates, fastest, measure_capacity, predict
 from pipeline.planning.demand import predict_bytes
-from pipeline.planning.planner import announce, plan
+from pipeline.planning.planner import fit_settings, plan
 from pipeline.planning.stage_task import PlanInputs, stage_task
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.ranks import run_ranks
@@ -53,7 +53,7 @@ def test_auto_chooses_once_for_each_stage(
 ) -> None:
     config = tiny_config(engine={"auto": True, "zero_stage": 3}, ppo={"minibatches": 1})
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
-    chosen_config, predicted = announce(config, "sft", tmp_path, PlanInputs(source()))
+    chosen_config, predicted = fit_settings(config, "sft", tmp_path, PlanInputs(source()))
     assert chosen_config.engine.zero_stage == 0 and not chosen_config.engine.auto and predicted["train"]
     assert "engine=auto: engine.zero_stage=0" in capsys.readouterr().out
 
@@ -61,14 +61,14 @@ def test_auto_chooses_once_for_each_stage(
         raise AssertionError("measured again")
 
     monkeypatch.setattr(planner, "measure", again)
-    assert announce(config, "sft", tmp_path, PlanInputs(source()))[0] == chosen_config
+    assert fit_settings(config, "sft", tmp_path, PlanInputs(source()))[0] == chosen_config
     assert "the setting that this stage started with" in capsys.readouterr().out
     monkeypatch.setattr(planner, "measure", lambda *_: RATES)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(1000, 1000, 1000, is_gpu=False))
     with pytest.raises(UserError, match=r"no setting fits in .*use a machine with more memory, adapters"):
-        announce(config, "reward", tmp_path / "other", PlanInputs(source()))
+        fit_settings(config, "reward", tmp_path / "other", PlanInputs(source()))
     configured = tiny_config(ppo={"minibatches": 1})
-    announce(configured, "reward", tmp_path, PlanInputs(source()))
+    fit_settings(configured, "reward", tmp_path, PlanInputs(source()))
     assert "No engine setting fits; use a machine with more memory" in capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_a_gpu_decodes_as_many_sequences_as_fit_with_training(tmp_path: Path, mo
         capacity = Capacity(size, size, size, is_gpu=is_gpu)
         monkeypatch.setattr(planner, "measure_capacity", lambda *_: capacity)
         rollout = config.rollout.model_copy(update={"batch_size": batch_size})
-        chosen, _ = announce(config.model_copy(update={"rollout": rollout}), "ppo", tmp_path, PlanInputs(source()))
+        chosen, _ = fit_settings(config.model_copy(update={"rollout": rollout}), "ppo", tmp_path, PlanInputs(source()))
         return chosen.rollout.batch_size
 
     assert slots(80 * GIB) == 500
@@ -111,7 +111,7 @@ def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
     def pages(size: int, cache_bytes: int | None = None, **rollout: bool) -> int | None:
         monkeypatch.setattr(planner, "measure_capacity", lambda *_: Capacity(size, size, size, is_gpu=True))
         section = config.rollout.model_copy(update={"cache_bytes": cache_bytes, **rollout})
-        chosen, _ = announce(config.model_copy(update={"rollout": section}), "ppo", tmp_path, PlanInputs(source()))
+        chosen, _ = fit_settings(config.model_copy(update={"rollout": section}), "ppo", tmp_path, PlanInputs(source()))
         return chosen.rollout.cache_bytes
 
     assert pages(200 * GIB) == 2000 * sequence
@@ -135,7 +135,7 @@ def choices_of_a_rank(folder: Path) -> list[tuple[Any, ...]]:
         patch.setattr(planner, "measure", lambda *_: RATES)
         for auto in (False, True):
             config = tiny_config(engine={"auto": auto, "dtype": "fp32"}, ppo=keys)
-            chosen, predicted = announce(config, "ppo", folder / str(auto), PlanInputs(source()))
+            chosen, predicted = fit_settings(config, "ppo", folder / str(auto), PlanInputs(source()))
             choices.append((chosen.ppo.shared_forward, chosen.rollout.batch_size, chosen.engine, predicted))
     return choices
 
@@ -152,7 +152,7 @@ def test_ranks_with_different_devices_make_the_same_choices(tmp_path: Path) -> N
 def test_offloaded_bytes() -> None:
     tiers = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}
     config = tiny_config(engine=tiers)
-    _, predicted = announce(config, "sft", Path(), PlanInputs(source()))
+    _, predicted = fit_settings(config, "sft", Path(), PlanInputs(source()))
     demand = plan(config, "sft", PlanInputs(source()), ranks=1).demand
     assert demand.host > 0 and demand.nvme > 14 * measure_shape("small", source().config).parameters - 1
     assert (predicted["train"]["host"], predicted["train"]["nvme"]) == (demand.host, demand.nvme)

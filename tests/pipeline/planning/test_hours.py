@@ -159,7 +159,7 @@ def test_a_stage_writes_its_plan_once(tmp_path: Path, monkeypatch: pytest.Monkey
     """The later stages of a run take as long as their own plans; a restarted stage does not measure again."""
     monkeypatch.setattr(planner, "measure", lambda *_, **__: RATES)
     size = DataSize(100, 40.0, 10.0)
-    planner.announce(tiny_config(), "sft", tmp_path, PlanInputs(source(), size=size))
+    planner.fit_settings(tiny_config(), "sft", tmp_path, PlanInputs(source(), size=size))
     record = read_plan(tmp_path)
     step = sum(record["seconds"].values())
     assert record["stage_seconds"] > 8 * step > 0 and record["answer_tokens"] == 10.0
@@ -167,7 +167,7 @@ def test_a_stage_writes_its_plan_once(tmp_path: Path, monkeypatch: pytest.Monkey
     for number, stage in enumerate(("reward", "ppo")):
         folder = tmp_path / stage
         folder.mkdir()
-        planner.announce(tiny_config(), stage, folder, PlanInputs(source(), size=replace(size, rows=200)))
+        planner.fit_settings(tiny_config(), stage, folder, PlanInputs(source(), size=replace(size, rows=200)))
         found = read_plan(folder)
         later += found["stage_seconds"]
         assert (found["later_seconds"] == 0.0) == (number == 1)
@@ -177,7 +177,7 @@ def test_a_stage_writes_its_plan_once(tmp_path: Path, monkeypatch: pytest.Monkey
         raise AssertionError("measured again")
 
     monkeypatch.setattr(planner, "measure", again)
-    planner.announce(tiny_config(), "sft", tmp_path, PlanInputs(source(), size=size))
+    planner.fit_settings(tiny_config(), "sft", tmp_path, PlanInputs(source(), size=size))
     assert read_plan(tmp_path) == record
 
 

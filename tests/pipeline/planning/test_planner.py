@@ -16,7 +16,7 @@ from pipeline.models.source import ModelSource
 from pipeline.planning import planner
 from pipeline.planning.candidates import Capacity, candidates
 from pipeline.planning.demand import Demand
-from pipeline.planning.planner import announce, check_fit, plan, suggest_changes
+from pipeline.planning.planner import check_fit, fit_settings, plan, suggest_changes
 from pipeline.planning.stage_task import PlanInputs, adapter_parameters, stage_task
 from tests.tiny import tiny_config
 
@@ -102,8 +102,8 @@ def test_a_user_can_start_a_stage_that_is_predicted_not_to_fit(
     monkeypatch.setattr(planner.distributed, "world", lambda: on_gpu)
     monkeypatch.setattr(planner, "measure_capacity", lambda *_: gpu(GIB // 100))
     with pytest.raises(UserError, match=r"To start it nevertheless: engine\.memory_check=warn"):
-        announce(tiny_config(), "sft", tmp_path, PlanInputs(source()))
-    announce(tiny_config(engine={"memory_check": "warn"}), "sft", tmp_path, PlanInputs(source()))
+        fit_settings(tiny_config(), "sft", tmp_path, PlanInputs(source()))
+    fit_settings(tiny_config(engine={"memory_check": "warn"}), "sft", tmp_path, PlanInputs(source()))
     assert "the prediction exceeds the device" in capsys.readouterr().out
 
 
