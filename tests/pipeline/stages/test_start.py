@@ -1,8 +1,28 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from pipeline.stages.start import log_steps, slow_precision
+from engine import OptimizerConfig
+from pipeline.config.schema import RolloutSection
+from pipeline.config.stage_sections import SftSection
+from pipeline.stages.start import log_steps, optimizer_config, prepare_generation, slow_precision
 from tests.tiny import tiny_config
+
+
+def test_the_keys_of_a_stage_reach_its_optimizer() -> None:
+    keys: dict[str, Any] = {"lr": 0.1, "schedule": "linear", "final_lr_ratio": 0.3, "eps": 0.6, "max_grad_norm": 0.8}
+    keys["weight_decay"] = 0.7
+    expected = OptimizerConfig(total_steps=10, warmup_steps=2, betas=(0.4, 0.5), **keys)
+    assert optimizer_config(SftSection(warmup=0.2, beta1=0.4, beta2=0.5, **keys), steps=10) == expected
+
+
+def test_the_keys_of_the_rollout_reach_the_generator() -> None:
+    keys: dict[str, Any] = {"tensor_parallel": 2, "stream": True, "parity_check_every": 7, "cache_bytes": 9}
+    engine: Any = SimpleNamespace(flip=SimpleNamespace())
+    prepare_generation(engine, RolloutSection(generator="vllm", **keys))
+    assert vars(engine.flip) == {**keys, "uses_vllm": True}
 
 
 def test_a_stage_prints_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
