@@ -16,15 +16,7 @@ from engine.parallel import dist
 from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, copy_stages, metrics, tiny_config, write_stage_configs
-
-CURVES = {
-    "sft": ("loss", "grad_norm", "eval_loss"),
-    "reward": ("loss", "accuracy", "margin", "eval_accuracy"),
-    "dpo": ("loss", "accuracy", "margin", "grad_norm", "chosen_logprob", "drift", "eval_loss"),
-    "ppo": ("score", "kl", "entropy", "policy_loss", "value_loss", "response_length", "kl_coef", "eval_score"),
-}
-
+from tests.tiny import CURVES, ROOT, copy_stages, metrics, tiny_config, write_stage_configs
 
 STATES = (
     "parameters",

@@ -14,6 +14,13 @@ from pipeline.launch.worker import run_worker
 from tests.ranks import Worker
 
 ROOT = Path(__file__).parents[1]
+CURVES = {
+    "sft": ("loss", "grad_norm", "eval_loss"),
+    "reward": ("loss", "accuracy", "margin", "eval_accuracy"),
+    "dpo": ("loss", "accuracy", "margin", "grad_norm", "chosen_logprob", "drift", "eval_loss"),
+    "ppo": ("score", "kl", "entropy", "policy_loss", "value_loss", "response_length", "kl_coef", "eval_score"),
+}
+"""The metrics of each stage that do not depend on its layout."""
 SECONDS = 480  # limit of one process
 ARCHITECTURE = {
     "model_type": "llama",
