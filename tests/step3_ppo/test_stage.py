@@ -47,7 +47,7 @@ def tokenizer(*texts: str) -> ChatTokenizer:
 
 
 def config(folder: Path, quantize: Any = "none", dtype: Any = "fp32", **ppo: Any) -> RunConfig:
-    section = {"batch_size": 6, "epochs": 1.0, "lr": 0.01, "critic_lr": 0.01, "warmup": 0.0, "schedule": "constant"}
+    section = {"batch_size": 6, "epochs": 1.0, "lr": 0.01, "critic_lr": 0.02, "warmup": 0.0, "schedule": "constant"}
     return RunConfig(
         actor=str(folder / "sft"),
         reward_path=str(folder / "reward"),
@@ -118,7 +118,7 @@ def test_actor_and_reference_start_as_the_same_policy(family: str, tmp_path: Pat
     assert replace(models, reward_weights={"model": -2.0}).score_unit == 3.0  # a penalty stays a penalty
     assert replace(models, reward_weights={"model": 0.0}).score_unit == 1.0
     assert replace(models, rewards=()).score_unit == 1.0
-    assert models.critic.optimizer_config is not None and models.critic.optimizer_config.lr == 0.01
+    assert models.critic.optimizer_config is not None and models.critic.optimizer_config.lr == 0.02
     assert reward.optimizer is None and models.reference.optimizer is None
 
 
@@ -156,7 +156,7 @@ def test_the_loop_starts_on_policy_and_trains_both_models(run_folder: Path) -> N
         else:
             assert any(moved) and learned["first_ratio"] == pytest.approx(1, abs=1e-5)
             assert learned["first_ratio_max_deviation"] < 1e-4 and learned["lr"] == 0.01
-        assert learned["critic_lr"] == 0.01
+        assert learned["critic_lr"] == 0.02
     assert ppo.models.actor.step_count == 4 and ppo.models.critic.step_count == 8
     assert stage.clock.seconds["generate"] > 0 and stage.clock.seconds["score"] > 0
 
