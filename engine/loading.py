@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from engine.parallel import dtensors
+from engine.parallel import dist, dtensors
 from engine.parallel.dtensors import Region, local_region
 from engine.parallel.zero import persistent_buffers
 
@@ -118,6 +118,7 @@ def read_parameters(
             folder.copy(stored, region, local)
         if isinstance(parameter, nn.Parameter) and not _is_finite(local):
             damaged.append(stored)
+        dist.note_work()
     if damaged:
         names = ", ".join(damaged[:3]) + (", ..." if len(damaged) > 3 else "")
         raise ValueError(

@@ -52,6 +52,7 @@ class Passes:
         (loss * (factor * self.scaler.scale)).backward()
         if last:
             zero.release(self.module)
+        dist.note_work()
 
     def train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], count: float) -> list[LossAndMetrics]:
         """Run forward and backward of all micro-batches of a step. The gradients are those of the sum over `count`.
@@ -99,8 +100,12 @@ class Passes:
 
     def score(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
         """Return `score_fn` of each micro-batch, with its tensors on the host."""
+        results = list[Sequence[Any]]()
         with watch_pass():
-            return to_host([score_fn(self.module, micro_batch) for micro_batch in micro_batches])
+            for micro_batch in micro_batches:
+                results.append(score_fn(self.module, micro_batch))
+                dist.note_work()
+            return to_host(results)
 
     def score_to_learn(self, micro_batches: Sequence[Any], score_fn: ScoreFn) -> list[Sequence[Any]]:
         """Return `score_fn` of each micro-batch, and hold the graphs for `train`."""
@@ -116,6 +121,7 @@ class Passes:
                 for micro_batch in micro_batches:
                     with self.tracker.training():
                         results.append(tree_map_only(Tensor, Tensor.detach, score_fn(self.module, micro_batch)))
+                    dist.note_work()
         except Exception:
             if dist.world().size == 1:  # several ranks do not continue after a failure
                 self.discard_scored()

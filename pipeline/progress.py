@@ -135,7 +135,7 @@ class Progress:
         return max(SHORTEST, MULTIPLE * max(measured, self._slowest_step or 0.0))
 
     def advance(self) -> None:
-        """Publish a part of long work without collectives, for example the answer of a judge."""
+        """Publish a part of work without collectives: a micro-batch, a decode step, or the answer of a judge."""
         self._write()
 
     @contextmanager

@@ -139,6 +139,7 @@ class Generator:
         self._check_lengths([len(prompt) for prompt in prompts], sampling.max_new_tokens)
         for sampled in self.backend.run(prompts, sampling, sample_seeds, batch_size, ends):
             check_logprobs(sampled)
+            dist.note_work()
             yield sampled
 
     def session(self, slots: int, prompt_tokens: int, new_tokens: int, *, sharing: int = 1) -> DecodeSession:

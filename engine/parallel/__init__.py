@@ -4,7 +4,7 @@
 - Collectives over all ranks: `barrier`, `broadcast_object`, `gather_objects`, `max_over_ranks`, `sum_over_ranks`.
 - Sequence parallelism inside a module: `sequence_shard`, `SequenceShard`, `check_heads`.
 - `request_stop` and `stop_requested`: a stop of all ranks after the same step.
-- `observe_collectives`: a context around each collective that this rank calls, for watchdogs.
+- `observe_collectives`, `observe_work`: a context around each collective, and a call after each part of other work.
 - `to_device`: a copy of a small tensor to the device, without waiting for the device.
 - `bytes_sent`: the bytes that this rank has sent since its start, by purpose.
 """
@@ -19,6 +19,7 @@ from engine.parallel.dist import (
     is_rank_zero,
     max_over_ranks,
     observe_collectives,
+    observe_work,
     request_stop,
     set_parallelism,
     start,
@@ -40,6 +41,7 @@ __all__ = [
     "is_rank_zero",
     "max_over_ranks",
     "observe_collectives",
+    "observe_work",
     "request_stop",
     "sequence_shard",
     "set_parallelism",

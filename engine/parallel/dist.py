@@ -73,6 +73,7 @@ class World:
 
 
 _observe: Callable[[str, Sequence[int]], AbstractContextManager[None]] | None = None
+_observe_work: Callable[[], None] | None = None
 _world: World | None = None
 _cache: dict[Any, Any] = {}
 _stop_requested_here = False
@@ -92,6 +93,18 @@ def observe_collectives(observe: Callable[[str, Sequence[int]], AbstractContextM
 def observed(name: str, shape: Sequence[int] = ()) -> AbstractContextManager[None]:
     """Return the context in which this rank calls a collective."""
     return nullcontext() if _observe is None else _observe(name, shape)
+
+
+def observe_work(observe: Callable[[], None] | None) -> None:
+    """Call `observe()` after each micro-batch, decode step and loaded parameter, so that a watchdog sees long work."""
+    global _observe_work
+    _observe_work = observe
+
+
+def note_work() -> None:
+    """Note that this rank has finished a part of its work."""
+    if _observe_work is not None:
+        _observe_work()
 
 
 def start(namespace: str = "zerochat", device: str | None = None) -> World:

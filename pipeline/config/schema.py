@@ -169,8 +169,8 @@ class EngineSettings(Section):
     loss_scale_window: int = Field(1000, ge=1)
     """fp16: steps without overflow before the loss scale doubles"""
     hang_seconds: float | None = Field(None, ge=1)
-    """seconds without progress of any rank after which a stage that takes steps ends with exit status 5; longer than
-    the longest time between two collectives, for example a rollout; null: 10 times the slowest step or phase so far, at
+    """seconds without progress of any rank after which a stage that takes steps ends with exit status 5; longer than a
+    micro-batch, a decode step and the update of the optimizer; null: 10 times the slowest step or phase so far, at
     least 300 (docs/guides/resuming.md#when-a-run-hangs)"""
     memory_check: Literal["refuse", "warn"] = "refuse"
     """what happens before a stage whose predicted memory exceeds the GPU: refuse ends the run, warn prints the

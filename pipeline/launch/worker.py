@@ -93,6 +93,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
             gc.freeze()  # later collections skip these objects
             gc.enable()
             distributed.observe_collectives(progress.own().collective)
+            distributed.observe_work(progress.own().advance)
             with handle_signals(signal.SIG_DFL):  # PyTorch's wait for the other ranks would delay a handler in Python
                 world = distributed.start(namespace=f"{run_dir.name}/{stage}/{os.environ.get(ATTEMPT, '0')}")
             if world.rank == 0 and world.device.type == "cpu" and may_have_gpus():

@@ -1,4 +1,4 @@
-"""Shared forwards for scoring and training give the numbers of separate forwards, also after errors."""
+"""Shared forwards for scoring and training give the numbers of separate forwards, also after errors; noted work."""
 
 import gc
 from collections.abc import Callable
@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig, initialize
 from engine.engine import Engine
+from engine.generation.generator import Generator
+from engine.generation.sampling import Sampling
 from engine.oom import PassOutOfMemory
 from engine.parallel import dist
+from tests.engine.generation.families import build
 from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
 
@@ -233,3 +236,25 @@ def test_averaging_starts_with_the_masters_after_a_forward() -> None:
     engine.start_averaging(0.9)
     for name, master in masters.items():
         assert torch.equal(engine.average.tensors[name], master)
+
+
+def test_each_micro_batch_and_each_decode_step_is_noted_for_a_watchdog() -> None:
+    """A slow machine would count as hung if an update or a rollout were one piece of work."""
+    notes, share = list[None](), batches(0, [6, 6, 4])
+
+    def noted(work: Callable[[], object]) -> int:
+        before = len(notes)
+        work()
+        return len(notes) - before
+
+    engine, generator = engine_of(0), Generator(build("llama"), "cpu")
+    dist.observe_work(lambda: notes.append(None))
+    try:
+        assert noted(lambda: engine.update(share, loss, 16.0)) == 3
+        assert noted(lambda: engine.score(share, rows_of)) == 3
+        assert noted(lambda: engine.score_to_learn(share, rows_of)) == 3
+        assert noted(lambda: engine.update(share, loss, 16.0)) == 3
+        answers = [(1, 2, 3)], Sampling(12, temperature=0), [0]
+        assert noted(lambda: generator.generate(*answers)) >= 12
+    finally:
+        dist.observe_work(None)

@@ -8,6 +8,7 @@
 - prints: print a Chinese word
 - quits: print in a function at exit, and when an object of a module is freed
 - exit: status 0 without a result, as after os._exit(0) in a user's function; loader: status 127
+- works: a step without collectives that is longer than `hang_seconds`, in parts that it notes
 - stopped: SIGSTOP to itself, mixed: another collective; the other ranks wait in a collective
 - echo: rank 1 has a UserError and rank 0 crashes because of it; lost: likewise, but rank 1 exits with status 0
 
@@ -33,6 +34,8 @@ def run(config, folder):
     (folder / f"rank-{rank}.json").write_text(json.dumps({**os.environ, "PID": os.getpid(), "GROUP": os.getpgrp()}))
     if behaviour in ("stopped", "mixed"):
         hang(behaviour if only == rank else "wait", config.engine.hang_seconds)
+    if behaviour == "works":
+        work(config.engine.hang_seconds)
     if only and only != rank:
         time.sleep(60)
     if behaviour in ("echo", "lost"):
@@ -79,6 +82,17 @@ def act(behaviour):
         time.sleep(1)
 
 
+def work(hang_seconds):
+    from pipeline import progress
+
+    progress.own().configure(hang_seconds)
+    progress.own().begin_step(3, None)
+    end = time.monotonic() + hang_seconds + 3
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        sys.modules["engine.distributed"].note_work()
+
+
 def hang(how, hang_seconds):
     from pipeline import progress
 
@@ -98,6 +112,7 @@ def without_torch():
     world = types.SimpleNamespace(rank=int(os.environ["RANK"]), device=types.SimpleNamespace(type="cpu"))
     distributed.start, distributed.stop, engine.distributed = (lambda namespace: world), (lambda: None), distributed
     distributed.observe_collectives = lambda observer: None
+    distributed.observe_work = lambda observer: setattr(distributed, "note_work", observer)
     sys.modules.update({"engine": engine, "engine.distributed": distributed})
 
 
