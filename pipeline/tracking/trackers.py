@@ -134,12 +134,9 @@ def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> tuple[Any, s
         except Exception as problem:
             wandb.teardown()  # wandb's service still holds the id of the failed run
             run = _init(wandb, config, stage, stage_dir, "offline")
-            upload = f"Upload it later: wandb sync {Path(run.dir).parent}"
-            print(
-                f"warning: wandb cannot be reached ({type(problem).__name__}), so {stage} is tracked offline. {upload}",
-                file=sys.stderr,
-                flush=True,
-            )
+            upload = f"Upload it later: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
+            cause = f"wandb cannot be used online ({kind_and_line(problem)})"
+            print(f"warning: {cause}, so {stage} is tracked offline. {upload}", file=sys.stderr, flush=True)
             return run, f"{stage}: tracked offline. {upload}"
     folder = stage_dir.parent / "wandb"
     is_first = not any(folder.glob("offline-run-*"))  # of the stages and starts of the run

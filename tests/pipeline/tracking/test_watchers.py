@@ -63,6 +63,13 @@ def test_without_a_connection_the_run_is_stored_for_upload(offline_run, monkeypa
     assert "wandb stopped" not in errors
 
 
+def test_a_key_that_wandb_refuses_is_named(offline_run, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    open_wandb(config_of(), "sft", offline_run).finish()
+    start, _, rest = capfd.readouterr().err.partition(", so sft is tracked offline. Upload it later: wandb sync ")
+    assert start.startswith("warning: wandb cannot be used online (") and "API key" in start and rest
+
+
 def test_tracking_none_does_not_import_wandb(offline_run):
     with open_watchers(config_of("tracking=none"), "sft", offline_run, 3) as opened:
         for watcher in opened:
