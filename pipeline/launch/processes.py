@@ -306,7 +306,7 @@ def count_out_of_memory_kills() -> int | None:
 
 def _signal_name(number: int, *, by_memory: bool) -> str:
     name = signal.Signals(number).name
-    memory = "by the kernel, because the host is out of memory: stage=plan shows which settings fit"
+    memory = "by the kernel, because the host or its container is out of memory: stage=plan shows which settings fit"
     hints = {
         "SIGKILL": f" ({memory if by_memory else 'by a user, a job scheduler or the limit of a container'})",
         "SIGSEGV": " (a crash in a native library)",

@@ -195,7 +195,7 @@ def test_a_kill_by_the_kernel_is_named(fake, monkeypatch):
     monkeypatch.setattr(processes, "count_out_of_memory_kills", lambda: next(counts))
     monkeypatch.setenv("FAKE_STAGE", "kill:0")
     message = launch_fake(fake, world=1).message
-    assert message.startswith("rank 0 was killed by SIGKILL (by the kernel, because the host is out of memory")
+    assert message.startswith("rank 0 was killed by SIGKILL (by the kernel, because the host or its container is")
 
 
 def test_a_crash_prints_how_to_resume(tmp_path):
