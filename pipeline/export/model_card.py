@@ -15,8 +15,8 @@ from pipeline.export.source import TrainedStage
 from pipeline.files import summary_metrics
 
 UNKNOWN = "unknown"
+LOSS = {"sft": "loss on held-out conversations, in nats per token", "dpo": "preference loss on held-out pairs"}
 RESULTS = {
-    "eval_loss": "loss on held-out data (SFT: nats per token)",
     "eval_accuracy": "accuracy on held-out pairs",
     "eval_score": "score that PPO was trained on, of answers to held-out prompts at temperature {:g}",
     "eval_score_at_0": "score that PPO was trained on, of greedy answers (temperature 0)",
@@ -81,9 +81,10 @@ def _results(stage: TrainedStage) -> str:
     own = summary_metrics(summary)
     columns = {name: figures for name, figures in models.items() if name in ("base", *STAGES) and name != stage.name}
     columns[stage.name] = own
+    loss = {"eval_loss": LOSS[stage.name]} if stage.name in LOSS else {}
     rows = [
         (meaning.format(stage.config.temperatures[0]), *(_figure(figures.get(name)) for figures in columns.values()))
-        for name, meaning in RESULTS.items()
+        for name, meaning in (loss | RESULTS).items()
         if _figure(own.get(name))
     ]
     return "## Results\n\n" + _table(("figure", *columns), rows) if rows else ""

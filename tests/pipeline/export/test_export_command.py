@@ -81,7 +81,7 @@ def test_a_folder_has_a_card_and_the_same_greedy_tokens(run: Path, tmp_path: Pat
     assert (card.data.license, card.data.library_name) == ("apache-2.0", "transformers")
     assert card.data.tags == ["zerochat", "sft", "dpo"]
     for line in (
-        "| loss on held-out data (SFT: nats per token) | 1.5 |",
+        "| preference loss on held-out pairs | 1.5 |",
         "| judge's score of answers to held-out prompts at temperature 1 | 0.25 |",
         "| SFT | mine.jsonl |  | unknown |", "| SFT | 7 | 0.0003 | 64 conversations | adapters (LoRA) of rank 2 |",
         "- Base model: apache-2.0",
