@@ -211,9 +211,9 @@ def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[s
     lines = ["data: several stages read the same file; each prompt belongs to one of them", _SHARE_ROW.format(*_SHARES)]
     for stage, records in loaded.items():
         own = {f"data.stage_shares.{name}": shares[name] for name in STAGES[stage].shares if name in shares}
-        keys = " ".join(f"{key}={share:g}" for key, share in own.items())
-        rows = len(records.train)
-        share = f"{rows / max(1, rows + records.skipped.get(RESERVED, 0)):.0%}"
+        rows, reserved = len(records.train), records.skipped.get(RESERVED, 0)
+        keys = " ".join(f"{key}={share:g}" for key, share in own.items()) if reserved else "no other stage reads them"
+        share = f"{rows / max(1, rows + reserved):.0%}"
         lines.append(_SHARE_ROW.format(stage, f"{rows:,}", share, keys).rstrip())
     held_out = max(len(records.held_out) for records in loaded.values())
     return [

@@ -222,6 +222,13 @@ def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys
     assert "reserved" not in "\n".join(lines)
 
 
+def test_a_stage_with_a_file_of_its_own_has_no_share_in_the_table() -> None:
+    loaded = {"sft": StageRecords([1, 2], [], {}), "reward": StageRecords([1], [], {stage_data.RESERVED: 3})}
+    own, shared = stage_data.share_table(tiny_config(), loaded)[2:4]
+    assert own.split(maxsplit=3)[1:] == ["2", "100%", "no other stage reads them"]
+    assert shared.split()[1:] == ["1", "25%", "data.stage_shares.reward=0.4"]
+
+
 def test_without_held_out_prompts_there_are_no_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": f"Text {n}."}) + "\n" for n in range(40)))
