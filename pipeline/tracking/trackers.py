@@ -58,8 +58,8 @@ class Tracker(ABC):
         """Send the metrics of one step, and a sentence of the training guard."""
 
     @abstractmethod
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Send a table at the newest step."""
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table of one step."""
 
     @abstractmethod
     def finish(self, failed: bool = False) -> None:
@@ -96,11 +96,11 @@ class Wandb(Tracker):
         guard = {"guard": note} if note else {}
         self._safely(lambda: self._run.log({**sectioned(metrics), **guard}, step=step))
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         def send() -> None:
             import wandb
 
-            self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
+            self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
         self._safely(send)
 
@@ -209,31 +209,32 @@ class TensorBoard(Tracker):
     name = "TensorBoard"
 
     def __init__(self, run_dir: Path, stage: str) -> None:
-        self._folder, self._step = run_dir / FOLDER / stage, 0
-        self._writer: Any = None  # made at the first step, which replaces the same steps of an earlier start
+        self._folder = run_dir / FOLDER / stage
+        self._writer: Any = None  # made at the first step
 
     def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Write the metrics of one step. Numbers that are not finite are left out."""
-        self._step = step
         finite = {k: v for k, v in sectioned(metrics).items() if v is not None and math.isfinite(v)}
-        self._safely(lambda: [self._opened().add_scalar(name, value, step) for name, value in finite.items()])
+        self._safely(lambda: [self._opened(step).add_scalar(name, value, step) for name, value in finite.items()])
         if note:
-            self._safely(lambda: self._opened().add_text("guard", note, step))
+            self._safely(lambda: self._opened(step).add_text("guard", note, step))
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table of one step. The metrics of this step from an earlier start remain."""
         lines = [columns, ["---"] * len(columns), *rows[:MOST_ROWS]]
         text = "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
-        self._safely(lambda: self._opened().add_text(name, text, self._step))
+        self._safely(lambda: self._opened(step + 1).add_text(name, text, step))
 
     def finish(self, failed: bool = False) -> None:
         if self._writer is not None:
             self._safely(self._writer.close)
 
-    def _opened(self) -> Any:
+    def _opened(self, step: int) -> Any:
+        """Return the writer. If it is new, it replaces the steps of earlier starts from `step` on."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._step)
+            self._writer = SummaryWriter(str(self._folder), purge_step=step)
         return self._writer
 
 

@@ -142,7 +142,7 @@ class SampleTables:
         self._sent = version
         columns, rows = sample_table(self._file)
         for tracker in self._trackers if rows else ():
-            tracker.table("samples", columns, rows)
+            tracker.table(step, "samples", columns, rows)
 
 
 def _outlook(config: RunConfig, stage: str, folder: Path) -> dict[str, Any]:

@@ -61,6 +61,20 @@ def test_steps_that_a_resumed_stage_repeats_are_replaced(tmp_path):
     assert scalars["train/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
 
 
+def test_a_finished_stage_that_is_exported_again_keeps_its_steps(tmp_path):
+    """Such a stage takes no step: it writes only the table of its answers."""
+    writers = [TensorBoard(tmp_path, "sft") for _ in range(2)]
+    for step in (1, 2):
+        writers[0].log(step, {"loss": 1.0})
+    writers[0].table(2, "samples", ["sft"], [["4"]])
+    writers[1].table(2, "samples", ["sft"], [["5"]])
+    for writer in writers:
+        writer.finish()
+    scalars, texts = events(tmp_path / "tensorboard" / "sft")
+    assert scalars["train/loss"] == [(1, 1.0), (2, 1.0)]
+    assert texts["samples/text_summary"][-1].endswith("| 5 |")
+
+
 def test_a_missing_package_is_named_before_any_work(monkeypatch):
     monkeypatch.setattr("pipeline.tracking.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tracking.kind=both needs the package tensorboard: .*'\.\[tensorboard\]'"):

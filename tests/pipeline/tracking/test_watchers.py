@@ -36,7 +36,7 @@ def test_wandb_runs_offline_without_a_login(offline_run, capfd, monkeypatch):
     monkeypatch.delenv("WANDB_DISABLE_WEAVE", raising=False)
     tracker = open_wandb(config_of(), "sft", offline_run)
     tracker.log(1, {"loss": 2.0})
-    tracker.table("samples", ["prompt", "sft"], [["hi", "hello"]])
+    tracker.table(1, "samples", ["prompt", "sft"], [["hi", "hello"]])
     tracker.finish()
     assert list((offline_run.parent / "wandb").glob("offline-run-*/run-*.wandb"))
     folder = offline_run.parent / "wandb"
