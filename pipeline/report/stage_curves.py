@@ -86,8 +86,9 @@ REWARD_PLOTS = (
 
 DPO_PLOTS = (
     Plot(
-        "Loss per pair",
-        "The sigmoid loss begins at 0.69. A rising held-out loss with a falling training loss means overfitting.",
+        "Loss",
+        "Per pair (KTO: per answer). The sigmoid loss begins at 0.69, that of KTO at 0.5. A rising held-out loss with "
+        "a falling training loss means overfitting.",
         {"loss": TRAINING, "eval_loss": HELD_OUT},
         (0, None),
     ),
@@ -97,6 +98,13 @@ DPO_PLOTS = (
         "In the first step the model is unchanged, so rounding decides.",
         {"accuracy": TRAINING, "eval_accuracy": HELD_OUT},
         (None, 1),
+        0.5,
+    ),
+    Plot(
+        "Accuracy of labels",
+        "Share of answers whose log-ratio is above the baseline if the label is true, and not above it if it is false.",
+        {"label_accuracy": TRAINING, "eval_label_accuracy": HELD_OUT},
+        (0, 1),
         0.5,
     ),
     Plot(

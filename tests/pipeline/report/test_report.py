@@ -259,6 +259,16 @@ def test_measured_and_predicted_bytes_are_shown_by_owner(tmp_path: Path) -> None
     assert "ran out of memory 2 times" in page and "at most 1,024 tokens" in page
 
 
+def test_labelled_answers_have_an_accuracy_of_their_own(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 0.5, "label_accuracy": 0.5} for step in (1, 2)]
+    write_stage(tmp_path / "dpo", rows, {"stage": "dpo", "steps": 2})
+    page = render_report(read_run(tmp_path))
+    check(page)
+    assert (
+        "Accuracy of labels" in page and "answers with the label true" in page and "chosen answer of a pair" not in page
+    )
+
+
 def test_predicted_and_measured_seconds_are_shown(tmp_path: Path) -> None:
     phases = {"generate": 30.0, "train": 10.0, "evaluate": 99.0}
     write_stage(tmp_path / "ppo", [], {"stage": "ppo", "steps": 10, "seconds_by_phase": phases})
