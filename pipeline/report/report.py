@@ -43,11 +43,11 @@ def render_report(run: RunReading) -> Markup:
     unused = " PPO did not use it." if run.rewarder == "reward function" else ""
     dots = f" at {format_temperatures(run.temperatures[:1])}" if run.temperatures else ""
     sft_section = stage_section(
-        run.stage("sft"), "Stage 1: supervised fine-tuning", "Trained to imitate the answers of the data.", SFT_PLOTS
+        run.stage("sft"), "Supervised fine-tuning", "Trained to imitate the answers of the data.", SFT_PLOTS
     )
     reward_section = stage_section(
         run.stage("reward"),
-        "Stage 2: reward model",
+        "Reward model",
         f"Trained to score the preferred answer of a pair higher.{unused}",
         REWARD_PLOTS,
     )
@@ -56,13 +56,13 @@ def render_report(run: RunReading) -> Markup:
         aim = "make answers with the label true more likely than the start model does, and other answers less likely"
     dpo_section = stage_section(
         run.stage("dpo"),
-        "Stage 2: direct preference optimization",
+        "Direct preference optimization",
         f"Trained to {aim}.",
         DPO_PLOTS,
     )
     ppo_section = stage_section(
         run.stage("ppo"),
-        "Stage 3: PPO",
+        "PPO",
         f"Thin lines: single rollouts. Thick lines: centred running mean. Dots: evaluations on held-out prompts{dots}.",
         PPO_PLOTS,
     )

@@ -242,7 +242,7 @@ def test_the_last_finished_of_ppo_and_dpo_is_judged(tmp_path: Path) -> None:
     gap = change(run.samples(0.0), "gold", "dpo", "ppo")
     assert gap is not None and gap.mean == pytest.approx(0.25) and gap.worse == gap.same == 0
     page = render_report(run)
-    assert "Stage 2: direct preference optimization" in page and "SFT to DPO" in page and "SFT to PPO" in page
+    assert "Direct preference optimization" in page and "SFT to DPO" in page and "SFT to PPO" in page
 
 
 def test_dpo_after_ppo_does_not_hide_the_reward_scores_of_the_same_answers(tmp_path: Path) -> None:
