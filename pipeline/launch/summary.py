@@ -73,6 +73,7 @@ def compare_seeds(configs: Mapping[str, RunConfig], runs: Mapping[str, tuple[str
             from pipeline.report.seeds import write_seed_report
 
             path, verdict = write_seed_report(finished, [label for label in labels if runs[label][1] is None])
+            lines += [f"-- {path.stem}"] if len(groups) > 1 else []
             lines += [*wrap_verdict(f"{verdict.headline}\n{verdict.evidence}"), f"report  {path}"]
         except Exception as problem:
             print(f"warning: no page over seeds: {type(problem).__name__}: {problem}", file=sys.stderr)

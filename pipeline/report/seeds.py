@@ -87,7 +87,7 @@ def render_seeds(title: str, runs: Sequence[RunReading], verdict: Verdict) -> Ma
         "curves": ("Curves", _curves(runs)),
     }
     footer = "Written by zerochat from the run folders. Each run also has its own report.html."
-    return page(title, page_header("zerochat report over seeds", verdict, caveat, charts), sections, footer)
+    return page(title, page_header(f"zerochat report over seeds: {title}", verdict, caveat, charts), sections, footer)
 
 
 def _seed(run: RunReading) -> str:

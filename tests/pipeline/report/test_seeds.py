@@ -208,5 +208,5 @@ def test_a_multirun_compares_only_runs_that_differ_in_their_seed(tmp_path: Path)
     runs = {label: ("ppo", path) for label, path in zip(overrides, paths, strict=True)}
     output = compare_seeds(configs, runs)
     assert "verdict RLHF helped over 2 seeds" in output or "verdict No clear difference" in output
-    assert output.count("report ") == 1 and "Over 2 seeds" in output
+    assert output.count("report ") == 1 and "Over 2 seeds" in output and output.startswith("-- demo-seeds\nverdict")
     assert compare_seeds(configs, {**runs, "seed=2": ("ppo", None)}) == ""
