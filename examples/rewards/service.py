@@ -105,11 +105,14 @@ def prefer(first: str, second: str, row: dict[str, Any]) -> float | None:
 
 def _as_text(row: dict[str, Any]) -> str:
     """Return the prompt of a row as text. Raise ValueError for rows of another form; adapt this function to yours."""
-    prompt = next((row[name] for name in ("prompt", "question", "instruction", "messages") if name in row), None)
+    names = ("prompt", "question", "instruction", "messages", "input")
+    prompt = next((row[name] for name in names if name in row), None)
+    if isinstance(prompt, dict):  # OpenAI's preference format
+        prompt = prompt.get("messages")
     if isinstance(prompt, str):
         return prompt
     if not prompt or any(set(turn) != {"role", "content"} for turn in prompt):
-        raise ValueError("the row has no prompt, question, instruction or messages of role and content")
+        raise ValueError("the row has no prompt, question, instruction, input or messages of role and content")
     last = len(prompt) - 1 if prompt[-1]["role"] == "assistant" else len(prompt)  # leave out the data's own answer
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt[:last])
 

@@ -206,13 +206,14 @@ def test_a_judge_model_gets_the_question_without_the_reference_answer(service: S
     asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "its own"}]
     for output, mark in (("8/10", 0.8), ("Mark: 10.", 1.0), ("0", 0.0)):
         service.replies = [(200, {"choices": [{"message": {"content": output}}]})]
-        assert function.score("four", {"messages": asked}) == mark
+        assert function.score("four", {"messages": asked} if mark else {"input": {"messages": asked[:1]}}) == mark
+    assert service.asked[0][1] == service.asked[-1][1]  # the same question
     task, shown = service.asked[0][1]["messages"]
     assert "0 to 10" in task["content"] and shown["content"] == "user: 2 + 2?\n\n<answer>\nfour\n</answer>"
     service.replies = [(200, {"choices": [{"message": {"content": "Sorry."}}]})]
     with pytest.raises(UserError, match=r"gave no mark from 0 to 10, but 'Sorry\.'"):
         function.score("four", {"question": "2 + 2?"})
-    with pytest.raises(UserError, match="the row has no prompt, question, instruction or messages"):
+    with pytest.raises(UserError, match="the row has no prompt, question, instruction, input or messages"):
         function.score("four", {"chosen": "a"})
 
 
