@@ -21,6 +21,9 @@ from typing import Any
 from tests.fork_server import exit_status
 from tests.ranks import Worker
 
+FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "tests.pipeline.launch.fake_stage")
+"""Modules for the stages of a run, which do nothing or fail."""
+
 
 def launch(folder: Path, arguments: Sequence[str], modules: dict[str, str]) -> None:
     """Run a command line in a folder and exit with its status. `modules` replaces the module of some stages."""

@@ -122,4 +122,4 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_STAGE_TORCH") != "1":
         without_torch()
     newest = max(Path(sys.argv[2]).glob("*/config.yaml"), key=lambda file: file.stat().st_mtime_ns)
-    stage_main(newest.parent.name, "fake_stage")
+    stage_main(newest.parent.name, __spec__.name)

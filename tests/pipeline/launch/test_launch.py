@@ -44,18 +44,15 @@ from pipeline.launch.ranks import (
     thread_settings,
     waiting_settings,
 )
-from tests.forked_launch import fork_ranks, launch
+from tests.forked_launch import FAKE_STAGES, fork_ranks, launch
 from tests.ranks import Worker
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """Create a run folder whose three stages are `fake_stage.py`."""
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setattr(processes, "MODULES", FAKE_STAGES)
     stage_dir = tmp_path / "run" / "sft"
     stage_dir.mkdir(parents=True)
@@ -69,8 +66,7 @@ def ends(launcher, fake):
     """Return a function that runs a stage of two ranks with a behaviour of `fake_stage.py`, and returns its end."""
 
     def run(behaviour: str) -> StageEnd:
-        environment = {"PYTHONPATH": str(HERE), "FAKE_STAGE": behaviour}
-        return launcher.call(launch_fake, fake, environment=environment)[0]
+        return launcher.call(launch_fake, fake, environment={"FAKE_STAGE": behaviour})[0]
 
     return run
 
@@ -97,7 +93,7 @@ def test_ranks_get_their_environment(fake, monkeypatch):
 
 def test_a_file_in_the_current_folder_replaces_no_module_of_a_rank(fake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "fake_stage.py").write_text("raise SystemExit('the file of the user')")
+    (tmp_path / "tests.py").write_text("raise SystemExit('the file of the user')")
     assert launch_fake(fake).status == 0
 
 
@@ -225,8 +221,7 @@ def _launcher(
     """Return a launcher process when both ranks have started."""
     for number in (0, 1):
         (run_dir / "sft" / f"rank-{number}.json").unlink(missing_ok=True)  # files of an earlier launcher
-    environment = {"FAKE_STAGE": behaviour, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    launcher = Worker(launch_and_exit, run_dir, patience, grace, ignored, environment=environment)
+    launcher = Worker(launch_and_exit, run_dir, patience, grace, ignored, environment={"FAKE_STAGE": behaviour})
     deadline = time.monotonic() + 30
     while not all(_has_started(run_dir, rank) for rank in (0, 1)):
         assert time.monotonic() < deadline
@@ -451,15 +446,11 @@ def test_jobs_of_slurm_at_the_same_port_do_not_meet():
         launcher.close()
 
 
-def test_a_batch_script_of_slurm_is_not_a_rank():
-    assert external_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
-    assert external_ranks({}) is None
-
-
-def test_a_single_task_of_slurm_starts_its_own_ranks():
+def test_a_batch_script_and_a_single_task_of_slurm_start_their_own_ranks():
     """`srun --gpus=8 --pty bash` starts a shell as the only task, and a command in it uses all GPUs."""
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
     shell = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_GPUS_ON_NODE": "8"}
-    assert external_ranks(shell) is None
+    assert external_ranks(script) is external_ranks(shell) is external_ranks({}) is None
 
 
 def test_fewer_tasks_of_slurm_than_gpus_are_refused():
@@ -531,9 +522,8 @@ NAMES = {
 def _rank_of(kind: str, rank: int, port: int, cwd: Path, *more: str, **env: str) -> Worker:
     """Start the command of one of two ranks."""
     environment = dict(zip(NAMES[kind], (str(rank), "2", str(rank)), strict=True))
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    modules = dict.fromkeys(processes.MODULES, "fake_stage")
-    return Worker(launch, cwd, [*ARGUMENTS, *more], modules, environment={**environment, **address, **env})
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return Worker(launch, cwd, [*ARGUMENTS, *more], FAKE_STAGES, environment={**environment, **address, **env})
 
 
 def test_ranks_started_by_slurm_run_all_stages(tmp_path):

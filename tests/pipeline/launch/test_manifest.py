@@ -20,12 +20,10 @@ from pipeline.launch.manifest import Manifest
 from pipeline.launch.stage_inputs import stage_inputs
 from pipeline.launch.summary import compare_runs
 from tests.composed import config_of
-from tests.forked_launch import launch, launch_here
+from tests.forked_launch import FAKE_STAGES, launch, launch_here
 from tests.ranks import Worker
 
-HERE = Path(__file__).resolve().parent
 BASE = ["model=gpt2", "data=demo", "tracking=none"]
-FAKE_STAGES = dict.fromkeys(("sft", "reward", "ppo"), "fake_stage")
 
 
 @pytest.fixture
@@ -34,8 +32,8 @@ def train(launcher, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
-        environment = {"PYTHONPATH": str(HERE), "FAKE_STAGE": stage}
-        return launcher.call(launch_here, tmp_path, [*BASE, *arguments], FAKE_STAGES, environment=environment)
+        words, environment = [*BASE, *arguments], {"FAKE_STAGE": stage}
+        return launcher.call(launch_here, tmp_path, words, FAKE_STAGES, environment=environment)
 
     return run
 
@@ -44,7 +42,6 @@ def train(launcher, tmp_path, monkeypatch):
 def train_here(tmp_path, monkeypatch, capsys):
     """Return the same function for commands in this process, whose functions a test can replace."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setattr(processes, "MODULES", FAKE_STAGES)
 
     def run(*arguments: str, stage: str = "ok") -> tuple[int, str]:
@@ -173,7 +170,7 @@ def test_changed_bytes_of_a_finished_model_are_detected(train, tmp_path):
     file.write_text(file.read_text().replace("lr", "rl"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     words = [*BASE, "name=x", "ppo.lr=3e-5"]
-    another = Worker(launch, tmp_path, words, FAKE_STAGES, environment={"PYTHONPATH": str(HERE)})
+    another = Worker(launch, tmp_path, words, FAKE_STAGES, environment={})
     output, _ = another.communicate()
     assert another.returncode == 2 and "runs/x/sft/model is not as the sft stage made it" in output
     assert record("x", "ppo")["status"] == "finished" and not Path("runs/x/ppo.1").exists()

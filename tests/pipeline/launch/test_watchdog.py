@@ -17,11 +17,10 @@ from pipeline.launch import failure, processes, ranks, watchdog
 from pipeline.launch.failure import CRASHED, END_ORDER, HUNG, StageEnd, merge_ends
 from pipeline.launch.watchdog import RankState, RankWatch, frames, is_hung, report, stacks
 from tests import hosts
-from tests.forked_launch import launch
+from tests.forked_launch import FAKE_STAGES, launch
 from tests.ranks import Worker
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FRAMES = """\
   File "/usr/lib/python3.11/threading.py", line 327 in wait
   File "/home/me/rewards.py", line 9 in score
@@ -235,16 +234,14 @@ def test_an_idle_rank_writes_its_stack_and_nccls_collectives(tmp_path, monkeypat
 ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x", "stage=sft", "engine.hang_seconds=2"]
 
 
-def launch_with_little_grace(folder: Path, arguments: list[str], modules: dict[str, str]) -> None:
+def launch_with_little_grace(folder: Path, arguments: list[str]) -> None:
     """Launch with SIGKILL soon after SIGTERM: a rank stopped by SIGSTOP does not end before, and has no stack."""
     processes.GRACE_AFTER_FAILURE, watchdog.STACK_TIMEOUT = 0.5, 2.0
-    launch(folder, arguments, modules)
+    launch(folder, arguments, FAKE_STAGES)
 
 
 def start(folder: Path, *more: str, **environment: str) -> Worker:
-    modules = dict.fromkeys(processes.MODULES, "fake_stage")
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-    return Worker(launch_with_little_grace, folder, [*ARGUMENTS, *more], modules, environment={**paths, **environment})
+    return Worker(launch_with_little_grace, folder, [*ARGUMENTS, *more], environment=environment)
 
 
 def failures(output: str) -> list[str]:
@@ -316,7 +313,7 @@ def test_launchers_of_several_machines_restart_a_lost_rank(tmp_path):
     assert second == ""
 
 
-MAIN = "import sys\nfrom pipeline.launch import control, processes\nprocesses.MODULES['sft'] = 'fake_stage'\n"
+MAIN = f"import sys\nfrom pipeline.launch import control, processes\nprocesses.MODULES.update({FAKE_STAGES})\n"
 MAIN += "control.REPORT_TIMEOUT = 4.0  # for a host that cannot report\n"
 MAIN += "from pipeline.launch.command import main\nsys.exit(main(sys.argv[1:]))"
 
@@ -325,7 +322,7 @@ def test_a_disconnected_host_ends_the_job_on_all_hosts(tmp_path):
     reason = hosts.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "FAKE_STAGE": "hang", "CUDA_VISIBLE_DEVICES": ""}
+    paths = {"PYTHONPATH": str(ROOT), "FAKE_STAGE": "hang", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", MAIN, *ARGUMENTS, f"run_dir={tmp_path / 'run'}", "restarts=3"]
     with hosts.two_hosts(tmp_path) as both:
         running = [
