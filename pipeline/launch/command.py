@@ -9,7 +9,6 @@ message.
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +25,7 @@ from pipeline.config.document import help_text
 from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
-from pipeline.errors import Stopped, UserError, discard_output, handle_signals, print_any_text, raise_stopped
+from pipeline.errors import Stopped, UserError, exit_status, handle_signals, raise_stopped
 from pipeline.files import ends_within, write_atomically
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
@@ -67,22 +66,17 @@ def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
     `stage` is the stage of `python -m step1_sft` and of the other stage modules.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    print_any_text()
+    debug = any(argument.lower().endswith("debug=true") for argument in arguments)
+    return exit_status(lambda: _run_or_stop(arguments, stage), debug=debug)
+
+
+def _run_or_stop(arguments: list[str], stage: str | None) -> int:
     try:
         with handle_signals(raise_stopped):
-            status = _run(arguments, stage)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the program that reads the output has ended (for example `head`)
-        discard_output()
-        return CRASHED
-    except (UserError, OSError) as problem:
-        if (advice := advise(problem)) is None:
+            return _run(arguments, stage)
+    except UserError:
+        if prints_mistakes(os.environ):
             raise
-        if any(argument.lower().endswith("debug=true") for argument in arguments):
-            traceback.print_exc()
-        if prints_mistakes(os.environ) or isinstance(problem, OSError):
-            print(f"error: {advice}", file=sys.stderr)
         return USER_ERROR
     except StageFailed as problem:
         return problem.status

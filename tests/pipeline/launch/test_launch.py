@@ -646,7 +646,7 @@ def test_all_launchers_end_with_the_same_status(problem, status, monkeypatch):
     sent = []
     monkeypatch.setattr(command, "Control", lambda ranks: SimpleNamespace(finish=sent.append))
     monkeypatch.setattr(command, "check_paths", fail)
-    monkeypatch.setattr(command, "discard_output", lambda: None)
+    monkeypatch.setattr("pipeline.errors.discard_output", lambda: None)
     try:
         ended = command.main(["model=gpt2", "tracking=none"])
     except OSError:
