@@ -5,18 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import uvicorn
 from openai import OpenAI
 from starlette.applications import Starlette
 
-from pipeline.chat.folder import ChatModel
-from pipeline.chat.participant import load
 from pipeline.serve.batcher import Token
-from pipeline.serve.models import ServedModel, serve
-from tests.test_chat import save_model
+from pipeline.serve.models import ServedModel
 
 LIMIT = 120.0  # seconds; a condition that is not met by then fails its test
 
@@ -27,13 +23,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition was never met"
         time.sleep(0.005)
-
-
-def small_models(root: Path, *names: str, slots: int) -> dict[str, ServedModel]:
-    """Write tiny models of different weights to folders of `root`, and load them."""
-    for seed, name in enumerate(names):
-        save_model(root / name, seed)
-    return {name: serve(load(ChatModel(name, root / name)), slots, None) for name in names}
 
 
 @contextmanager

@@ -18,16 +18,11 @@ from pipeline.serve.app import create_app
 from pipeline.serve.arena import Arena
 from pipeline.serve.models import ServedModel
 from pipeline.serve.votes import Contestant, VoteFile
-from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
-from tests.pipeline.serve.running import LIMIT, pause_after, served, small_models
-from tests.test_chat import save_model, write_manifest
+from tests.pipeline.serve.chromium import HOSTILE, needs_chromium
+from tests.pipeline.serve.running import LIMIT, pause_after, served
+from tests.test_chat import empty_run, save_model
 
 CONTESTANTS = (Contestant("ppo", "aa"), Contestant("sft", "bb"))
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
-    return small_models(tmp_path_factory.mktemp("models"), "ppo", "sft", slots=4)
 
 
 @pytest.fixture
@@ -40,12 +35,6 @@ def url(models: dict[str, ServedModel], votes: VoteFile) -> Iterator[str]:
     arena = partial(Arena, list(models.values()), CONTESTANTS, votes)
     with served(create_app(models, key=None, arena=arena)) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -135,13 +124,11 @@ def test_a_vote_needs_complete_and_different_answers(
 
 
 def test_an_arena_needs_two_models_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "sft" / "model").mkdir(parents=True)
-    (tmp_path / "sft" / "model" / "config.json").write_text("{}")
-    write_manifest(tmp_path, sft="finished")
+    empty_run(tmp_path, sft="finished")
     assert main([str(tmp_path), "--arena"]) == 2
     assert "the arena compares two models of a run" in capsys.readouterr().err
     assert main([str(tmp_path), "--arena", "--host", "0.0.0.0"]) == 2
-    assert "so a key is needed" in capsys.readouterr().err
+    assert "--host 0.0.0.0 lets other machines connect, so a key is needed" in capsys.readouterr().err
 
 
 def test_the_arena_and_the_chat_page_are_not_served_together(capsys: pytest.CaptureFixture[str]) -> None:

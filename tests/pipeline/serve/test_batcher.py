@@ -26,7 +26,7 @@ from pipeline.serve.command import main
 from pipeline.serve.models import ServedModel
 from tests.pipeline.serve.running import client_of, served, wait_until
 from tests.ranks import Worker
-from tests.test_chat import save_model
+from tests.test_chat import save_model, write_manifest
 
 
 class Sampled(NamedTuple):
@@ -239,9 +239,7 @@ def serve_with_ctrl_c(run: Path) -> None:
 
 def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
     save_model(tmp_path / "sft" / "model", 0)
-    (tmp_path / "manifest.json").write_text(
-        json.dumps({"identity": {}, "asked": "", "stages": {"sft": {"status": "finished"}}})
-    )
+    write_manifest(tmp_path, sft="finished")
     process = Worker(serve_with_ctrl_c, tmp_path, environment={})
     try:
         greeting = next((line for line in iter(process.read_line, "") if line.startswith("serving sft at ")), "")

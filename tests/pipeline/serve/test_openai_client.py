@@ -20,16 +20,11 @@ from pipeline.data.tool_calls import with_tools
 from pipeline.serve.app import create_app
 from pipeline.serve.command import Listener
 from pipeline.serve.models import ServedModel
-from tests.pipeline.serve.running import client_of, served, small_models
+from tests.pipeline.serve.running import client_of, served
 from tests.test_chat import save_model
 
 HELLO = [{"role": "user", "content": "hello"}]
 Options = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
-    return small_models(tmp_path_factory.mktemp("models"), "sft", "ppo", slots=32)
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +41,17 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> ChatParticipant:
-    """Load the model "sft" again, to answer single prompts without a server."""
-    folder = tmp_path_factory.mktemp("alone") / "sft"
+    """Load the model "ppo" again, to answer single prompts without a server."""
+    folder = tmp_path_factory.mktemp("alone") / "ppo"
     save_model(folder, 0)
-    return load(ChatModel("sft", folder))
+    return load(ChatModel("ppo", folder))
 
 
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
 
 
 def ask(client: openai.OpenAI, text: str = "hello", **options: Any) -> Any:
-    fields = {"model": "sft", "max_tokens": 20} | options
+    fields = {"model": "ppo", "max_tokens": 20} | options
     return client.chat.completions.create(messages=[{"role": "user", "content": text}], **fields)
 
 
@@ -68,9 +63,9 @@ def expected(alone: ChatParticipant, text: str, sampling: Sampling) -> tuple[str
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
-    assert [(model.id, model.object) for model in client.models.list()] == [("sft", "model"), ("ppo", "model")]
-    assert client.models.retrieve("ppo").id == "ppo"
-    with pytest.raises(openai.NotFoundError, match="there is no model x; this server has sft, ppo"):
+    assert [(model.id, model.object) for model in client.models.list()] == [("ppo", "model"), ("sft", "model")]
+    assert client.models.retrieve("sft").id == "sft"
+    with pytest.raises(openai.NotFoundError, match="there is no model x; this server has ppo, sft"):
         client.models.retrieve("x")
 
 
@@ -82,14 +77,14 @@ def test_an_answer_equals_that_of_the_generator(client: openai.OpenAI, alone: Ch
     assert answer.choices[0].message.role == "assistant" and answer.object == "chat.completion"
     prompt = len(alone.tokenizer.encode_prompt([Message("user", "hello")]))
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, count)
-    assert answer.usage.total_tokens == prompt + count and answer.model == "sft"
+    assert answer.usage.total_tokens == prompt + count and answer.model == "ppo"
     assert answer.choices[0].finish_reason in ("stop", "length")
-    assert ask(client, seed=5, temperature=0.7, top_p=0.9, model="ppo").choices[0].message.content != text
+    assert ask(client, seed=5, temperature=0.7, top_p=0.9, model="sft").choices[0].message.content != text
 
 
 def test_empty_messages_of_clients_are_accepted(client: openai.OpenAI) -> None:
     """An empty system message counts as none, and an empty answer stays a turn of the conversation."""
-    fields: Options = {"model": "sft", "max_tokens": 20, "seed": 5}
+    fields: Options = {"model": "ppo", "max_tokens": 20, "seed": 5}
     turns: Any = [*HELLO, {"role": "assistant", "content": ""}, *HELLO]
     answers = [
         client.chat.completions.create(messages=messages, **fields).usage.prompt_tokens
@@ -119,7 +114,7 @@ def test_many_clients_share_batches_and_get_their_own_answers(
 ) -> None:
     """Twenty threads, each with its own connection, text and settings."""
     sizes: list[int] = []
-    session = models["sft"].session
+    session = models["ppo"].session
     step = session.step
 
     def counted() -> Any:
@@ -201,7 +196,7 @@ def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI, alone: 
 
 def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: ChatParticipant) -> None:
     ids = alone.tokenizer.hf("hello there")["input_ids"]
-    options: Options = {"model": "sft", "max_tokens": 9, "temperature": 0}
+    options: Options = {"model": "ppo", "max_tokens": 9, "temperature": 0}
     by_text = client.completions.create(prompt="hello there", **options)
     by_ids = client.completions.create(prompt=ids, **options)
     several = client.completions.create(prompt=["good morning", "hello there"], n=2, logprobs=2, **options)
@@ -220,7 +215,7 @@ def test_completions_of_texts_and_of_token_ids(client: openai.OpenAI, alone: Cha
 def test_the_log_probabilities_of_a_completion_have_the_sampled_token(client: openai.OpenAI, count: int) -> None:
     """OpenAI's reference of the field: the API always returns the log-probability of the sampled token."""
     options: Options = {"max_tokens": 40, "temperature": 2, "seed": 1, "logprobs": count}
-    answer = client.completions.create(model="sft", prompt="hello", **options)
+    answer = client.completions.create(model="ppo", prompt="hello", **options)
     found = answer.choices[0].logprobs
     assert found is not None and found.tokens and found.token_logprobs and found.top_logprobs
     for token, logprob, likeliest in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
@@ -242,7 +237,7 @@ def test_the_log_probabilities_of_a_completion_have_the_sampled_token(client: op
 )
 def test_unusable_prompts_are_refused(client: openai.OpenAI, prompt: Any, message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message) as caught:
-        client.completions.create(model="sft", prompt=prompt, n=20, max_tokens=1)
+        client.completions.create(model="ppo", prompt=prompt, n=20, max_tokens=1)
     assert caught.value.param == "prompt"
 
 
@@ -251,8 +246,6 @@ def test_unusable_prompts_are_refused(client: openai.OpenAI, prompt: Any, messag
     [
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"temperature": 1e-300}, "temperature", "0 (greedy) or a number from 1e-05"),
-        ({"top_p": 1e-300}, "top_p", "from 1e-05 to 1"),
-        ({"repetition_penalty": 1e-40}, "repetition_penalty", "from 1e-05 to 100000"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 5000}, "max_tokens", "tokens remain after this prompt"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "is not supported"),
@@ -275,7 +268,7 @@ def test_unusable_prompts_are_refused(client: openai.OpenAI, prompt: Any, messag
 )
 def test_a_wrong_field_is_named(client: openai.OpenAI, fields: Options, param: str | None, message: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="sft", messages=HELLO, extra_body=fields)  # type: ignore[call-overload]
+        client.chat.completions.create(model="ppo", messages=HELLO, extra_body=fields)  # type: ignore[call-overload]
     assert message in caught.value.body["message"] and caught.value.param == param  # type: ignore[index]
     assert caught.value.type == "invalid_request_error"
 
@@ -286,7 +279,7 @@ def test_calls_of_tools_are_fields_of_the_answer(
 ) -> None:
     """The texts of the tokens are replaced, so that the answer is a call up to the stop string."""
     text = 'I add. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>#'
-    monkeypatch.setattr(models["sft"].tokenizer, "decode_unstripped", lambda ids: text if len(ids) > 1 else "I")
+    monkeypatch.setattr(models["ppo"].tokenizer, "decode_unstripped", lambda ids: text if len(ids) > 1 else "I")
     fields: Options = {"tools": [ADD], "stop": "#", "stream": stream}
     answer = ask(client, **fields)
     pieces = list(answer) if stream else [answer]
@@ -311,11 +304,11 @@ def test_the_prompt_has_the_tools_and_the_results(client: openai.OpenAI, alone: 
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "5"},
     ]
-    answer = client.chat.completions.create(model="sft", messages=turns, tools=[ADD], max_tokens=4)  # type: ignore[call-overload]
+    answer = client.chat.completions.create(model="ppo", messages=turns, tools=[ADD], max_tokens=4)  # type: ignore[call-overload]
     ids = alone.tokenizer.encode_prompt(with_tools(messages_of(turns), [ADD]))
     text = alone.tokenizer.hf.decode(ids)
     assert answer.usage.prompt_tokens == len(ids) and '{"name": "add"}' in text and '"arguments": {"a": 2}' in text
-    plain = client.chat.completions.create(model="sft", messages=turns, max_tokens=4)
+    plain = client.chat.completions.create(model="ppo", messages=turns, max_tokens=4)
     assert plain.usage is not None and plain.usage.prompt_tokens < len(ids)
 
 
@@ -381,6 +374,8 @@ def test_a_server_with_a_key_refuses_others(models: dict[str, ServedModel]) -> N
             )
             assert urllib.request.urlopen(request).status == 200
         assert urllib.request.urlopen(f"{url}/health").status == 200
+        policy = urllib.request.urlopen(url).headers["Content-Security-Policy"]  # of the page, which has no secrets
+        assert policy.startswith("default-src 'none'; script-src 'sha256-")
 
 
 def test_clients_close_idle_connections_before_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

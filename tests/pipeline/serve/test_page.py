@@ -2,8 +2,6 @@
 
 import json
 import re
-import urllib.error
-import urllib.request
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,20 +15,9 @@ from pipeline.chat.folder import find_all
 from pipeline.serve.app import create_app
 from pipeline.serve.command import Listener
 from pipeline.serve.models import ServedModel
-from tests.pipeline.serve.chromium import HOSTILE, chromium, needs_chromium
-from tests.pipeline.serve.running import LIMIT, pause_after, served, small_models
-from tests.test_chat import save_model, write_manifest
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
-    return small_models(tmp_path_factory.mktemp("models"), "ppo", "sft", slots=4)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
+from tests.pipeline.serve.chromium import HOSTILE, needs_chromium
+from tests.pipeline.serve.running import LIMIT, pause_after, served
+from tests.test_chat import empty_run, save_model
 
 
 @pytest.fixture
@@ -182,10 +169,7 @@ def test_stop_ends_an_answer(page: Page) -> None:
 
 
 def test_the_page_offers_all_finished_stages_newest_first(tmp_path: Path) -> None:
-    for stage in ("sft", "ppo"):
-        (tmp_path / stage / "model").mkdir(parents=True)
-        (tmp_path / stage / "model" / "config.json").write_text("{}")
-    write_manifest(tmp_path, sft="finished", reward="finished", ppo="finished")
+    empty_run(tmp_path, sft="finished", reward="finished", ppo="finished")
     assert [model.name for model in find_all(tmp_path)] == ["ppo", "sft"]
     (tmp_path / "sft" / "config.yaml").write_text("")
     assert [model.name for model in find_all(tmp_path)] == ["ppo", "sft", "base"]
@@ -200,14 +184,6 @@ def test_the_first_address_is_that_of_the_page(tmp_path: Path, monkeypatch: pyte
     assert re.match(r"chat page of mine at http://127\.0\.0\.1:\d+/, API at http", greetings[0])
 
 
-def test_other_addresses_need_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("ZEROCHAT_KEY", raising=False)
-    assert main([str(tmp_path), "--web", "--host", "0.0.0.0"]) == 2
-    assert "--host 0.0.0.0 lets other machines connect, so a key is needed" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("option", "variable", "key"), [(None, "k\n", "k"), ("o ", "k", "o"), (None, "\n", None)])
 def test_white_space_around_a_key_does_not_count(
     option: str | None, variable: str, key: str | None, monkeypatch: pytest.MonkeyPatch
@@ -217,14 +193,6 @@ def test_white_space_around_a_key_does_not_count(
     listener = Listener.of(Namespace(host="127.0.0.1", port=0, key=option))
     listener.socket.close()
     assert listener.key == key
-
-
-def test_with_a_key_only_the_page_is_open(models: dict[str, ServedModel]) -> None:
-    with served(create_app(models, key="k")) as url:
-        with urllib.request.urlopen(url, timeout=LIMIT) as response:
-            assert response.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'sha256-")
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"{url}/v1/models", timeout=LIMIT)
 
 
 def test_sampling_options_are_refused_because_the_page_has_fields(capsys: pytest.CaptureFixture[str]) -> None:
