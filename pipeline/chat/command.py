@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--web", action="store_true", help="serve a chat page on this machine")
     parser.add_argument("--arena", action="store_true", help="serve a page of blind votes between two models")
     parser.add_argument("--prompt", metavar="TEXT", help="answer one prompt and exit")
-    parser.add_argument("--compare", metavar="A,B", help="answer with each of these stages (sft, dpo, ppo) or folders")
+    parser.add_argument("--compare", metavar="A,B", help="answer with each of these models: base, stages or folders")
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")
     for name, (kind, default, words) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=words)

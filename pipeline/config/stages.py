@@ -65,8 +65,17 @@ STAGES = {
         needs=_PAIRS,
         reads="reward",
         shares=("reward", "ppo"),  # DPO replaces both stages
-        progress=("loss", "accuracy", "margin", "eval_loss", "eval_accuracy", "lr"),
-        closing=("eval_loss", "eval_accuracy", "gold_score", "gold_score_at_0", "drift"),
+        progress=(
+            "loss",
+            "accuracy",
+            "label_accuracy",
+            "margin",
+            "eval_loss",
+            "eval_accuracy",
+            "eval_label_accuracy",
+            "lr",
+        ),
+        closing=("eval_loss", "eval_accuracy", "eval_label_accuracy", "gold_score", "gold_score_at_0", "drift"),
     ),
     "ppo": Stage(
         package="step3_ppo",

@@ -179,10 +179,16 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run):
     assert stream.getvalue().endswith("120.0 h left, run ends about 12 Jan 12:00\n")
 
 
-def test_a_rollout_without_advantages_shows_its_share_of_alike_prompts():
+@pytest.mark.parametrize(
+    ("stage", "figures"),
+    [("ppo", {"score": 0.0, "alike_prompts": 1.0}), ("dpo", {"label_accuracy": 0.5, "eval_label_accuracy": 0.75})],
+)
+def test_figures_that_some_methods_have_are_shown(stage, figures):
     stream = io.StringIO()
-    ProgressDisplay("ppo", 9, stream).log(1, {"score": 0.0, "alike_prompts": 1.0, "score_std": 0.0})
-    assert stream.getvalue() == "ppo 1/9  score 0  alike_prompts 1\n"
+    ProgressDisplay(stage, 9, stream).log(1, figures)
+    assert (
+        stream.getvalue() == f"{stage} 1/9  " + "  ".join(f"{key} {value:g}" for key, value in figures.items()) + "\n"
+    )
 
 
 def test_figures_before_the_first_step_are_labelled():
