@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor, nn
 
-from pipeline.launch import stage_main
+from pipeline.launch.worker import stage_main
 
 large_lookups = 0
 

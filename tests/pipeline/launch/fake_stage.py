@@ -117,7 +117,7 @@ def without_torch():
 
 
 if __name__ == "__main__":
-    from pipeline.launch import stage_main
+    from pipeline.launch.worker import stage_main
 
     if os.environ.get("FAKE_STAGE_TORCH") != "1":
         without_torch()
