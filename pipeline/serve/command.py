@@ -52,7 +52,7 @@ def page_main(arguments: Sequence[str]) -> int:
 
 
 def _serve(options: argparse.Namespace, greeting: str, *, default: Callable[[Path], list[ChatModel]]) -> int:
-    listener = Listener.of(options)
+    listener = Listener(options.host, options.port, options.key)
     models = find_each(options.path, options.models, "--models") if options.models else default(options.path)
     prepare_single_process()
     from pipeline.serve.app import create_app
@@ -65,7 +65,7 @@ def _serve(options: argparse.Namespace, greeting: str, *, default: Callable[[Pat
 
 
 def _serve_arena(options: argparse.Namespace) -> int:
-    listener = Listener.of(options)
+    listener = Listener(options.host, options.port, options.key)
     models = find_each(options.path, options.models, "--models") if options.models else find_all(options.path)[:2]
     manifest = Manifest.read(options.path.expanduser())
     if len(models) != 2 or not manifest.stages:
@@ -98,16 +98,20 @@ class Listener:
     """The socket of a server with its key. The socket is bound before models are loaded, so that errors come early."""
 
     def __init__(self, host: str, port: int, key: str | None) -> None:
-        """Raises UserError if packages are missing, if the address needs a key, or if the port is taken."""
+        """Raises UserError if packages are missing, if the address needs a key, or if the port is taken.
+
+        Without `key`, the environment variable is used. White space around the key is removed, as from the keys of
+        clients: a file with the key ends with a line break.
+        """
+        self.host, self.key = host, (key or os.environ.get(KEY_VARIABLE, "")).strip() or None
         missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
         if missing:
             raise UserError(f"{' and '.join(missing)} is not installed: run `{pip_install('serve')}`")
-        if host not in LOOPBACK and not key:
+        if host not in LOOPBACK and self.key is None:
             raise UserError(
                 f"--host {host} lets other machines connect, so a key is needed: set --key KEY or the environment "
                 f"variable {KEY_VARIABLE}"
             )
-        self.host, self.key = host, key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,15 +121,6 @@ class Listener:
             self.socket.close()
             reason = problem.strerror if isinstance(problem, OSError) else "a port is a number from 0 to 65535"
             raise UserError(f"{host}:{port} cannot be used ({reason}); set another --port") from problem
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> "Listener":
-        """Return the listener of parsed options. The environment variable is used if --key is missing.
-
-        White space around the key is removed, as from the keys of clients. A file with the key ends with a line break.
-        """
-        key = options.key or os.environ.get(KEY_VARIABLE, "")
-        return cls(options.host, options.port, key.strip() or None)
 
     @property
     def url(self) -> str:

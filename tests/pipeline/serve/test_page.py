@@ -2,7 +2,6 @@
 
 import json
 import re
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,7 +189,7 @@ def test_white_space_around_a_key_does_not_count(
 ) -> None:
     """A key that a cluster mounts from a file ends with a line break, which no client can send."""
     monkeypatch.setenv("ZEROCHAT_KEY", variable)
-    listener = Listener.of(Namespace(host="127.0.0.1", port=0, key=option))
+    listener = Listener("127.0.0.1", 0, option)
     listener.socket.close()
     assert listener.key == key
 
