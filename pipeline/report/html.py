@@ -15,7 +15,7 @@ from pathlib import Path
 STYLE_SHEET = Path(__file__).with_name("report.css")
 
 # Elements without content and end tag.
-_VOID = frozenset({"meta", "br", "hr", "wbr", "rect", "line", "circle", "path", "polyline"})
+_VOID = frozenset({"meta", "rect", "line", "circle", "polyline"})
 # Control characters could reorder, hide or break the text around them. These two are allowed.
 _KEPT_CONTROLS = frozenset("\n\t")
 _DIRECTION_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -61,8 +61,8 @@ def element(name: str, /, *children: Child, **attributes: str | int | float | No
     written = "".join(
         f' {_attribute_name(key)}="{render(value)}"' for key, value in attributes.items() if value is not None
     )
-    if name in _VOID and not children:
-        return Markup(f"<{name}{written}>" if name in ("meta", "br", "hr", "wbr") else f"<{name}{written}/>")
+    if name in _VOID:
+        return Markup(f"<{name}{written}/>")
     return Markup(f"<{name}{written}>{render(children)}</{name}>")
 
 
