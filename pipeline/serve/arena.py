@@ -128,7 +128,7 @@ class Arena:
             self._batcher.check_waiting(self._models[index].name)
         jobs = {i: (await asyncio.to_thread(self._models[i].chat_jobs, body))[0] for i in order}
         sides = [Side(i, jobs[i], self._models[i].choice(body)) for i in order]
-        sampling = {name: fields[name] for name in ("temperature", "top_p", "max_tokens") if name in fields}
+        sampling = {name: value for name, value in fields.items() if name != "messages"}
         played = Round(body.turns(), sampling, sides)
         name = secrets.token_urlsafe(16)
         self._rounds[name] = played
