@@ -4,6 +4,7 @@ A checkout has `train.py`, `chat.py` and `conf/` at its root. The wheel has the 
 `conf/` as `pipeline/conf/`.
 """
 
+import shlex
 import sys
 import tomllib
 from importlib import metadata
@@ -16,12 +17,13 @@ EXTRAS = {"math_verify": "math", "reasoning_gym": "tasks", "openenv": "environme
 ROOT = Path(__file__).resolve().parents[1]  # the folder that Python imports the packages from
 IS_CHECKOUT = (ROOT / "conf" / "config.yaml").is_file()
 CONF = ROOT / "conf" if IS_CHECKOUT else ROOT / "pipeline" / "conf"
-TRAIN = "python train.py" if IS_CHECKOUT else "zerochat train"
-CHAT = "python chat.py" if IS_CHECKOUT else "zerochat chat"
-DOCTOR = "python zerochat.py doctor" if IS_CHECKOUT else "zerochat doctor"
-EXPORT = "python zerochat.py export" if IS_CHECKOUT else "zerochat export"
-SERVE = "python zerochat.py serve" if IS_CHECKOUT else "zerochat serve"
-REPORT = "python zerochat.py report" if IS_CHECKOUT else "zerochat report"
+_SCRIPTS = "" if Path("train.py").is_file() else f"{shlex.quote(str(ROOT))}/"  # empty in the folder of the checkout
+TRAIN = f"python {_SCRIPTS}train.py" if IS_CHECKOUT else "zerochat train"
+CHAT = f"python {_SCRIPTS}chat.py" if IS_CHECKOUT else "zerochat chat"
+DOCTOR, EXPORT, SERVE, REPORT = (
+    f"python {_SCRIPTS}zerochat.py {name}" if IS_CHECKOUT else f"zerochat {name}"
+    for name in ("doctor", "export", "serve", "report")
+)
 
 
 def version() -> str:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,14 @@ def test_missing_packages_are_one_line(command: list[str]) -> None:
     )
     assert shown.returncode == 1 and shown.stderr.count("\n") == 1
     assert shown.stderr.startswith("error: torch, transformers, hydra, pydantic, yaml, numpy can't be imported by ")
+
+
+def test_commands_in_messages_work_in_the_current_folder(tmp_path: Path) -> None:
+    code = "from pipeline.installation import CHAT, REPORT; print(CHAT, REPORT, sep='|')"
+    for folder, scripts in ((ROOT, ""), (tmp_path, f"{ROOT}/")):
+        command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+        shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+        assert shown == f"python {scripts}chat.py|python {scripts}zerochat.py report\n"
 
 
 def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
