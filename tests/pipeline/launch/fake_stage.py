@@ -6,7 +6,6 @@
 - unread: a print to a pipe without a reader
 - slow: sleep for a second; hang: sleep for a long time; deaf: like hang, and ignore signals
 - prints: print a Chinese word
-- quits: print in a function at exit, and when an object of a module is freed
 - exit: status 0 without a result, as after os._exit(0) in a user's function; loader: status 127
 - works: a step without collectives that is longer than `hang_seconds`, in parts that it notes
 - stopped: SIGSTOP to itself, mixed: another collective; the other ranks wait in a collective
@@ -15,7 +14,6 @@
 With several behaviours, such as "kill:0,stopped:1", each start uses the next one, and "ok" after the last.
 """
 
-import atexit
 import json
 import os
 import signal
@@ -64,9 +62,6 @@ def act(behaviour):
         raise BrokenPipeError
     if behaviour == "prints":
         print("\u7b54")
-    if behaviour == "quits":
-        atexit.register(print, "exit function", end=" ")
-        sys.held = type("Held", (), {"__del__": lambda self, write=os.write: write(1, b"freed")})()
     if behaviour == "exit":
         os._exit(0)
     if behaviour == "loader":
