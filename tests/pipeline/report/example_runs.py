@@ -3,9 +3,12 @@
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pipeline.evaluation.samples import Sample
+from pipeline.report.data import RunReading, StageReading
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\" \u202e\x1b[31m \ud800"
 
@@ -41,17 +44,21 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def sample(base: float, sft: float, ppo: float, *, text: str = "17", scores: bool = True) -> dict[str, Any]:
+def sample(base: float, sft: float, ppo: float, *, text: str = "17") -> dict[str, Any]:
     """Return a line of samples.jsonl with these gold scores. Reward scores are three times the gold score minus one."""
     gold = {"base": base, "sft": sft, "ppo": ppo}
-    row: dict[str, Any] = {
+    return {
         "prompt": [{"role": "user", "content": "What is 8 + 9?"}],
         "answers": dict.fromkeys(gold, text),
         "gold": gold,
+        "scores": {model: 3 * value - 1 for model, value in gold.items()},
     }
-    if scores:
-        row["scores"] = {model: 3 * value - 1 for model, value in gold.items()}
-    return row
+
+
+def run_of(rows: Sequence[Sample], settings: Mapping[str, Any] | None = None, **summary: Any) -> RunReading:
+    """Return a run whose PPO stage has finished with these answers."""
+    ppo = StageReading("ppo", summary={"steps": 3, **summary}, samples=rows)
+    return RunReading("run", {"ppo": ppo}, settings or {})
 
 
 CONFIG = """name: demo-1

@@ -240,6 +240,12 @@ def test_a_missing_folder_is_a_user_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def cells(page: str, title: str) -> list[list[str]]:
+    """Return the texts of the table below a title, row by row."""
+    table = page[page.index(title) :].partition("</table>")[0]
+    return [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("<tr>")[2:]]
+
+
 def test_measured_and_predicted_bytes_are_shown_by_owner(tmp_path: Path) -> None:
     megabytes = {"predicted": {"train": {"parameters": 2**20, "logits": 3 * 2**20}}, "measured": {}}
     megabytes["measured"] = {"train": {"parameters": 2 * 2**20}, "generate": {"cache": 5 * 2**20}}
@@ -248,13 +254,10 @@ def test_measured_and_predicted_bytes_are_shown_by_owner(tmp_path: Path) -> None
     summary = {"stage": "sft", "memory": megabytes, "out_of_memory": out_of_memory, "peak_memory_by_rank": memory}
     write_stage(tmp_path / "sft", [], summary)
     page = render_report(read_run(tmp_path))
-    table = page[page.index("Bytes by owner") :]
-    rows = [row.split("</td>")[1:5] for row in table.split("<tr>")[2:]]
-    shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
-    assert shown[:3] == [
-        ["train", "parameters", "1 MiB", "2 MiB"],
-        ["train", "logits", "3 MiB", ""],
-        ["generate", "cache", "", "5 MiB"],
+    assert cells(page, "Bytes by owner") == [
+        ["SFT", "train", "parameters", "1 MiB", "2 MiB"],
+        ["SFT", "train", "logits", "3 MiB", ""],
+        ["SFT", "generate", "cache", "", "5 MiB"],
     ]
     assert "ran out of memory 2 times" in page and "at most 1,024 tokens" in page
 
@@ -277,10 +280,7 @@ def test_predicted_and_measured_seconds_are_shown(tmp_path: Path) -> None:
     (tmp_path / "ppo" / "plan.json").write_text(json.dumps(plan))
     page = render_report(read_run(tmp_path))
     check(page)
-    table = page[page.index("Where the time goes") :]
-    rows = [row.split("</td>")[:7] for row in table[: table.index("</table>")].split("<tr>")[2:]]
-    shown = [[cell.rpartition(">")[2] for cell in row] for row in rows]
-    assert shown == [
+    assert cells(page, "Where the time goes") == [
         ["PPO", "evaluate", "1.6 min", "71%", "9.9 s", "", ""],
         ["PPO", "generate", "30 s", "22%", "3 s", "6 s", "0.5 x"],
         ["PPO", "train", "10 s", "7%", "1 s", "1.8 s", "0.57 x"],

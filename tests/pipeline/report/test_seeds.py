@@ -143,8 +143,6 @@ def test_win_rates_of_equal_seeds_keep_the_noise_of_their_prompts(share: bool, h
     ("verdicts", "outcome", "headline"),
     [
         ([(1.0, 1.0)] * 9 + [(0.0, 0.0)], "good", "The judge prefers PPO to SFT over 3 seeds"),
-        ([(0.0, 0.0)] * 9 + [(1.0, 1.0)], "bad", "The judge prefers SFT to PPO over 3 seeds"),
-        ([(1.0, 1.0), (0.0, 0.0)], "open", "The judge sees no clear difference between SFT and PPO over 3 seeds"),
         ([(1.0, 1.0)] * 4 + [(None, 1.0)], "open", "No verdict of the judge on PPO over 3 seeds"),
     ],
 )
@@ -152,8 +150,8 @@ def test_without_gold_the_pairs_decide_over_seeds(
     verdicts: list[tuple[float | None, float | None]], outcome: str, headline: str, tmp_path: Path
 ) -> None:
     paths = write_runs(tmp_path)
-    for path in paths:
-        judge_pairs(path, verdicts, gold=False)
+    for path, own in zip(paths, (verdicts, [(1.0, 1.0)], [(1.0, 1.0)]), strict=True):
+        judge_pairs(path, own, gold=False)
     _, actual = write_seed_report(paths)
     assert (actual.outcome, actual.headline) == (outcome, f"{headline} at temperatures 1 and 0.")
 

@@ -1,5 +1,5 @@
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.gaming import gaming_at
 from pipeline.report.report import render_report
 from pipeline.report.verdict import conclusion, judge
-from tests.pipeline.report.example_runs import write_demo_run, write_stage
+from tests.pipeline.report.example_runs import run_of, write_demo_run, write_stage
 
 PROMPT = (Message("user", "hi"),)
 
@@ -26,12 +26,6 @@ def samples(sft: Sequence[float], ppo: Sequence[float], *, reward: float | None 
         scores = {} if reward is None else {"sft": old, "ppo": old + reward}
         results.append(Sample(PROMPT, {"sft": "a", "ppo": "b"}, scores, {"sft": old, "ppo": new}))
     return results
-
-
-def run_of(rows: Sequence[Sample], settings: Mapping[str, Any] | None = None, **summary: Any) -> RunReading:
-    """Return a run whose PPO stage has finished with these answers."""
-    ppo = StageReading("ppo", summary={"steps": 3, **summary}, samples=rows)
-    return RunReading("run", {"ppo": ppo}, settings or {})
 
 
 def scored(gain: float, *, prompts: int = 20, **kinds: Any) -> list[Sample]:

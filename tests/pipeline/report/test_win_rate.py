@@ -11,10 +11,10 @@ import pytest
 from pipeline.data.records import Message
 from pipeline.evaluation.intervals import wilson_interval
 from pipeline.evaluation.samples import Sample, read_samples, write_samples
-from pipeline.report.data import RunReading, StageReading
 from pipeline.report.report import render_report
 from pipeline.report.verdict import judge
 from pipeline.report.win_rate import Rate, length_controlled, outcome, win_rate
+from tests.pipeline.report.example_runs import run_of
 from tests.pipeline.report.test_report import check
 
 Pair = tuple[float | None, float | None]
@@ -26,10 +26,6 @@ def judged(verdicts: list[Pair], extra: int = 0) -> list[Sample]:
         Sample((Message("user", str(at)),), {"sft": "word", "ppo": "word" + "x" * extra}, preferences={"ppo": pair})
         for at, pair in enumerate(verdicts)
     ]
-
-
-def run_of(samples: list[Sample]) -> RunReading:
-    return RunReading("run", {"ppo": StageReading("ppo", summary={"steps": 3}, samples=samples)}, {})
 
 
 @pytest.mark.parametrize(
