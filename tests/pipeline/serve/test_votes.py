@@ -79,12 +79,13 @@ def test_killed_writers_leave_complete_lines(tmp_path: Path) -> None:
     assert len(rows) > 20 and rows[-1] == {"vote": "right"}
 
 
-def test_votes_are_preference_pairs_for_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_votes_are_preference_pairs_for_training(tmp_path: Path, stage: str) -> None:
     file = VoteFile(tmp_path / "votes.jsonl")
     for number in range(8):
         file.append(row(("left", "right", "both", "neither")[number % 4], prompt=f"question {number}"))
-    data = DataConfig(name="votes", path=str(file.path), eval_fraction=0.01)
-    actual = load_stage(data, "dpo", 0)
+    data = DataConfig(name="votes", path=str(file.path), eval_fraction=0.01, stage_shares={"reward": 1.0})
+    actual = load_stage(data, stage, 0)
     assert actual.skipped == {"vote that prefers no answer": 4}
     records = [*actual.train, *actual.held_out]
     assert len(records) == 4 and all(isinstance(record, Preference) for record in records)
@@ -93,23 +94,21 @@ def test_votes_are_preference_pairs_for_training(tmp_path: Path) -> None:
     assert pairs[(Message("user", "question 1"),)] == ("bad", "good")
 
 
-@pytest.mark.parametrize("stage", ["dpo", "reward"])
-def test_one_command_trains_on_votes(tmp_path: Path, stage: str) -> None:
+def test_one_command_trains_on_votes(tmp_path: Path) -> None:
     save_model(tmp_path / "x" / "ppo" / "model", 0)
     file = VoteFile(tmp_path / "x" / "votes.jsonl")
     for number in range(6):
         file.append(row("both" if number == 5 else "left", prompt=f"question {number}"))
     command = [
-        f"stage={stage}", "model.path=x/ppo/model", *{"dpo": ["actor=x/ppo"], "reward": []}[stage],
-        "data.path=x/votes.jsonl", "run_dir=voted",
-        "tracking=none", f"{stage}.steps=1", f"{stage}.batch_size=2", f"{stage}.max_length=64", "evaluation.prompts=2",
+        "stage=dpo", "model.path=x/ppo/model", "actor=x/ppo", "data.path=x/votes.jsonl", "run_dir=voted",
+        "tracking=none", "dpo.steps=1", "dpo.batch_size=2", "dpo.max_length=64", "evaluation.prompts=2",
         "rollout.max_new_tokens=2", "rollout.max_prompt_tokens=64",
     ]  # fmt: skip
     worker = Worker(launch, tmp_path, command, {}, environment={"OMP_NUM_THREADS": "1"})
     output, _ = worker.communicate()
     assert worker.returncode == 0, output
-    assert f"{stage}: skipped rows: 1 (vote that prefers no answer)" in output
-    assert (tmp_path / "voted" / stage / "model" / "model.safetensors").is_file()
+    assert "dpo: skipped rows: 1 (vote that prefers no answer)" in output
+    assert (tmp_path / "voted" / "dpo" / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("vote", "left", "right"), [("both", "a", "b"), ("left", "a", " "), ("right", "", "b")])
