@@ -1,20 +1,24 @@
-"""What the tests of the server and of its pages share."""
+"""What the tests of the server and of its pages share, imported at the first use: a bare machine collects this file."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser
 
-from pipeline.chat.folder import ChatModel
-from pipeline.chat.participant import load
-from pipeline.serve.models import ServedModel, serve
-from tests.pipeline.serve.chromium import chromium
-from tests.test_chat import save_model
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from pipeline.serve.models import ServedModel
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, ServedModel]":
     """Tiny models of different weights."""
+    from pipeline.chat.folder import ChatModel
+    from pipeline.chat.participant import load
+    from pipeline.serve.models import serve
+    from tests.test_chat import save_model
+
     root = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("ppo", "sft")):
         save_model(root / name, seed)
@@ -22,6 +26,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> "Iterator[Browser]":
+    from tests.pipeline.serve.chromium import chromium
+
     with chromium() as browser:
         yield browser
