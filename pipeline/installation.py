@@ -20,10 +20,9 @@ CONF = ROOT / "conf" if IS_CHECKOUT else ROOT / "pipeline" / "conf"
 _SCRIPTS = "" if Path("train.py").is_file() else f"{shlex.quote(str(ROOT))}/"  # empty in the folder of the checkout
 TRAIN = f"python {_SCRIPTS}train.py" if IS_CHECKOUT else "zerochat train"
 CHAT = f"python {_SCRIPTS}chat.py" if IS_CHECKOUT else "zerochat chat"
-DOCTOR, EXPORT, SERVE, REPORT = (
-    f"python {_SCRIPTS}zerochat.py {name}" if IS_CHECKOUT else f"zerochat {name}"
-    for name in ("doctor", "export", "serve", "report")
-)
+_ZEROCHAT = f"python {_SCRIPTS}zerochat.py" if IS_CHECKOUT else "zerochat"
+DOCTOR, EXPORT = f"{_ZEROCHAT} doctor", f"{_ZEROCHAT} export"
+SERVE, REPORT = f"{_ZEROCHAT} serve", f"{_ZEROCHAT} report"
 
 
 def version() -> str:
