@@ -20,8 +20,10 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -42,9 +44,10 @@ RETURN_TYPES = {
     PAIR_JUDGE: "number from 0 (the second answer is better) to 1 (the first is better), or None for no verdict",
 }
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
+TRIED = ("", "The answer is 42.")  # the answers of `try_reward`
 ADVICE = (
-    "Run the same command again: with an unchanged file (after the failure of a service) PPO resumes from the last "
-    "checkpoint, with a corrected file PPO starts again"
+    "Correct the function, or start its service, and run the same command again. If the file is unchanged, PPO resumes "
+    "from its last checkpoint; otherwise it starts again"
 )
 ADVICE_ON_JUDGES = "Correct the function and run the same command again to resume from the last checkpoint"
 _Result = TypeVar("_Result")
@@ -250,6 +253,31 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
             f"{key}={where}: {name} can't be called with {answers} and a row; write {signature}"
         ) from problem
     return UserFunction(where, file, call, threads, key)
+
+
+def try_reward(where: str, rows: Sequence[Row]) -> None:
+    """Call a reward function for two answers to each row. Raise UserError if a call fails.
+
+    The calls are made in another process, which ends then: a model that the function loads would stay in memory.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            pool.submit(_try_reward, where, rows).result()
+        except BrokenProcessPool as problem:
+            raise UserError(
+                f"{REWARD}={where} ended its process (os._exit, a crash in a library, out of memory) when it was "
+                "called for a data row. Correct the function and run the same command again"
+            ) from problem
+
+
+def _try_reward(where: str, rows: Sequence[Row]) -> None:
+    function = load_function(where)
+    for row in rows:
+        for answer in TRIED:
+            if function.takes_turns:
+                Dialogue(function, row).reply(answer)
+            else:
+                function.rewards(answer, row)
 
 
 def function_file(where: str, key: str = REWARD) -> Path:

@@ -26,6 +26,7 @@ from pipeline.planning.stage_task import stage_steps
 Result = TypeVar("Result")
 SENT = 2048  # examples in a broadcast
 SAMPLE = 256  # records of a later stage that the first stage encodes
+TRIED = 3  # of these, the data rows for which it calls ppo.reward_function
 _SHARE_ROW, _SHARES = "  {:<9}{:>9}{:>8}  {}", ("stage", "rows", "share", "keys")
 
 
@@ -186,9 +187,21 @@ def check_data_to_come(
             print("\n".join(share_table(config, loaded)), flush=True)
         for each in to_read:
             stage_steps(getattr(config, each), len(loaded[each].train))  # the stage may drop long prompts
+        if "ppo" in samples and config.ppo.reward_function is not None:
+            _try_reward(stage, config.ppo.reward_function, samples["ppo"][:TRIED])
 
     on_rank_zero(check)
     return samples
+
+
+def _try_reward(stage: str, where: str, prompts: Sequence[Prompt]) -> None:
+    from pipeline.evaluation.user_function import try_reward
+
+    print(f"{stage}: calling ppo.reward_function={where} for {len(prompts)} rows", flush=True)
+    try:
+        try_reward(where, [prompt.row for prompt in prompts if prompt.row is not None])
+    except UserError as problem:
+        raise UserError(f"stage ppo, checked in advance: {problem}") from problem
 
 
 def check_lengths_to_come(config: RunConfig, samples: Mapping[str, Sequence[Any]], tokenizer: ChatTokenizer) -> None:

@@ -248,7 +248,7 @@ def test_a_failed_call_in_threads_stops_further_calls(tmp_path: Path) -> None:
     """The second call fails while the first waits."""
     write_function(tmp_path, WAITING)
     function = load_function(f"{tmp_path}/mine.py:failing", 2)
-    with pytest.raises(UserError, match=r"raised OSError: 0 .*command again: .*PPO resumes from the last checkpoint"):
+    with pytest.raises(UserError, match=r"raised OSError: 0 .*command again. If the file is unchanged, PPO resumes"):
         function.map(function.score, [(str(n), ROW) for n in range(500)])
     assert len(function.call.__globals__["made"]) < 500
 

@@ -125,6 +125,35 @@ def test_the_first_stage_refuses_invalid_data_of_later_stages(
     assert capsys.readouterr().out.startswith("sft: checking the data of ppo")
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "    return float(row['answer'])\n",
+            r"raised KeyError: 'answer' \(line 2\) for the answer '' to the row \{'?prom",
+        ),
+        (
+            "    return 1.0 if not answer else row['answer']\n",
+            r"raised KeyError: 'answer' .* for the answer 'The answer",
+        ),
+        ("    yield 'Again.'\n    return row['answer']\n", None),
+        ("    yield row['answer']\n", r"raised KeyError: 'answer' \(line 2\)"),
+        ("    import os\n    os._exit(7)\n", r"ended its process \(os\._exit, a crash"),
+        ("    return float(row['chosen'] == 'a')\n", None),
+    ],
+)
+def test_the_first_stage_tries_the_reward_function(body: str, message: str | None, tmp_path: Path) -> None:
+    """Such an error would end PPO after the hours of the earlier stages."""
+    file, function = tmp_path / "a.jsonl", tmp_path / "own.py"
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    function.write_text(f"def reward(answer, row):\n{body}")
+    config = tiny_config(ppo={"reward_function": f"{function}:reward", "reward_model": False})
+    config = config.model_copy(update={"data": DataConfig(name="a", path=str(file))})
+    with pytest.raises(UserError, match=f"stage ppo, .*{message}") if message else nullcontext():
+        check_data_to_come(config)
+
+
 def test_the_first_stage_refuses_a_critic_warmup_of_all_rollouts(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(60)]
