@@ -487,3 +487,10 @@ def test_user_errors_are_one_line(
     assert command.main([part.replace("{run}", str(run)) for part in arguments]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_a_setting_in_the_form_of_train_py_names_the_form_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["runs/x", "temperature=0"])
+    message = "unrecognized arguments: temperature=0; write options as --NAME VALUE (--help lists them)"
+    assert message in capsys.readouterr().err

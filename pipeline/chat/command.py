@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.chat.session import OPTIONS, Session, typed_lines
 from pipeline.errors import UserError, exit_status
-from pipeline.installation import CHAT, require_packages
+from pipeline.installation import CHAT, OptionParser, require_packages
 
 USAGE = """\
 Chat with a model in the terminal.
@@ -75,7 +75,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog=CHAT,
         usage=f"{CHAT} [options] path",
         description=USAGE.format(chat=CHAT),

@@ -16,7 +16,7 @@ from pipeline.errors import UserError, exit_status, first_line
 from pipeline.export.model_card import model_card
 from pipeline.export.source import TrainedStage, find_stage
 from pipeline.files import read_object
-from pipeline.installation import EXPORT
+from pipeline.installation import EXPORT, OptionParser
 
 FORMATS = ("folder", "adapter", "hub", "gguf")
 SUFFIXES = {"adapter": "-adapter", "gguf": ".gguf"}  # of the default name
@@ -188,7 +188,7 @@ def _new_folder(output: Path) -> Iterator[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog=EXPORT,
         usage=f"{EXPORT} --to FORMAT [options] path",
         description=USAGE.format(export=EXPORT),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.chat.folder import ChatModel, find, find_all, find_each
 from pipeline.errors import UserError, exit_status
-from pipeline.installation import CHAT, SERVE, pip_install
+from pipeline.installation import CHAT, SERVE, OptionParser, pip_install
 from pipeline.launch.manifest import Manifest
 from pipeline.launch.ranks import prepare_single_process
 
@@ -156,7 +156,7 @@ def add_server_options(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog=SERVE,
         usage=f"{SERVE} [options] path",
         description=USAGE.format(serve=SERVE),
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _page_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"{CHAT} --web", description="Serve a page that chats with the models.")
+    parser = OptionParser(prog=f"{CHAT} --web", description="Serve a page that chats with the models.")
     parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
     page = parser.add_mutually_exclusive_group()
     page.add_argument("--web", action="store_true", help="serve the page instead of a chat in the terminal")
