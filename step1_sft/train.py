@@ -46,7 +46,7 @@ def run(config: RunConfig, folder: Path) -> None:
     source = resolve(config.model, config.seed)
     reader = open_data(config)
     records = stage_records(config, "sft", reader)
-    samples = check_data_to_come(config, "sft", records, reader)
+    to_come = check_data_to_come(config, "sft", records, reader)
     held_out = held_out_prompts(reader)
     del reader  # frees the records of later stages
     tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
@@ -54,7 +54,7 @@ def run(config: RunConfig, folder: Path) -> None:
     adopt_special_ids(source, tokenizer)
     require_context(config, "sft", source)
     require_later_models(config, source, tokenizer)
-    check_lengths_to_come(config, samples, tokenizer)
+    later = check_lengths_to_come(config, to_come, tokenizer)
     data = examples(config, "sft", records, tokenizer)
     log_divided("sft", tokenizer)
     if distributed.is_rank_zero():
@@ -62,8 +62,8 @@ def run(config: RunConfig, folder: Path) -> None:
         shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)
         print(f"sft: {token_line(tokenizer)}", *shown, sep="\n", flush=True)
     evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, held_out))
-    del records, held_out, samples  # frees the texts
-    plan = plan_stage(config, "sft", folder, data.train, policy=source)
+    del records, held_out, to_come  # frees the texts
+    plan = plan_stage(config, "sft", folder, data.train, policy=source, later=later)
     config, section = plan.config, plan.config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)

@@ -45,13 +45,13 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "reward", source)
     reader = open_data(config)
     records = stage_records(config, "reward", reader)
-    check_lengths_to_come(config, check_data_to_come(config, "reward", records, reader), tokenizer)
+    later = check_lengths_to_come(config, check_data_to_come(config, "reward", records, reader), tokenizer)
     del reader  # frees the records of later stages
     log_undecided("reward", records.train)
     data = examples(config, "reward", records, tokenizer)
     log_divided("reward", tokenizer)
     del records  # frees the texts
-    plan = plan_stage(config, "reward", folder, data.train, policy=source)
+    plan = plan_stage(config, "reward", folder, data.train, policy=source, later=later or None)
     config, section = plan.config, plan.config.reward
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_scorer(source, choice, pad_id=tokenizer.model_pad_id)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,9 @@ def _expected_seconds(config: RunConfig, planned: Prediction, inputs: PlanInputs
     rates = measure(config, task, has_files=has_files)
     expected = predict(task, capacity, rates)
     assert inputs.size is not None
-    sizes = {later: later_size(config, task.stage, inputs.size, later) for later in _later_stages(config, task.stage)}
+    stages, own = _later_stages(config, task.stage), inputs.size
+    sizes = {later: inputs.later.get(later) or later_size(config, task.stage, own, later) for later in stages}
+    sizes = {later: replace(size, answer=size.answer or own.answer) for later, size in sizes.items()}
     # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
     planning = partial(plan, config, ranks=distributed.world().size, capacity=capacity, rates=rates)
     later_seconds: float | None
@@ -118,7 +120,8 @@ def _expected_seconds(config: RunConfig, planned: Prediction, inputs: PlanInputs
         "seconds": expected.seconds,
         "stage_seconds": expected.stage_seconds,
         "later_seconds": later_seconds,
-        "answer_tokens": inputs.size.answer,
+        "answer_tokens": own.answer,
+        "later_sizes": {later: asdict(size) for later, size in inputs.later.items()},
     }
 
 

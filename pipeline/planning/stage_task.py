@@ -113,11 +113,13 @@ class PlanInputs:
     policy: the language model
     reward: the base of reward model and critic (default: `policy`)
     size: the size of the data; None: the stage has one step of sequences of the largest length
+    later: the sizes of the data of later stages, as far as they are known
     """
 
     policy: ModelSource
     reward: ModelSource | None = None
     size: DataSize | None = None
+    later: Mapping[str, DataSize] = field(default_factory=dict)
 
 
 def stage_task(config: RunConfig, stage: str, inputs: PlanInputs, *, ranks: int, is_cpu: bool) -> StageTask:

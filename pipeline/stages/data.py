@@ -21,6 +21,7 @@ from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import first_turn
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
+from pipeline.planning.data_size import DataSize, sampled_size
 from pipeline.planning.stage_task import stage_steps
 
 Result = TypeVar("Result")
@@ -28,6 +29,14 @@ SENT = 2048  # examples in a broadcast
 SAMPLE = 256  # records of a later stage that the first stage encodes
 TRIED = 3  # of these, the data rows for which it calls ppo.reward_function
 _SHARE_ROW, _SHARES = "  {:<9}{:>9}{:>8}  {}", ("stage", "rows", "share", "keys")
+
+
+@dataclass(frozen=True)
+class DataToCome:
+    """The number of training records of a later stage, and a sample of them."""
+
+    rows: int
+    sample: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -165,33 +174,33 @@ def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
 
 def check_data_to_come(
     config: RunConfig, stage: str, records: StageRecords, reader: DataReader
-) -> dict[str, Sequence[Any]]:
+) -> dict[str, DataToCome]:
     """Check the data of later stages in the first stage of a run, so that errors appear at once.
 
     `records` are those of the first stage. Prints how the stages divide the rows that serve several of them. Returns
-    samples of the training records of the later stages on rank 0, for `check_lengths_to_come`.
+    the data of the later stages on rank 0, for `check_lengths_to_come`.
     """
     first, *later = stages_to_run(config)
     to_read = [each for each in later if not is_generated(config.data, each)]
-    samples: dict[str, Sequence[Any]] = {}
+    to_come: dict[str, DataToCome] = {}
     if stage != first or not to_read:
-        return samples
+        return to_come
 
     def check() -> None:
         print(f"{stage}: checking the data of {' and '.join(to_read)}", flush=True)
         loaded = {stage: records}
         for index, each in enumerate(to_read):
-            loaded[each], samples[each] = _load_counts(config, each, reader)
+            loaded[each], to_come[each] = _load_counts(config, each, reader)
             reader.keep_only([*to_read[index + 1 :], "ppo"])
         if any(RESERVED in each.skipped for each in loaded.values()):
             print("\n".join(share_table(config, loaded)), flush=True)
         for each in to_read:
             stage_steps(getattr(config, each), len(loaded[each].train))  # the stage may drop long prompts
-        if "ppo" in samples and config.ppo.reward_function is not None:
-            _try_reward(stage, config.ppo.reward_function, samples["ppo"][:TRIED])
+        if "ppo" in to_come and config.ppo.reward_function is not None:
+            _try_reward(stage, config.ppo.reward_function, to_come["ppo"].sample[:TRIED])
 
     on_rank_zero(check)
-    return samples
+    return to_come
 
 
 def _try_reward(stage: str, where: str, prompts: Sequence[Prompt]) -> None:
@@ -204,18 +213,28 @@ def _try_reward(stage: str, where: str, prompts: Sequence[Prompt]) -> None:
         raise UserError(f"stage ppo, checked in advance: {problem}") from problem
 
 
-def check_lengths_to_come(config: RunConfig, samples: Mapping[str, Sequence[Any]], tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if a later stage could use none of its sampled records, usually because all are too long."""
+def check_lengths_to_come(
+    config: RunConfig, to_come: Mapping[str, DataToCome], tokenizer: ChatTokenizer
+) -> dict[str, DataSize]:
+    """Return the size of the data of each later stage, on every rank.
 
-    def check() -> None:
-        for stage, sample in samples.items():
+    Raises UserError if a later stage could use none of its sampled records, usually because all are too long.
+    """
+
+    def check() -> dict[str, DataSize]:
+        sizes = {}
+        for stage, data in to_come.items():
+            is_labelled = stage == "dpo" and not config.dpo.reads_pairs
+            sample = labelled_answers(data.sample) if is_labelled else data.sample
             try:
-                encoder(config, stage, tokenizer)(sample)
+                items, _ = encoder(config, stage, tokenizer)(sample)
             except UserError as problem:
                 raise UserError(f"stage {stage}, on a sample of its data: {problem}") from problem
+            sizes[stage] = sampled_size(items, len(data.sample), data.rows)
         tokenizer.divided.clear()  # each stage reports its own answers
+        return sizes
 
-    on_rank_zero(check)
+    return on_rank_zero(check)
 
 
 def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[str]:
@@ -307,13 +326,11 @@ def _load(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
     return records
 
 
-def _load_counts(config: RunConfig, stage: str, reader: DataReader) -> tuple[StageRecords, Sequence[Any]]:
+def _load_counts(config: RunConfig, stage: str, reader: DataReader) -> tuple[StageRecords, DataToCome]:
     """Return the records of a stage with numbers instead of the training records, and a sample of these."""
     records = _load(config, stage, reader)
-    sample = records.train[:: max(1, len(records.train) // SAMPLE)]
-    if stage == "dpo" and not config.dpo.reads_pairs:
-        sample = labelled_answers(sample)
-    return replace(records, train=range(len(records.train))), sample
+    count = len(records.train)
+    return replace(records, train=range(count)), DataToCome(count, records.train[:: max(1, count // SAMPLE)])
 
 
 def _wants_rows(config: RunConfig) -> bool:

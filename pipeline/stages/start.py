@@ -23,7 +23,7 @@ from pipeline.evaluation.judge import load_judge
 from pipeline.files import read_plan
 from pipeline.models.build import DTYPE, EngineChoice
 from pipeline.models.source import ModelSource
-from pipeline.planning.data_size import size_of
+from pipeline.planning.data_size import DataSize, size_of
 from pipeline.planning.planner import fit_settings
 from pipeline.planning.stage_task import PlanInputs, data_ranks, item_sequences, longest_sequence, stage_steps
 from pipeline.stages.data import return_memory_of_texts
@@ -182,13 +182,14 @@ def plan_stage(
     *,
     policy: ModelSource,
     reward: ModelSource | None = None,
+    later: Mapping[str, DataSize] | None = None,
 ) -> StagePlan:
     """Log the number of steps and the predicted memory, choose settings for `engine=auto`, and seed torch.
 
     Call this when the records are deleted.
 
-    `examples` are the encoded training examples. On a CPU, compile the kernels in C, so that no step waits for the
-    compiler.
+    `examples` are the encoded training examples. `later` are the sizes of the data of later stages (default: those that
+    SFT found). On a CPU, compile the kernels in C, so that no step waits for the compiler.
     """
     return_memory_of_texts()
     section = getattr(config, stage)
@@ -201,10 +202,12 @@ def plan_stage(
         for warning in (slow_precision(EngineChoice(config.engine).layout()["config"].dtype), slow_kernels):
             if warning and distributed.is_rank_zero():
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-    size = size_of(examples)
+    size, found_by_sft = size_of(examples), read_plan(folder.parent / "sft")
     if size.answer is None:  # PPO's prompts: answers as long as those of SFT
-        size = replace(size, answer=read_plan(folder.parent / "sft").get("answer_tokens"))
-    config, predicted = fit_settings(config, stage, folder, PlanInputs(policy, reward, size))
+        size = replace(size, answer=found_by_sft.get("answer_tokens"))
+    if later is None:
+        later = {each: DataSize(**fields) for each, fields in found_by_sft.get("later_sizes", {}).items()}
+    config, predicted = fit_settings(config, stage, folder, PlanInputs(policy, reward, size, later))
     seed_torch(config)
     if distributed.is_rank_zero():
         print(f"{stage}: {batch_line(config, stage, distributed.world().size)}", flush=True)

@@ -181,6 +181,23 @@ def test_a_stage_writes_its_plan_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read_plan(tmp_path) == record
 
 
+def test_a_later_stage_takes_the_seconds_of_its_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs are in another file than the conversations, and the prompts of PPO have no answers."""
+    monkeypatch.setattr(planner, "measure", lambda *_, **__: RATES)
+    config = tiny_config(**{stage: {"steps": None, "epochs": 1.0} for stage in ("sft", "reward", "ppo")})
+    sizes = {"sft": DataSize(800, 40.0, 10.0), "reward": DataSize(4000, 70.0, 30.0), "ppo": DataSize(1600, 50.0)}
+    expected = 0.0
+    for stage, size in sizes.items():
+        (tmp_path / stage).mkdir()
+        inputs = PlanInputs(source(), size=replace(size, answer=size.answer or 10.0))
+        planner.fit_settings(config, stage, tmp_path / stage, inputs)
+        expected += read_plan(tmp_path / stage)["stage_seconds"] * (stage != "sft")
+    later = {stage: size for stage, size in sizes.items() if stage != "sft"}
+    planner.fit_settings(config, "sft", tmp_path, PlanInputs(source(), size=sizes["sft"], later=later))
+    assert read_plan(tmp_path)["later_seconds"] == pytest.approx(expected)
+    assert read_plan(tmp_path)["later_sizes"]["reward"]["rows"] == 4000
+
+
 def test_the_plan_divides_the_rows_among_the_stages_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a reward stage, SFT has a third of the rows that SFT and PPO share, as in the run."""
     planned: list[dict[str, float]] = []

@@ -193,11 +193,32 @@ def test_the_first_stage_refuses_lengths_that_no_later_example_has(
     method = {name: value for name, value in keys.items() if isinstance(value, str)}
     sections = {name: value for name, value in keys.items() if isinstance(value, dict)}
     config = tiny_config(**sections).model_copy(update={"data": data, **method})
-    samples = check_data_to_come(config)
-    assert samples and all(256 <= len(sample) <= 2 * 512 for sample in samples.values())
+    to_come = check_data_to_come(config)
+    assert to_come and all(256 <= len(data.sample) <= 512 for data in to_come.values())
     tokenizer = train_tokenizer(["a<|end|>"], 300)
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        stage_data.check_lengths_to_come(config, samples, tokenizer)
+        stage_data.check_lengths_to_come(config, to_come, tokenizer)
+
+
+@pytest.mark.parametrize("loss", [None, "sigmoid", "kto"])
+def test_the_first_stage_counts_the_examples_of_later_stages(loss: str | None, tmp_path: Path) -> None:
+    """Their file is not that of SFT. KTO reads each of its pairs as two answers."""
+    chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = [{"prompt": f"{n} is long?", "chosen": f"a{n}" * 9, "rejected": "b"} for n in range(600)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kinds = ["reward", "ppo"] if loss is None else ["reward"]
+    sources = [{"path": str(chats), "stages": ["sft"]}, {"path": str(pairs), "stages": kinds}]
+    data = DataConfig.model_validate({"name": "x", "sources": sources})
+    config = tiny_config() if loss is None else tiny_config(dpo={"loss": loss})
+    config = config.model_copy(update={"data": data, "method": "ppo" if loss is None else "dpo"})
+    tokenizer = train_tokenizer([row["prompt"] for row in rows], 300)
+    sizes = stage_data.check_lengths_to_come(config, check_data_to_come(config), tokenizer)
+    assert list(sizes) == (["reward", "ppo"] if loss is None else ["dpo"])
+    for stage, size in sizes.items():
+        count = len(load_stage(data, stage, seed=1).train)
+        assert size.rows == count * (2 if loss == "kto" else 1) > 100
+        assert (size.answer is None) == (stage == "ppo")
 
 
 def test_margins_that_the_data_does_not_have_are_refused(tmp_path: Path) -> None:
