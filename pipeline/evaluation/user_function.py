@@ -20,10 +20,11 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -260,24 +261,37 @@ def try_reward(where: str, rows: Sequence[Row]) -> None:
 
     The calls are made in another process, which ends then: a model that the function loads would stay in memory.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            pool.submit(_try_reward, where, rows).result()
-        except BrokenProcessPool as problem:
-            raise UserError(
-                f"{REWARD}={where} ended its process (os._exit, a crash in a library, out of memory) when it was "
-                "called for a data row. Correct the function and run the same command again"
-            ) from problem
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_try_reward, args=(where, rows, sender))
+    child.start()
+    sender.close()
+    try:
+        problem = receiver.recv()
+    except EOFError:
+        raise UserError(
+            f"{REWARD}={where} ended its process (os._exit, a crash in a library, out of memory) when it was called "
+            "for a data row. Correct the function and run the same command again"
+        ) from None
+    finally:
+        child.kill()  # after Ctrl-C, it may still be in a call
+        child.join()
+    if problem is not None:
+        raise UserError(problem)
 
 
-def _try_reward(where: str, rows: Sequence[Row]) -> None:
-    function = load_function(where)
-    for row in rows:
-        for answer in TRIED:
+def _try_reward(where: str, rows: Sequence[Row], sender: Connection) -> None:
+    problem: str | None = None
+    try:
+        function = load_function(where)
+        for row, answer in product(rows, TRIED):
             if function.takes_turns:
                 Dialogue(function, row).reply(answer)
             else:
                 function.rewards(answer, row)
+    except UserError as error:
+        problem = str(error)
+    sender.send(problem)
 
 
 def function_file(where: str, key: str = REWARD) -> Path:
