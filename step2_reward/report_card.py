@@ -1,6 +1,7 @@
 """The answers that the report card of the reward model scores: held-out pairs, and changed and generated answers."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -85,9 +86,15 @@ def cut_in_half(item: PairItem, end_id: int) -> np.ndarray:
 
 
 def answer_of_next(items: Sequence[PairItem], index: int, max_length: int) -> np.ndarray:
-    """Return the prompt of a pair with the chosen answer of the next pair, cut to `max_length` tokens."""
-    item, other = items[index], items[(index + 1) % len(items)]
-    return np.concatenate([item.chosen[: item.prompt], other.chosen[other.prompt :]])[:max_length]
+    """Return the prompt of a pair with the chosen answer to the next other prompt, cut to `max_length` tokens.
+
+    Held-out pairs are in the order of their prompts, so the next pair may have the same prompt.
+    """
+    prompt = items[index].chosen[: items[index].prompt]
+    following = map(items.__getitem__, chain(range(index + 1, len(items)), range(index)))
+    unlike = (each for each in following if not np.array_equal(each.chosen[: each.prompt], prompt))
+    other = next(unlike, items[(index + 1) % len(items)])
+    return np.concatenate([prompt, other.chosen[other.prompt :]])[:max_length]
 
 
 def _scored_samples(

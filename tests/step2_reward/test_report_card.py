@@ -38,6 +38,9 @@ def test_the_answer_to_another_prompt_is_from_the_next_pair() -> None:
     assert [answer_of_next(PAIRS, at, 20).tolist() for at in range(3)] == [
         [5, 6, 50, 2], [7, 3, 4, 2], [8, 8, 8, 10, 20, 30, 40, 2],
     ]  # fmt: skip
+    same = [pair([5], [10, 2], [1, 2]), pair([5], [11, 2], [1, 2]), pair([6], [12, 2], [1, 2])]
+    assert [answer_of_next(same, at, 20).tolist() for at in range(3)] == [[5, 12, 2], [5, 12, 2], [6, 10, 2]]
+    assert [answer_of_next(same[:2], at, 20).tolist() for at in range(2)] == [[5, 11, 2], [5, 10, 2]]
 
 
 def test_a_long_answer_to_another_prompt_fits_into_the_model(tmp_path: Path) -> None:
