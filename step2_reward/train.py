@@ -1,9 +1,11 @@
 """Stage 2, the reward model: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.schema import RunConfig
+from pipeline.data.encode import PairItem
 from pipeline.data.microbatches import longer_side
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
@@ -64,7 +66,7 @@ def run(config: RunConfig, folder: Path) -> None:
         train_supervised(stage, batches)
         with stage.clock.phase("evaluate"):
             held_out = batches.scores(data.held_out, stage.budget)
-            level = reference_level(batches.scores(data.train[:REFERENCE_ANSWERS], stage.budget))
+            level = reference_level(batches.scores(reference_pairs(data.train), stage.budget))
             write_card(
                 folder,
                 held_out,
@@ -94,6 +96,11 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     source = resolve(config.reward_model, config.seed)
     check_base_tokenizer(source, tokenizer)
     return source, tokenizer
+
+
+def reference_pairs(pairs: Sequence[PairItem]) -> Sequence[PairItem]:
+    """Return at most `REFERENCE_ANSWERS` pairs at equal distances: the pairs of one source follow those of another."""
+    return pairs[:: -(-len(pairs) // REFERENCE_ANSWERS)]
 
 
 def reference_level(scored: list[Scored]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from pipeline.models.build import build_scorer
 from pipeline.models.checks import verify
 from pipeline.stages.data import log_undecided
 from step2_reward.batches import RewardBatches
-from step2_reward.train import reference_level
+from step2_reward.train import reference_level, reference_pairs
 from tests.pipeline.models.tiny import classifier, config_of, source_in, trained
 
 SIZES = [(5, 9), (12, 4), (3, 3), (7, 10), (2, 6)]
@@ -152,6 +152,13 @@ def test_the_reference_level_is_the_mean_of_chosen_answers() -> None:
     actual = reference_level([Scored(pair, score, 99.0) for pair, score in zip(pairs(), chosen, strict=True)])
     assert actual["reward_mean"] == pytest.approx(statistics.fmean(chosen))
     assert actual["reward_std"] == pytest.approx(statistics.pstdev(chosen))
+
+
+@pytest.mark.parametrize(("count", "used"), [(1, 1), (512, 512), (513, 257), (5000, 500)])
+def test_the_reference_answers_are_from_all_sources(count: int, used: int) -> None:
+    """The training pairs of a second source follow all those of the first one."""
+    numbered: Any = range(count)
+    assert len(reference_pairs(numbered)) == used and reference_pairs(numbered)[-1] >= count - 10
 
 
 def test_undecided_pairs_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
