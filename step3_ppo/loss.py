@@ -127,7 +127,7 @@ def policy_loss(
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
-    return (weights * loss).sum(), _ratio_sums(logs, clipped > plain)
+    return (weights * loss).sum(), _ratio_sums(logs, clipped > plain, logprobs, old)
 
 
 def cispo_loss(
@@ -150,7 +150,8 @@ def cispo_loss(
         logs = ratio(logprobs, old)
         ratios, high = logs.exp(), clip if clip_high is None else clip_high
         clipped = ratios.clamp(1.0 - clip, 1.0 + high)
-    return (weights * -clipped * advantages * logprobs).sum(), _ratio_sums(logs, clipped != ratios)
+    loss = (weights * -clipped * advantages * logprobs).sum()
+    return loss, _ratio_sums(logs, clipped != ratios, logprobs, old)
 
 
 POLICY_LOSSES: dict[str, tuple[Callable[..., tuple[Tensor, Sums]], tuple[str, ...]]] = {
@@ -160,11 +161,15 @@ POLICY_LOSSES: dict[str, tuple[Callable[..., tuple[Tensor, Sums]], tuple[str, ..
 """The losses by the value of `ppo.loss`, with the keys of `ppo` that they take."""
 
 
-def _ratio_sums(logs: Tensor, clipped: Tensor) -> Sums:
-    """Return the metrics of log-ratios (N,), and the number of tokens that were `clipped`, (N,) bool."""
+def _ratio_sums(logs: Tensor, clipped: Tensor, logprobs: Tensor, old: Tensor) -> Sums:
+    """Return the metrics of log-ratios (N,), and the number of tokens that were `clipped`, (N,) bool.
+
+    The KL is that of the tokens: k3 of the mean log-ratio of a sequence would be about KL^2 / 2.
+    """
     with torch.no_grad():
-        ratios = logs.exp()
-        return {"clip_fraction": clipped.sum(), "approx_kl": (ratios - 1.0 - logs).sum(), "ratio": ratios.sum()}
+        by_token = log_ratio(logprobs, old)
+        kl = (by_token.exp() - 1.0 - by_token).sum()
+        return {"clip_fraction": clipped.sum(), "approx_kl": kl, "ratio": logs.exp().sum()}
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Sums]:

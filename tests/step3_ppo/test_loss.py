@@ -123,6 +123,8 @@ def test_sequence_ratio_loss_is_the_mean_over_answers_by_hand() -> None:
     expected = -sum(a * s for a, s in zip(advantages, held, strict=True)) / 3
     assert loss.item() / 6 == pytest.approx(expected, rel=1e-5)
     assert float(sums["clip_fraction"]) == 1.0  # the single token of the clipped answer
+    by_token = [math.exp(each) - 1 - each for each in (0.1, 0.3, 0.2, 1.0, 0.0, -0.2)]
+    assert float(sums["approx_kl"]) == pytest.approx(sum(by_token), rel=1e-4)
     (loss / 6).backward()
     gradient = [-1.5 * ratios[0] / 9] * 3 + [0.0] + [1.0 * ratios[2] / 6] * 2  # -A s / (G |y|)
     assert new.grad.tolist() == pytest.approx(gradient, rel=1e-4, abs=1e-9)
