@@ -96,6 +96,11 @@ def _advantage_mistakes(ppo: PpoSection) -> Iterable[str]:
             "ppo.kl_in=reward has no effect, because ppo.advantage=online_dpo ranks answers by their scores: set "
             "ppo.kl_in=loss, or ppo.kl_coef=0"
         )
+    if ppo.advantage == "online_dpo" and ppo.unfinished == "mask":
+        yield (
+            "ppo.unfinished=mask leaves out one answer of a pair, but ppo.advantage=online_dpo trains on both: set "
+            "ppo.unfinished=penalize"
+        )
 
 
 def _kl_mistakes(ppo: PpoSection) -> Iterable[str]:

@@ -97,6 +97,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["ppo.shared_forward=true", "ppo.ptx_coef=0.1", "ppo=grpo"], "no effect with ppo.ptx_coef=0.1, because the"),
         (["ppo=online-dpo", "ppo.kl_in=reward"], "ranks answers by their scores: set ppo.kl_in=loss, or ppo.kl_coef=0"),
         (["ppo=online-dpo", "ppo.reference=false"], "compares the policy with the reference, but ppo.reference=false"),
+        (["ppo=online-dpo", "ppo.unfinished=mask"], "ppo.unfinished=mask leaves out one answer of a pair, but"),
         ("ppo.advantage=online_dpo", "compares the answers to one prompt, but ppo.samples=1"),
         ([PAIRS, "dpo=orpo", "dpo.sft_coef=1"], "adds the SFT loss twice, because ORPO contains it"),
         ("data.sources=[{hub: a/b, eval_path: x}]", "data.sources.0.eval_path=x needs the path key: use eval_split="),
