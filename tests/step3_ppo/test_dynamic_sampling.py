@@ -1,5 +1,7 @@
 """Prompts whose answers have equal scores are replaced, by the same prompts on every rank and in resumed runs."""
 
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from engine import Generation
 from step3_ppo.advantages import RewardShaping
 from step3_ppo.dynamic_sampling import new_prompts, replace_uniform, uniform_prompts
 from step3_ppo.rollout import Answered, Scores
+from tests.step3_ppo.test_stage import ppo_of, write_run
 
 PLAIN = RewardShaping(missing_end_penalty=0.5)
 
@@ -71,3 +74,16 @@ def test_prompts_with_different_scores_are_not_replaced() -> None:
         start, lambda *_: pytest.fail("no prompt is replaced"), PLAIN, samples=2, rounds=3, count=9, seed=(1, 1)
     )
     assert actual.prompts == [1] and actual.replaced == 0 and actual.scores == Scores([1.0, 2.0], None, {})
+
+
+def test_each_step_and_round_has_samples_of_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    ppo, stage = ppo_of(tmp_path, advantage="rloo", samples=2, resample=2)
+
+    def answers(step: int, number: int) -> list[list[int]]:
+        return [each.token_ids for each in ppo._sample(step, stage, [9, 10, 11], number).generations]
+
+    made = {place: answers(*place) for place in [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2**20, 1)]}
+    for one, other in combinations(made.values(), 2):
+        assert not any(a == b for a, b in zip(one, other, strict=True))
+    assert answers(1, 1) == made[1, 1]
