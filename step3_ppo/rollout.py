@@ -261,9 +261,14 @@ def score_answers(
                 f"ppo.reward_function returns a reward with the name {REWARD_MODEL}, which is the name of the reward "
                 "model in ppo.reward_weights and metrics.jsonl: return it by another name"
             )
-        batches = local_microbatches(prompts, answers, range(len(prompts)), pad_id, budget, packing=models.packing)
-        members = [model_scores(engine, batches) for engine in models.rewards]
-        rewards[REWARD_MODEL] = ensemble_scores(members, models.ensemble_score)
+        sequences = [(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        places = {sequence: place for place, sequence in enumerate(dict.fromkeys(sequences))}
+        # Equal answers are scored once: micro-batches round differently, and GRPO would magnify the difference.
+        distinct = [[*sequence] for sequence in places]
+        nothing: list[list[int]] = [[] for _ in distinct]
+        batches = local_microbatches(nothing, distinct, range(len(distinct)), pad_id, budget, packing=models.packing)
+        scores = ensemble_scores([model_scores(engine, batches) for engine in models.rewards], models.ensemble_score)
+        rewards[REWARD_MODEL] = [scores[places[sequence]] for sequence in sequences]
     unknown = [name for name in models.reward_weights if name not in rewards]
     if unknown:
         raise SharedError(

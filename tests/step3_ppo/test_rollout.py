@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine import Generation, Sampling
+from engine import Engine, Generation, Sampling
 from pipeline.config.stage_sections import PpoSection
 from pipeline.data.batch import Documents
 from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.models.build import build_scorer
 from step3_ppo import rollout
-from step3_ppo.batches import collate, local_microbatches
+from step3_ppo.batches import Microbatch, collate, local_microbatches
 from step3_ppo.rollout import Rollout, collect, ended_answers, ensemble_scores, generate, score_answers
 from step3_ppo.update import minibatches, update_critic, update_policy
 from tests.pipeline.models.tiny import frozen, source_in
@@ -118,6 +118,19 @@ def test_the_reward_model_scores_the_ended_answers_and_the_others_the_generated_
     for name in ("logprobs", "reference", "values"):
         torch.testing.assert_close(getattr(actual, name), getattr(plain, name), msg=name)
     assert actual.responses == plain.responses
+
+
+def test_equal_answers_get_equal_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches round differently, which GRPO would magnify. Here each scored sequence has a score of its own."""
+
+    def number(_: Engine, batches: Sequence[Microbatch]) -> list[float]:
+        return [float(place) for place in range(sum(len(batch.indices) for batch in batches))]
+
+    saved_models(tmp_path)
+    monkeypatch.setattr(rollout, "model_scores", number)
+    prompts, answers = [[3, 4], [3, 4], [3], [3, 4], [3]], [[5], [5], [5], [6], [5]]
+    scores = score_answers(models_in(tmp_path), prompts, answers, pad_id=0, budget=8)
+    assert scores.total == scores.rewards["model"] == [0.0, 0.0, 1.0, 2.0, 1.0]
 
 
 def test_an_answer_is_scored_with_the_end_of_the_training_data() -> None:
