@@ -53,8 +53,8 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     offloads_parameters = config.offload_parameters != "none"
     device = torch.device("cpu") if offloads_parameters else dist.world().device
     is_on_meta = any(p.is_meta for p in module.parameters())
-    if not is_on_meta:
-        module.to(device)
+    if not is_on_meta:  # FSDP2 moves the shards to the host, but not the slices of tensor parallelism to a GPU
+        module.to(device if dist.world().tensor == 1 else dist.world().device)
     local_gradients = optimizer is not None and optim.averages_itself(optimizer)
     policy = precision_policy(config.dtype, config.reduce_dtype)
     is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)

@@ -15,6 +15,7 @@ from engine.loading import copy_local
 from engine.parallel import collectives, dist, dtensors, meshes
 from tests.engine.weights import full_weights
 from tests.ranks import run_ranks
+from tests.simulated_gpu import building
 
 STEPS, ROWS, VOCABULARY = 2, 4, 96
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -159,6 +160,21 @@ def test_two_ranks_train_like_one_rank_with_split_matrices() -> None:
             x = torch.arange(float(len(gradient)))
             torch.testing.assert_close(out, (2 * x.sin()).repeat(2))
             torch.testing.assert_close(gradient, 2 * x.cos())
+
+
+def offloaded_to_the_host() -> list[float]:
+    """Train a model with values on devices, with its slices in host memory between uses."""
+    layout: Any = {"zero_stage": 3, "tensor_parallel": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    engine = initialize(made("llama"), EngineConfig(dtype="fp32", **layout), optimizer=SGD)
+    assert all(dtensors.local(p.detach()).is_pinned() for p in engine.module.parameters())
+    return [engine.update(list(batch(step).cuda().chunk(2)), loss_of, ROWS).loss for step in range(STEPS)]
+
+
+@pytest.mark.skipif(building.unavailable_reason() is not None, reason=str(building.unavailable_reason()))
+def test_slices_are_offloaded_from_devices() -> None:
+    ((expected, _, _),) = all_cases(1, CASES[:1])
+    for losses in run_ranks(offloaded_to_the_host, 2, device="cuda"):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def train_on_four_ranks(folder: Path) -> dict[str, Any]:
