@@ -399,5 +399,7 @@ class Engine:
 
     def _swap_average(self, *, shown: bool) -> None:
         self._release_parameters()
+        if self.average.runs and self.device.type == "cuda":
+            torch.cuda.synchronize()  # a GPU may still copy shards from host memory, which change now
         self.average.swap(shown=shown)
         self._flush_pages()

@@ -145,6 +145,14 @@ def test_micro_batches_are_summed_on_the_host() -> None:
     assert waits[0] == waits[1] and not any("tier.py:add" in place for place in waits[0])
 
 
+def test_averages_replace_shards_only_after_the_device_has_read_them() -> None:
+    engine = engine_of("opt", zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+    engine.start_averaging(0.9)
+    train(engine, batches()[:2])
+    with engine.averaged(), engine.scoring() as module:
+        module(batches()[0])  # the host does not wait for the result
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_prompt_chunks_in_one_kernel_call_equal_one_call_each(
     window: int | None, monkeypatch: pytest.MonkeyPatch
