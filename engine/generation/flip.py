@@ -95,6 +95,9 @@ class Flip:
         if self._model is None or self._generator is None:
             self._model, self._generator = self._make()
         self._model.sync()
+        if self.tensor_parallel > 1 and self._generator.cache_bytes is None:
+            # Ranks that share a generator run equally many sequences, and the weights are in memory now.
+            self._generator.cache_bytes = -int(dist.max_over_ranks(-float(default_cache_bytes(self._model.device))))
         if self.tensor_parallel > 1 and self._generator.fallback is not None:
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel} for generation needs a model that the slot cache supports, "
@@ -112,11 +115,8 @@ class Flip:
                 f"stream=True cannot be combined with tensor_parallel={ranks} for generation: choose one of them"
             )
         model = self._make_model(tensor_parallel=ranks, stream=self.stream)
-        cache_bytes = self.cache_bytes
-        if ranks > 1 and cache_bytes is None:  # ranks that share a generator run equally many sequences
-            cache_bytes = -int(dist.max_over_ranks(-float(default_cache_bytes(model.device))))
         options = {"use_graphs": not self.stream, "uses_vllm": self.uses_vllm}
-        return model, Generator(model.module, model.device, cache_bytes, **options)
+        return model, Generator(model.module, model.device, self.cache_bytes, **options)
 
     def _check(self, generator: Generator) -> list[CheckedAnswer]:
         """Run the parity check if it is due. Raises ValueError on every rank if it fails on one."""

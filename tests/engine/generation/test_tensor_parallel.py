@@ -11,6 +11,7 @@ from torch import nn
 from engine import Engine, EngineConfig, OptimizerConfig, Sampling
 from engine.generation.decode_loop import DecodeLoop
 from engine.generation.generator import Generator
+from engine.generation.kv_cache import free_bytes
 from engine.parallel import collectives, dist
 from tests.engine.generation.families import build
 from tests.engine.generation.test_inference_model import CPU, PROMPTS, merged_by_peft
@@ -114,6 +115,29 @@ def test_graphs_contain_the_collectives_of_a_group() -> None:
     for in_graphs, by_steps, graphs, sent in results:
         assert in_graphs == by_steps and graphs == [1, 0], "NCCL would wait without end for a graph with collectives"
         assert sent[1] == sent[2] > 0, "a replay counts the bytes of its collectives"
+
+
+def cache_beside_weights() -> tuple[int, int]:
+    """Return the bytes of a large cache and the free bytes of a device that had free memory for twice the weights."""
+    from tests.simulated_gpu import cuda
+
+    shape = {"num_hidden_layers": 1, "intermediate_size": 4096, "max_position_embeddings": 1024}
+    engine = Engine(build("llama", **shape), EngineConfig(dtype="fp32"), rollout_path="")
+    engine.flip.tensor_parallel, engine.flip.parity_check_every = 2, 0
+    cuda.limit(cuda.allocated() + sum(p.nbytes for p in engine.module.parameters()))
+    with engine.generating() as rollouts:
+        rollouts.session(64, 64, 900)
+        loop = rollouts.backend
+        assert isinstance(loop, DecodeLoop) and loop.cache is not None
+        result = loop.cache.size.tokens * loop.token_bytes, free_bytes(engine.device)
+    cuda.limit()
+    return result
+
+
+@pytest.mark.skipif(building.unavailable_reason() is not None, reason=str(building.unavailable_reason()))
+def test_the_cache_takes_half_of_the_memory_that_the_weights_leave() -> None:
+    for size, free in run_ranks(cache_beside_weights, 2, device="cuda"):
+        assert 0.3 * free < size < 0.6 * free
 
 
 def too_many_heads() -> str:
