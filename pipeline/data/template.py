@@ -57,6 +57,7 @@ THINKING = "{#- The model thinks before it answers. -#}"
 # reasoning in the system message, or open a block of reasoning before the answer.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _REASONING_INDEX = 1 << 20  # the index of the reasoning of message 0
+_NO_TOOLS = "it does not write the tools or their calls"
 
 USER, ASSISTANT = Turn("user"), Turn("assistant")
 Fragment = str | int  # text of the template, or the index of a message
@@ -137,6 +138,11 @@ class ChatTemplate:
         last = self._render((USER, ASSISTANT), generation_prompt=False)[-1]
         return last if isinstance(last, str) else ""
 
+    def ends(self, turns: tuple[Turn, ...]) -> bool:
+        """Return whether the template ends the last turn, an answer, as it ends an answer without calls."""
+        after = self.after_answer()
+        return bool(after) and _joined(self._render(turns, generation_prompt=False)).endswith(after)
+
     def between(self, turns: tuple[Turn, ...], end_text: str) -> tuple[Fragment, ...]:
         """Return the fragments between an answer with its end token and the next one.
 
@@ -194,6 +200,10 @@ class ChatTemplate:
                 "has no reasoning. Change the data, or set another template with model.chat_template=FILE."
             )
         answer = _fragments(text.removeprefix(prompt).removesuffix(self.after_answer()))
+        names = [call["function"]["name"] for call in turns[-1].parsed().get("tool_calls", [])]
+        own = "".join(fragment for fragment in answer if isinstance(fragment, str))
+        if any(own.count(name) < names.count(name) for name in names):  # the names are also in the list of tools
+            raise UserError(self._refusal([turn.role for turn in turns], _NO_TOOLS))
         if REASONING in turns[-1].parsed() and len(turns) - 1 + _REASONING_INDEX not in answer:
             raise UserError(
                 "The chat template does not write the reasoning of an answer (reasoning_content). Write the reasoning "
@@ -258,7 +268,7 @@ class ChatTemplate:
                 continue
             own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
             if expected <= set(fragments) and not all(name in own for name in names):
-                raise jinja2.TemplateRuntimeError("it does not write the tools or their calls")
+                raise jinja2.TemplateRuntimeError(_NO_TOOLS)
             if expected <= set(fragments):
                 return fragments
         raise undefined or jinja2.TemplateRuntimeError(
@@ -286,7 +296,7 @@ class ChatTemplate:
         return str(rendered)
 
     @staticmethod
-    def _refusal(roles: Sequence[str], error: Exception) -> str:
+    def _refusal(roles: Sequence[str], error: Exception | str) -> str:
         return (
             f"The chat template does not support the turns {', '.join(roles)}: {str(error).rstrip('.')}. Change the "
             "data, or set another template with model.chat_template=FILE."

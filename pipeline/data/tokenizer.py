@@ -232,9 +232,11 @@ class ChatTokenizer:
     def _encode_rendered(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the last message, an answer with calls or reasoning, with its end token."""
         messages = self._prepared(messages)
-        segment = self._segment(Segment(self._template.answer(_turns(messages)), context=self._context))
+        turns = _turns(messages)
+        segment = self._segment(Segment(self._template.answer(turns), context=self._context))
         ids = self._encode_segments([(segment, messages)])[0]
-        return ids if ids and ids[-1] in self._control else [*ids, self.end_id]
+        has_own_end = bool(ids) and ids[-1] in self._control and not self._template.ends(turns)
+        return ids if has_own_end else [*ids, self.end_id]
 
     def _encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[bool]]]:
         """Return (ids, counts) of each prompt. `counts` is True for earlier answers and their end tokens."""

@@ -1,6 +1,7 @@
 """Conversations with tools have the tokens that the chat template gives them, and calls are answers that train."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -68,8 +69,9 @@ def counted(own: ChatTokenizer, ids: Any, counts: Any) -> list[str]:
         (CALLS, f"<tool_call>{JSON_CALL}</tool_call>", "<|im_end|>"),
         (STRICT_CALLS, '[CALL]add {"a": 2, "b": "x"}', "</s>"),
         (DEFAULT_TEMPLATE, f"<tool_call>\n{JSON_CALL}\n</tool_call>", "</s>"),
+        (CALLS.replace("</tool_call>", "[/RESULT]"), f"<tool_call>{JSON_CALL}[/RESULT]", "<|im_end|>"),
     ],
-    ids=["tagged", "strict", "default"],
+    ids=["tagged", "strict", "default", "a control token ends a call"],
 )
 def test_tokens_equal_the_rendering_and_calls_count(template: str, call: str, end: str) -> None:
     own = made(template)
@@ -138,6 +140,14 @@ def test_a_template_without_tools_is_refused(part: str) -> None:
     row = {"messages": TURNS[:2]} if part == "calls" else {"messages": [TURNS[0], TURNS[3]], "tools": [ADD]}
     with pytest.raises(UserError, match=r"does not write the tools or their calls.*model\.chat_template=FILE"):
         encode_conversations(made(CHATML), records_of(row), max_length=10_000)
+
+
+def test_a_template_that_lists_the_tools_and_omits_calls_is_refused() -> None:
+    """Without a refusal, the answers of Granite 3.3 would be empty."""
+    own = made(re.sub("{% for call .*?{% endfor %}", "", CALLS))
+    for turns in (TURNS[:2], TURNS[:4]):
+        with pytest.raises(UserError, match=r"does not write the tools or their calls.*model\.chat_template=FILE"):
+            encode_conversations(own, records_of({"messages": turns, "tools": [ADD]}), max_length=10_000)
 
 
 def test_names_of_control_tokens_in_results_and_arguments_are_text() -> None:
