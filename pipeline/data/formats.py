@@ -54,6 +54,7 @@ LABEL_COLUMN, TEXT_COLUMN = "label", "text"
 IGNORED_LABELS = (LABEL_COLUMN, "labels", "kto_tag")  # LLaMA-Factory's name is the last one
 OPENAI_COLUMNS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences
+TREE_COLUMNS = {"parent_id", "role", "text"}  # the messages of OpenAssistant, which form trees
 TOOL_COLUMNS = ("tools", "functions")
 GREETING = "begin with the assistant: first turn removed"  # a used row, which is not a bad row
 FORMS_TEXT = (
@@ -104,6 +105,11 @@ def _form(found: set[str], name: str) -> Form:
         return "messages"
     if found & set(PROMPT_COLUMNS):
         return "completions" if has_answer else "prompts"
+    if found >= TREE_COLUMNS:
+        raise UserError(
+            f"{name}: each row is one message (columns parent_id, role, text), so SFT would learn single messages. "
+            'Follow parent_id and write one conversation per row: {"messages": [{"role": ..., "content": ...}, ...]}.'
+        )
     if TEXT_COLUMN in found:
         return "text"
     known = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *MESSAGE_COLUMNS, "chosen", "rejected"}

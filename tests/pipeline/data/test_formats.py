@@ -65,6 +65,8 @@ def test_columns_determine_the_format(columns: list[str], form: str) -> None:
         (["prompt", "completion", "labels"], r"the column labels would be ignored.*columns: {labels: note}"),
         (["messages", "kto_tag"], r"the column kto_tag would be ignored.*columns: {kto_tag: note}"),
         (["question", "answer", " label"], r"the column  label would be ignored.*columns: { label: note}"),
+        # OpenAssistant: the remedy for labels would train on single messages as documents
+        (["message_id", "parent_id", "text", "role", "labels"], r"each row is one message .*Follow parent_id"),
     ],
 )
 def test_columns_without_a_form_are_refused_by_name(columns: list[str], output: str) -> None:
