@@ -108,6 +108,8 @@ def _export(
             config.dtype = engine.dtype
             for key, value in extra.items():
                 setattr(config, key, value)
+            if not source.trust_remote_code:  # auto_map names files with code, which this folder does not have
+                vars(config).pop("auto_map", None)
             config.save_pretrained(staging)
             if generation is not None:
                 generation.save_pretrained(staging)

@@ -158,7 +158,7 @@ def test_adapters_are_merged_and_peft_is_not_needed(
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_files_besides_the_weights(family: str, tmp_path: Path) -> None:
-    config = config_of(family, attention_dropout=0.3)
+    config = config_of(family, attention_dropout=0.3, auto_map={"AutoConfig": "configuration_own.OwnConfig"})
     source, made = source_drawn(config), tokenizer()
     export_policy(build_policy(source, trained()), source, made, tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"out"}  # no temporary folder remains
@@ -168,6 +168,7 @@ def test_files_besides_the_weights(family: str, tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved["attention_dropout"] == 0.3 and saved["dtype"] == "float32"
     assert saved["architectures"] == [type(AutoModelForCausalLM.from_config(config)).__name__]
+    assert "auto_map" not in saved  # with trust_remote_code=True, transformers would miss the file
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("a few words")["input_ids"] == made.hf("a few words")["input_ids"]
     assert theirs.chat_template == made.hf.chat_template
