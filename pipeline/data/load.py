@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGES
 from pipeline.data.formats import RENAME, STAGES_BY_FORM, Record, stages_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
 HELD_OUT = "prompt is held out"  # the first turn of the row is that of a held-out row
 
-Item = TypeVar("Item")
 _Row = tuple[Record, bytes, RecordTable]  # the record, the digest of its first turn, and its table
 
 
@@ -145,8 +144,7 @@ class _Loading:
             used = [table for table in tables if self.kind in self._form_stages(each, table)]
             self.unused += [table for table in tables if self.kind not in self._form_stages(each, table)]
             if used:
-                rows = [(*record, table) for table in used for record in self._records(table)]
-                read.append((each, rows))
+                read.append((each, self._records(used)))
         turns = self._held_out_turns(read)
         return [(each, *self._split(each, rows, turns)) for each, rows in read]
 
@@ -174,8 +172,12 @@ class _Loading:
             self._count(HELD_OUT, len(rows) - len(train))
             tables = each.tables(self.kind, held_out=True)
             own = [table for table in tables if self.kind in self._form_stages(each, table)]
-            held_out = [record for table in own for record, _ in self._records(table)]
-        return train, self._once(held_out, "repeats another held-out prompt") if self.stage == "ppo" else held_out
+            held_out = [record for record, *_ in self._records(own)]
+        if self.stage == "ppo":
+            unique = list(dict.fromkeys(held_out))
+            self._count("repeats another held-out prompt", len(held_out) - len(unique))
+            held_out = unique
+        return train, held_out
 
     def _share(self, each: Source, train: list[_Row], held_out: int) -> list[Record]:
         """Return the training records of this stage. `held_out` is the number of held-out records, for the message."""
@@ -194,20 +196,23 @@ class _Loading:
         readers = stages_of(table.form, labels=self.reader.labels)
         return [stage for stage in each.config.stages if stage in readers]
 
-    def _records(self, table: RecordTable) -> list[tuple[Record, bytes]]:
-        """Return the records of a table for the stage, with the digests of their first turns."""
-        limit, labels = self.data.bad_row_limit, self.reader.labels
-        records, skipped = table.for_stage(self.stage, limit, rows=self.rows, labels=labels)
-        self.skipped.update(skipped)
-        if self.kind == "reward" or table.form not in ("preferences", "labelled"):
-            return records
-        return self._once(records, "repeats another row")  # they often share their prompt, and chosen answer
+    def _records(self, tables: Sequence[RecordTable]) -> list[_Row]:
+        """Return the records of tables of one source for the stage.
 
-    def _once(self, records: list[Item], reason: str) -> list[Item]:
-        """Return the records without duplicates, and count the duplicates under `reason`."""
-        unique = list(dict.fromkeys(records))
-        self._count(reason, len(records) - len(unique))
-        return unique
+        Equal ones from preferences and labels are merged: they often share their prompt, and chosen answer.
+        """
+        limit, labels = self.data.bad_row_limit, self.reader.labels
+        rows, merged = list[_Row](), set[tuple[Record, bytes]]()
+        for table in tables:
+            records, skipped = table.for_stage(self.stage, limit, rows=self.rows, labels=labels)
+            self.skipped.update(skipped)
+            if self.kind != "reward" and table.form in ("preferences", "labelled"):
+                unique = [each for each in dict.fromkeys(records) if each not in merged]
+                self._count("repeats another row", len(records) - len(unique))
+                merged.update(unique)
+                records = unique
+            rows += [(*record, table) for record in records]
+        return rows
 
     def _shares(self, each: Source, table: RecordTable) -> dict[str, float]:
         """Return the shares of a table by stage."""

@@ -54,6 +54,13 @@ def test_one_file_gives_all_stages_disjoint_prompts(tmp_path: Path) -> None:
     assert len(loaded["reward"].train) == 2 * len(train["reward"])  # equal pairs are not merged
     assert len(loaded["ppo"].train) == len(train["ppo"])  # equal prompts are merged
     assert loaded["ppo"].skipped["repeats another row"] == 1000
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"):
+        write(folder / name, pairs(range(1000)))
+    shards = DataConfig(name="x", path=str(folder), eval_fraction=0.1)
+    for stage, records in loaded.items():  # as in one file
+        assert len(load_stage(shards, stage, seed=1).train) == len(records.train)
     dpo = load_stage(data, "dpo", seed=1)  # DPO replaces the reward model and PPO
     assert prompts(dpo.train) == train["reward"] | train["ppo"] and prompts(dpo.held_out) == held_out
     assert type(dpo.train[0]) is Preference and len(dpo.train) == 2 * len(prompts(dpo.train))
