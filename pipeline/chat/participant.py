@@ -107,6 +107,7 @@ def load(model: ChatModel, *, trust_remote_code: bool = False) -> ChatParticipan
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = _random_module(source) if source.folder is None else _stored_module(source)
     tokenizer = tokenizer or load_tokenizer(str(source.folder))
+    tokenizer.vocab_size = min(tokenizer.vocab_size, source.config.get_text_config().vocab_size)
     try:
         module = module.eval().to(device)
         rollouts = Generator(module, device)

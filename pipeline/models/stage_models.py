@@ -12,7 +12,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
-from pipeline.data.records import Preference
+from pipeline.data.records import Message, Preference
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, with_template
 from pipeline.errors import UserError
 from pipeline.files import sync
@@ -93,9 +93,19 @@ def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTo
 
 
 def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if the tokenizer has more ids than the model's embedding has rows."""
-    rows = source.config.get_text_config().vocab_size
-    if tokenizer.vocab_size > rows:
+    """Raise UserError if the tokenizer gives texts ids for which the model's embedding has no row.
+
+    A control token that the template does not write needs no row: Gemma 3 1B has none for the token of images.
+    """
+    rows, hf = source.config.get_text_config().vocab_size, tokenizer.hf
+    turns = [Message("user", "a"), Message("assistant", "a"), Message("user", "a")]
+    written = {*tokenizer.encode_prompt(turns), *tokenizer.end_ids, tokenizer.pad_id, hf.bos_token_id}
+    unused = {
+        token
+        for token, added in hf.added_tokens_decoder.items()
+        if added.special and token not in written and added.content not in str(hf.chat_template)
+    }
+    if any(token >= rows and token not in unused for token in hf.get_vocab().values()):
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but model {source.name} has only {rows} embedding rows: "
             "set the model's own tokenizer (model.tokenizer=FOLDER). If tokens were added to the tokenizer, call "

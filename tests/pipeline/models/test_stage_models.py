@@ -7,6 +7,7 @@ from transformers import BertConfig, LlamaConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import DpoSection, LoraConfig, PpoSection, RewardSection
 from pipeline.data.new_tokenizer import train_tokenizer
+from pipeline.data.records import Message
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
 from pipeline.models import stage_models
@@ -14,6 +15,7 @@ from pipeline.models.source import ModelSource
 from pipeline.models.stage_models import (
     check_base_tokenizer,
     check_teacher_tokenizer,
+    check_vocabulary,
     policy_to_tune,
     require_context,
     require_later_models,
@@ -206,6 +208,26 @@ def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path
     train_tokenizer([f"Question {n}? Answer {n}." for n in range(300)], 400).hf.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"the tokenizer has \d+ ids, but model .* only \d+ embedding rows: set"):
         policy_to_tune(tiny_config(), tmp_path)
+
+
+@pytest.mark.parametrize("change", ["none", "template", "padding", "a word"])
+def test_a_control_token_that_no_text_has_needs_no_embedding_row(change: str) -> None:
+    """Gemma 3 1B has 262,144 rows, and its tokenizer gives the token of images the id 262,144."""
+    made = train_tokenizer([f"Question {n}? Answer {n}." for n in range(300)], 400)
+    source = ModelSource("b", config_of("llama", vocab_size=made.vocab_size), None, 1, "sdpa", False)
+    made.hf.add_tokens(["<image>"], special_tokens=change != "a word")
+    if change == "template":
+        made.hf.chat_template = "{% if tools %}<image>{% endif %}" + str(made.hf.chat_template)
+    elif change == "padding":
+        made.hf.pad_token = "<image>"
+    own = ChatTokenizer(made.hf)
+    if change == "none":
+        check_vocabulary(source, own)
+        answer = own.encode_prompt([Message("user", "<image>?")]) + own.encode_answer("<image>")
+        assert max(answer) < made.vocab_size < own.vocab_size
+        return
+    with pytest.raises(UserError, match=rf"the tokenizer has {own.vocab_size} ids, but model b has only"):
+        check_vocabulary(source, own)
 
 
 def test_adapter_targets_of_later_stages_are_checked_before_sft(tokenizer: ChatTokenizer) -> None:

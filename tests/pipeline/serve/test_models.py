@@ -10,8 +10,11 @@ from engine import Generator
 from engine.generation import decode_loop
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.participant import load
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import UserError
+from pipeline.serve.errors import ServeError
 from pipeline.serve.models import load_all
+from pipeline.serve.requests import CompletionRequest
 from tests.test_chat import save_model
 
 OPTIONS = Namespace(slots=32, context=64, trust_remote_code=False)
@@ -44,3 +47,15 @@ def test_a_model_that_does_not_fit_on_the_gpu(
     monkeypatch.setattr(Generator, "refresh", refuse)
     with pytest.raises(UserError, match=r"ppo does not fit into .* \(CUDA out of memory\): .*CUDA_VISIBLE_DEVICES="):
         load_all(models, OPTIONS)
+
+
+def test_a_control_token_without_an_embedding_row_is_refused_as_a_prompt(models: list[ChatModel]) -> None:
+    """Gemma 3 1B has no row for the token of images. On a GPU, its id would end the server."""
+    tokenizer = load_tokenizer(str(models[0].folder))
+    rows = tokenizer.vocab_size
+    tokenizer.hf.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save(models[0].folder)
+    (served,) = load_all(models[:1], OPTIONS).values()
+    for prompt in ("What is <image>?", [rows]):
+        with pytest.raises(ServeError, match=f"token ids must be below {rows}"):
+            served.completion_jobs(CompletionRequest.model_validate({"model": "ppo", "prompt": prompt}))
