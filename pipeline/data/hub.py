@@ -43,7 +43,8 @@ def load_split(source: "SourceConfig", split: str) -> Any:
         rows = datasets.load_dataset(source.hub, source.subset, split=split)
     except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
         cause = kind_and_line(error).rstrip(".")
-        include = " ".join(f"'*{each}*'" for each in (source.split, source.eval_split) if each)
+        subset = "" if source.subset in (None, "default") else f"{source.subset}*"  # the name of a folder
+        include = " ".join(f"'*{subset}{each}*'" for each in (source.split, source.eval_split) if each)
         raise UserError(
             f"{source.hub} (split {split}) cannot be downloaded from the hub: {cause}. Without access to the hub, set "
             "data.path=FILE to your own data, or data.path=FOLDER to a copy that this command makes on a machine with "

@@ -82,11 +82,13 @@ def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub, onlin
 
 def test_without_a_hub_two_alternatives_are_offered(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    ((status, output),) = run(environment, ["model=opt-1.3b", "data=ultrafeedback", "stage=all"])
+    questions = ["model=opt-1.3b", "data=gsm8k", "stage=sft"]
+    (status, output), (_, subset) = run(environment, ["model=opt-1.3b", "data=ultrafeedback", "stage=all"], questions)
     assert status == 2
     assert output.startswith("HuggingFaceH4/ultrafeedback_binarized (split train_prefs) cannot be downloaded")
     assert "set data.path=FILE to your own data, or data.path=FOLDER to a copy" in output
     assert "--include '*train_prefs*' '*test_prefs*' --local-dir FOLDER" in output
+    assert "--include '*main*train*' '*main*test*' --local-dir FOLDER" in subset  # and not socratic
 
 
 def test_a_data_set_that_is_not_on_the_hub_is_refused(online: list[tuple[int, str]]) -> None:
