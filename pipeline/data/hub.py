@@ -42,6 +42,13 @@ def load_split(source: "SourceConfig", split: str) -> Any:
     try:
         rows = datasets.load_dataset(source.hub, source.subset, split=split)
     except Exception as error:  # the hub's client raises dozens of types: no network, no such set, no access, full disk
+        if isinstance(error, ValueError) and not datasets.config.HF_HUB_OFFLINE:  # an unknown configuration or split
+            named = " ".join(str(error).splitlines()[:2]).rstrip(".")  # with those that exist
+            select = f'"data.sources=[{{hub: {source.hub}, subset: NAME, split: NAME}}]"'
+            raise UserError(
+                f"{source.hub} (subset {source.subset}, split {split}) cannot be read: {named}. `subset` of the source "
+                f"is the configuration: {select}."
+            ) from error
         cause = kind_and_line(error).rstrip(".")
         subset = "" if source.subset in (None, "default") else f"{source.subset}*"  # the name of a folder
         include = " ".join(f"'*{subset}{each}*'" for each in (source.split, source.eval_split) if each)

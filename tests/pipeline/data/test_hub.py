@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stand_in_hub import StandInHub, serve, ultrafeedback
+from tests.stand_in_hub import StandInHub, card, parquet, serve, ultrafeedback
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 240  # limit of one process
@@ -36,20 +36,30 @@ print(json.dumps(results))
 """
 PREFERENCES = ["model=opt-1.3b"]
 NOTHING = ["model=opt-1.3b", "data.sources=[{hub: me/nothing}]"]
+NO_SUBSET = ["model=opt-1.3b", "data.sources=[{hub: me/two}]"]
+NO_SPLIT = ["model=opt-1.3b", "data.sources=[{hub: me/two, subset: main, split: validation}]"]
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInHub]:
-    with serve(
-        {"HuggingFaceH4/ultrafeedback_binarized": ultrafeedback(1000, 7)}, tmp_path_factory.mktemp("cache")
-    ) as server:
+    data = {"HuggingFaceH4/ultrafeedback_binarized": ultrafeedback(1000, 7), "me/two": two_configurations()}
+    with serve(data, tmp_path_factory.mktemp("cache")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def online(hub: StandInHub) -> list[tuple[int, str]]:
-    """The results of two commands in a process that reaches the hub."""
-    return run(hub.environment, PREFERENCES, NOTHING)
+    """The results of commands in a process that reaches the hub."""
+    return run(hub.environment, PREFERENCES, NOTHING, NO_SUBSET, NO_SPLIT)
+
+
+def two_configurations() -> dict[str, bytes]:
+    names = ("main", "socratic")
+    lines = ["configs:"]
+    for name in names:
+        lines += [f"- config_name: {name}", "  data_files:", "  - split: train", f"    path: {name}/train-*"]
+    rows = parquet([{"question": f"{n}?", "answer": f"{n}."} for n in range(9)])
+    return {"README.md": card(lines), **{f"{name}/train-0.parquet": rows for name in names}}
 
 
 def run(environment: dict[str, str], *commands: list[str]) -> list[tuple[int, str]]:
@@ -94,3 +104,10 @@ def test_without_a_hub_two_alternatives_are_offered(tmp_path: Path) -> None:
 def test_a_data_set_that_is_not_on_the_hub_is_refused(online: list[tuple[int, str]]) -> None:
     status, output = online[1]
     assert status == 2 and "me/nothing (split train) cannot be downloaded from the hub: DatasetNotFoundError" in output
+
+
+def test_an_unknown_configuration_or_split_is_refused_with_those_that_exist(online: list[tuple[int, str]]) -> None:
+    select = '"data.sources=[{hub: me/two, subset: NAME, split: NAME}]"'
+    for (status, output), names in zip(online[2:], (["main", "socratic"], ["train"]), strict=True):
+        assert status == 2 and str(names) in output and select in output
+        assert "hf download" not in output
