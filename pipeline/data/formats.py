@@ -198,6 +198,8 @@ def _prompt_of(row: Row) -> tuple[Message, ...]:
     `input` or `context` follows an instruction or a question after an empty line.
     """
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+    if column == "prompt" and _is_example(row["prompt"], row.get("instruction"), _first(row, ANSWER_COLUMNS)):
+        column = "instruction"
     messages = question_of(row.get(column or ""))
     extra = _first(row, CONTEXT_COLUMNS)
     if column in ("instruction", "question") and isinstance(extra, str) and extra.strip():
@@ -207,12 +209,20 @@ def _prompt_of(row: Row) -> tuple[Message, ...]:
     return _with_columns(row, messages)
 
 
+def _is_example(prompt: Any, instruction: Any, answer: Any) -> bool:
+    """Return whether a prompt is the rendered text of instruction and answer, so that it would give the answer away."""
+    parts = [part.strip() if isinstance(part, str) else "" for part in (prompt, instruction, answer)]
+    return all(parts) and parts[1] in parts[0] and parts[0].endswith(parts[2])
+
+
 def _prompt_row(row: Row, source: str) -> Record:
     return Prompt(_prompt_of(row), source)
 
 
 def _completion_row(row: Row, source: str) -> Record:
-    return Conversation(in_order(_prompt_of(row) + answer_of(_first(row, ANSWER_COLUMNS))), source)
+    # In data of mathematics, `answer` is the result at the end of `solution`.
+    columns = ("solution", *ANSWER_COLUMNS) if row.get("answer") is not None else ANSWER_COLUMNS
+    return Conversation(in_order(_prompt_of(row) + answer_of(_first(row, columns))), source)
 
 
 def _labelled_row(row: Row, source: str) -> Record:
