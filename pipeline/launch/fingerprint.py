@@ -96,7 +96,10 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
         if role in section:
             engine = section[role]
             shared = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
-            section[role] = shared | _deepspeed_settings(engine)
+            if "deepspeed" in engine:  # a file of its own, or null instead of the file of `engine`
+                own = config.engine.changed_by(engine)
+                shared["deepspeed"] = _deepspeed_settings({"deepspeed": own.deepspeed}).get("deepspeed")
+            section[role] = shared
     settings[stage] = section
     if stage == "ppo":
         section["reward_function"] = _absolute(config.ppo.reward_function)

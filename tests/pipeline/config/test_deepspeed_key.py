@@ -40,6 +40,22 @@ def test_a_file_is_stored_by_content_and_ignored_keys_are_named(tmp_path: Path) 
     ]
 
 
+def test_the_file_of_one_model_of_ppo_is_a_setting_by_its_content(tmp_path: Path) -> None:
+    place = tmp_path / "ds.json"
+
+    def settings(file: dict[str, Any] | None) -> dict[str, Any]:
+        place.write_text(json.dumps(file))
+        own = {} if file is None else {"critic_engine": {"deepspeed": str(place)}}
+        return stage_settings(validate(raw(FILE) | {"ppo": own}), "ppo")
+
+    plain, clips = settings(FILE), settings(FILE | {"gradient_clipping": 0.1})
+    changed = {key: value for key, value in clips.items() if plain.get(key) != value}
+    assert changed == {"ppo.critic_engine.deepspeed.gradient_clipping": 0.1}
+    assert settings(FILE | {"zero_optimization": {"stage": 1}}) == plain  # the update does not depend on the stage
+    without = stage_settings(validate(raw(FILE) | {"ppo": {"critic_engine": {"deepspeed": None}}}), "ppo")
+    assert without != settings(None)
+
+
 def test_a_batch_size_other_than_the_stages_causes_a_warning() -> None:
     lines = [line for line in warnings(validate(raw({"train_batch_size": 16}))) if "train_batch_size=16" in line]
     # The file's 16 is also the batch size of sft, so only two stages differ.
