@@ -9,6 +9,7 @@ later stages again. The tokenizer of a run has inputs of its own: the files of `
 `model.chat_template`. Only the first launcher writes this file.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -159,10 +160,17 @@ class Manifest:
         old, new = (
             " ".join(_described(kind, each.get(kind, {})) for kind in changed) for each in (self.identity, identity)
         )
+        difference = f"{old}, not {new}" if old != new else " and ".join(self._other_keys(identity, changed))
         return (
-            f"{self.run_dir} belongs to another configuration: it was made with {old}, not {new}. "
+            f"{self.run_dir} belongs to another configuration: it was made with {difference}. "
             f"Choose another name=, or use the original configuration ({self.run_dir}/*/config.yaml)"
         )
+
+    def _other_keys(self, identity: dict[str, Any], changed: list[str]) -> Iterator[str]:
+        """Yield the keys that differ if the names and the paths of the model and the data are equal."""
+        for kind in changed:
+            old, new = self.identity.get(kind, {}).get("source") or {}, identity[kind]["source"]
+            yield from (f"another {kind}.{key}" for key in {**old, **new} if old.get(key) != new.get(key))
 
     def decide(self, stage: str, consumed: dict[str, Any]) -> Decision:
         """Decide whether to skip, resume or run a stage whose inputs are now `consumed`."""

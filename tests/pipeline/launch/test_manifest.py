@@ -332,6 +332,12 @@ def test_a_run_folder_of_another_file_of_the_same_name_is_refused(train, tmp_pat
     assert f"it was made with data=demo ({paths[0]}), not data=demo ({paths[1]})" in output
 
 
+def test_a_refusal_names_the_key_if_the_names_are_equal(train):
+    train("name=x", "stage=sft")
+    output = train("name=x", "model.hub=other/gpt2", "data.sources=[{builtin: demo, weight: 2}]")[1]
+    assert "it was made with another model.hub and another data.sources. Choose another name=" in output
+
+
 def test_ppo_names_missing_models(train):
     status, output = train("name=x", "stage=ppo")
     assert status == 2
