@@ -83,14 +83,16 @@ def with_stage_shares(config: RunConfig, run_dir: Path, stages: list[str]) -> Ru
     """Return the configuration with the shares of the stages of this run.
 
     A share that the user set stays. Otherwise only the stages of this run divide the rows: a stage that runs alone
-    reads all of them. A stage of a run folder, or one that starts from the model of another run with the same data, has
-    the shares of that run, so that no stage reads the prompts of an earlier one.
+    reads all of them. If some stages are missing, the stages of a run folder, or those that start from the model of
+    another run with the same data, have the shares of that run, so that no stage reads the prompts of an earlier one.
     """
     default = DataConfig.model_fields["stage_shares"].default
     if config.data.stage_shares != default or any(source.builtin for source in configured_sources(config.data)):
         return config
     mixes_sft = "ppo" in stages and config.ppo.ptx_coef > 0  # PPO trains on conversations too
     needed = {name for stage in (["sft", *stages] if mixes_sft else stages) for name in STAGES[stage].shares}
+    if needed == default.keys():  # also if an earlier command with this run folder set others
+        return config
     actor = [] if config.actor is None else [Path(config.actor), Path(config.actor).parent]
     earlier = (_recorded_shares(folder, config) for folder in (*(run_dir / stage for stage in STAGES), *actor))
     own = {name: share for name, share in default.items() if name in needed}

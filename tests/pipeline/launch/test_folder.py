@@ -45,6 +45,14 @@ def test_shares_of_the_user_are_used(config: RunConfig, tmp_path: Path) -> None:
     assert with_stage_shares(config, tmp_path / "run", ["sft"]) is config
 
 
+def test_a_run_of_all_stages_without_the_key_has_the_default_shares(config: RunConfig, tmp_path: Path) -> None:
+    """An earlier command with the same run folder set others. To remove a key is to change it."""
+    other = config.data.model_copy(update={"stage_shares": {"sft": 0.6, "reward": 0.2, "ppo": 0.2}})
+    record(tmp_path / "run", "sft", config.model_copy(update={"data": other}))
+    assert with_stage_shares(config, tmp_path / "run", ["sft", "reward", "ppo"]) is config
+    assert with_stage_shares(config, tmp_path / "run", ["ppo"]).data.stage_shares == other.stage_shares
+
+
 def test_a_later_stage_of_a_run_does_not_read_the_prompts_of_an_earlier_one(config: RunConfig, tmp_path: Path) -> None:
     run = tmp_path / "run"
     stages = ["sft", "reward", "ppo"]
