@@ -31,6 +31,7 @@ PPO_SELECTION_KEYS = (
     "evaluation.temperatures",
 )
 """Keys of the evaluations that PPO's training guard and export=best read."""
+PTX_KEYS = ("sft.max_length", "sft.loss_on")  # keys of the SFT loss that ppo.ptx_coef adds
 EXECUTION_KEYS = {"micro_batch_tokens", "reward_threads", "shared_forward"}
 ROLLOUT_EXECUTION_KEYS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer"}
 ROLLOUT_EXECUTION_KEYS |= {
@@ -104,6 +105,8 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     if stage == "ppo":
         section["reward_function"] = _absolute(config.ppo.reward_function)
         section["reward_ensemble"] = [_absolute(folder) for folder in config.ppo.reward_ensemble]
+        if config.ppo.ptx_coef:
+            settings["sft"] = {key: dump["sft"][key] for key in ("max_length", "loss_on")}
         if selects:
             settings["evaluation"] = {key: dump["evaluation"][key] for key in ("prompts", "temperatures")}
             settings["evaluation"]["judge"] = _absolute(config.evaluation.judge)

@@ -23,6 +23,7 @@ from pipeline.errors import UserError
 from pipeline.files import read_record, write_json
 from pipeline.launch.fingerprint import (
     PPO_SELECTION_KEYS,
+    PTX_KEYS,
     ROLLOUT_EXECUTION_KEYS,
     data_source,
     digest,
@@ -211,8 +212,8 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return recorded inputs in the form of the current version, so that an update does not run stages again.
 
     Keys that are newer than the record get their defaults, which change no result. Keys that no longer count are
-    removed. An old record has neither the files of the tokenizer and of the judge nor the keys of PPO's evaluations;
-    they count as unchanged.
+    removed. An old record has neither the files of the tokenizer and of the judge nor the keys of PPO's evaluations
+    and of its SFT loss; they count as unchanged.
     """
     default_settings = flatten(RunConfig.defaults())
     added = {
@@ -220,6 +221,8 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     }
     if "evaluation.prompts" not in old["settings"]:
         added |= {key: new["settings"][key] for key in PPO_SELECTION_KEYS if key in added}
+    if "ppo.ptx_coef" in old["settings"]:
+        added |= {key: new["settings"][key] for key in PTX_KEYS if key in added}
     removed = {f"rollout.{key}" for key in ROLLOUT_EXECUTION_KEYS} & old["settings"].keys()
     settings = {key: value for key, value in {**old["settings"], **added}.items() if key not in removed}
     old = {key: new[key] for key in ("tokenizer", "judge") if key in new} | old

@@ -271,6 +271,21 @@ def test_unfinished_files_of_a_killed_process_are_removed(train):
 FUNCTION = "def score(answer, row): return {}.0"
 
 
+def test_the_sft_loss_of_ppo_is_an_input(train):
+    """PPO with ptx_coef trains on conversations. Records of earlier versions do not have the keys of this loss."""
+    local_model("m")
+    words = ("name=x", "stage=ppo", "actor=m", "reward=m", "ppo.ptx_coef=0.1", "sft.max_length=512")
+    train(*words)
+    assert "ppo: runs again (sft.loss_on was assistant, is all)" in train(*words, "sft.loss_on=all")[1]
+    assert "ppo: runs again (sft.loss_on was all, is assistant)" in train(*words)[1]
+    file = Path("runs/x/manifest.json")
+    content = json.loads(file.read_text())
+    for key in ("sft.max_length", "sft.loss_on"):
+        del content["stages"]["ppo"]["consumed"]["settings"][key]
+    file.write_text(json.dumps(content))
+    assert "ppo: finished before" in train(*words)[1]
+
+
 def test_a_changed_reward_function_makes_ppo_run_again(train):
     file, words = Path("mine.py"), ("name=x", "ppo.reward_model=false", "ppo.reward_function=mine.py:score")
     file.write_text(FUNCTION.format(1))
