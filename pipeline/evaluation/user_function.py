@@ -45,12 +45,14 @@ RETURN_TYPES = {
     PAIR_JUDGE: "number from 0 (the second answer is better) to 1 (the first is better), or None for no verdict",
 }
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
-TRIED = ("", "The answer is 42.")  # the answers of `try_reward`
-ADVICE = (
-    "Correct the function, or start its service, and run the same command again. If the file is unchanged, PPO resumes "
-    "from its last checkpoint; otherwise it starts again"
-)
-ADVICE_ON_JUDGES = "Correct the function and run the same command again to resume from the last checkpoint"
+ADVICE = {
+    REWARD: "Correct the function, or start its service, and run the same command again. If the file is unchanged, PPO "
+    "resumes from its last checkpoint; otherwise it starts again",
+    JUDGE: "Correct the function and run the same command again: the stage resumes from the last checkpoint. If the "
+    "guard of PPO (ppo.guard=stop or rollback) or ppo.export=best reads the judge, PPO starts again with a corrected "
+    "file",
+    PAIR_JUDGE: "Correct the function and run the same command again to resume from the last checkpoint",
+}
 _Result = TypeVar("_Result")
 
 
@@ -147,8 +149,7 @@ class UserFunction:
         return UserError(
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
             f"{{{_cut(shown, LONGEST_ROW)}}}. The function must return a "
-            f"{RETURN_TYPES[self.key]} for any text, also for an empty one. "
-            f"{ADVICE if self.key == REWARD else ADVICE_ON_JUDGES}"
+            f"{RETURN_TYPES[self.key]} for any text, also for an empty one. {ADVICE[self.key]}"
         )
 
 

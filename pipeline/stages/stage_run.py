@@ -287,7 +287,8 @@ class StageRun:
         path.write_text(json.dumps(batch, default=Tensor.tolist))
         raise SharedError(
             f"the loss is {loss} at step {step}; the batch is in {path}. Lower the learning rate, or use "
-            "engine.dtype=bf16 or fp32; then run the same command again to resume from the last checkpoint"
+            "engine.dtype=bf16 or fp32, and run again with the same run folder (name= or run_dir=): the stage starts "
+            "again"
         )
 
     def _bytes_sent_by_step(self) -> dict[str, int]:

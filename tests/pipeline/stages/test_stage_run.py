@@ -324,6 +324,7 @@ def test_a_nan_loss_stops_with_its_batch(tmp_path: Path, loss: float) -> None:
         stage.require_finite(5, loss, [torch.tensor([1, 2]), [3]])
     path = tmp_path / "nan-step-5-rank-0.json"
     assert str(path) in str(error.value) and json.loads(path.read_text()) == [[1, 2], [3]]
+    assert "the stage starts again" in str(error.value)  # another learning rate is another run of the stage
 
 
 def test_a_full_disk_is_one_message_and_the_older_checkpoint_stays(
