@@ -14,7 +14,7 @@ from pipeline.data.batch import TokenBatch, batch_indices, token_batch
 from pipeline.data.encode import TokenItem
 from pipeline.data.microbatches import largest_microbatch, token_microbatches
 from pipeline.data.rendering import example_lines, token_line
-from pipeline.evaluation.evaluator import Evaluator, metrics_of, write_table
+from pipeline.evaluation.evaluator import Evaluator, answer_again, metrics_of, write_table
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
@@ -72,6 +72,8 @@ def run(config: RunConfig, folder: Path) -> None:
     batches = SftBatches(engine, data.train, data.held_out, section.batch_size, config.seed, packing, tokenizer.pad_id)
     longest = max(len(item.ids) for item in data.train)
     with open_stage(plan, "sft", folder, {"policy": engine}, best_metric=batches.best_metric, longest=longest) as stage:
+        with stage.clock.phase("evaluate"):
+            answer_again(evaluator, folder, engine, "base")
         train_supervised(stage, batches, lambda: record_answers("base", engine, evaluator, folder))
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)

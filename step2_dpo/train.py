@@ -10,7 +10,7 @@ import torch
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import batch_indices
 from pipeline.data.encode import labelled_answers
-from pipeline.evaluation.evaluator import compare_models, metrics_of, write_table
+from pipeline.evaluation.evaluator import answer_again, compare_models, metrics_of, write_table
 from pipeline.evaluation.judge import load_judge
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
@@ -71,6 +71,8 @@ def run(config: RunConfig, folder: Path) -> None:
         if section.has_reference:
             with stage.clock.phase("reference"):  # the policy is the reference until its first step
                 batches = batches.read_reference(folder, stage.budget)
+        with stage.clock.phase("evaluate"):
+            answer_again(evaluator, folder, engine, "sft")
         train_supervised(stage, batches, lambda: write_table(prompts, {"sft": evaluator.evaluate(engine)}, folder))
         with stage.clock.phase("export"):
             export_policy(engine, source, tokenizer, folder / "model", lora=section.lora)

@@ -9,7 +9,15 @@ from engine import Engine, Sampling, distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.evaluation.evaluator import Evaluations, Evaluator, compare_models, metrics_of, write_grades, write_table
+from pipeline.evaluation.evaluator import (
+    Evaluations,
+    Evaluator,
+    answer_again,
+    compare_models,
+    metrics_of,
+    write_grades,
+    write_table,
+)
 from pipeline.evaluation.samples import BEST_OF, GRADES, SAMPLES, read_samples
 from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
@@ -107,6 +115,8 @@ class PlayedEpisodes:
 
 def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:
     """Load the newest checkpoint, or evaluate the SFT model if there is none; then find the micro-batch size."""
+    with stage.clock.phase("evaluate"):
+        answer_again(evaluator, stage.folder, ppo.models.actor, "sft")
     done = stage.restore()
     if distributed.is_rank_zero():
         metrics.cut(stage.folder / ROLLOUTS, done)

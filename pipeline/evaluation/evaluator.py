@@ -6,7 +6,7 @@ Each model answers at each of `evaluation.temperatures`.
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from pipeline.data.records import Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.judge import Verdicts, can_judge, compare_pairs, judged
 from pipeline.evaluation.samples import BEST_OF, GRADES, KINDS, SAMPLES, Sample, read_samples, write_samples
-from pipeline.files import explained_disk
+from pipeline.files import explained_disk, read_settings
 
 if TYPE_CHECKING:
     from pipeline.evaluation.user_function import UserFunction
@@ -163,6 +163,19 @@ class Evaluator:
         return Evaluation(list(answers), scores, judged(self.prompts, answers, self.judge), function)
 
 
+def answer_again(evaluator: Evaluator, folder: Path, engine: Engine, name: str) -> None:
+    """Answer the prompts with the model `name` that a stage started from, if it resumes without all of these answers.
+
+    The launcher empties samples.jsonl in `folder` if settings of the answers have changed. Call this before the stage
+    loads its checkpoint. Collective.
+    """
+    recorded = [earlier_answers(evaluator.prompts, folder, name, at) for at in evaluator.temperatures]
+    if distributed.broadcast_object(None in recorded and (folder / SAMPLES).exists()):
+        evaluations = evaluator.evaluate(engine)
+        best_of = evaluator.evaluate_best(engine, evaluations)
+        write_table(evaluator.prompts, {name: evaluations, BEST_OF: best_of}, folder)
+
+
 def compare_models(
     evaluator: Evaluator, folder: Path, own: Evaluations, pair_judge: "UserFunction | None" = None
 ) -> dict[str, Evaluations]:
@@ -170,13 +183,16 @@ def compare_models(
 
     These are the base model, the SFT model, and the best of several SFT answers (`Evaluator.evaluate_best`).
 
-    A model whose earlier answers are incomplete at a temperature has no evaluation at this temperature.
+    A model whose earlier answers are incomplete at a temperature has no evaluation at this temperature. The base model
+    has none if the SFT stage sampled its answers with other settings.
 
     A pair judge compares the stage's own answers with those of the SFT model. The function also writes samples.jsonl in
     `folder`, with the stage's own answers and the earlier ones.
     """
     prompts, results = evaluator.prompts, dict[str, Evaluations]()
     for name, source in (("base", folder.parent / "sft"), ("sft", folder), (BEST_OF, folder)):
+        if not _sample_alike(source, folder):
+            continue
         earlier = {temperature: earlier_answers(prompts, source, name, temperature) for temperature in own}
         graded = {temperature: evaluator.grade(texts) for temperature, texts in earlier.items() if texts is not None}
         if graded:
@@ -194,6 +210,13 @@ def compare_models(
     results[folder.name] = own
     write_table(prompts, results, folder)
     return results
+
+
+def _sample_alike(*stages: Path) -> bool:
+    """Return whether two stages have sampled their answers with the same settings, apart from the temperatures."""
+    one, other = (read_settings(folder).get("rollout") or {} for folder in stages)
+    names = {each.name for each in fields(Sampling)} - {"temperature"}
+    return all(one[name] == other[name] for name in names & one.keys() & other.keys())
 
 
 def earlier_answers(prompts: Sequence[Prompt], folder: Path, name: str, temperature: float) -> list[str] | None:

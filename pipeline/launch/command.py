@@ -26,6 +26,7 @@ from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import Stopped, UserError, exit_status, handle_signals, raise_stopped
+from pipeline.evaluation.samples import SAMPLES
 from pipeline.files import ends_within, write_atomically
 from pipeline.installation import TRAIN
 from pipeline.launch.control import Control, LeaderLost
@@ -48,7 +49,14 @@ from pipeline.launch.manifest import Manifest, move_aside
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_rank_count, count_gpus, external_ranks, own_ranks, prints_mistakes
 from pipeline.launch.stage_inputs import judge_files, stage_consumes
-from pipeline.launch.summary import compare_runs, compare_seeds, judge_notice, report_verdict, summarize_run
+from pipeline.launch.summary import (
+    changed_answers,
+    compare_runs,
+    compare_seeds,
+    evaluation_notice,
+    report_verdict,
+    summarize_run,
+)
 
 
 class StageFailed(Exception):
@@ -236,7 +244,7 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
     stage_dir, judges = run_dir / stage, judge_files(config)
     changed = manifest.changed_judges(stage, judges)
     if decision.action == "skip":
-        notice = judge_notice(config, stage_dir, changed)
+        notice = evaluation_notice(config, stage_dir, changed)
         print(f"{stage}: finished before with the same settings, skipped{notice}", flush=True)
         return False
     if decision.action == "run" and stage_dir.exists():
@@ -247,7 +255,10 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
         move_aside(run_dir / "tokenizer")  # the stage makes a new one from its own inputs
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
-    because = "; ".join(filter(None, (decision.because, judged)))
+    answers = changed_answers(config, stage_dir) if decision.action == "resume" else []
+    if answers and (samples := stage_dir / SAMPLES).exists():
+        samples.write_text("")  # the stage answers the held-out prompts again
+    because = "; ".join(filter(None, (decision.because, judged, *answers)))
     reason = f" ({because})" if decision.action == "resume" and because else ""
     print(f"{stage}: {'resumes' if decision.action == 'resume' else 'starts'}, {processes}{reason}", flush=True)
     manifest.begin(stage, consumed, judges)

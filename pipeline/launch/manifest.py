@@ -190,7 +190,7 @@ class Manifest:
             return Decision("resume")
         if self.finished(stage):
             return Decision("skip")
-        if any((self.run_dir / stage / "checkpoints").glob("step-*[0-9]")):
+        if has_checkpoints(self.run_dir / stage):
             return Decision("resume", "its model is gone; it is exported again from the newest checkpoint")
         return Decision("run", "its model and its checkpoints are gone")
 
@@ -206,6 +206,11 @@ class Manifest:
                 f"made {self.run_dir / 'tokenizer'}: run stage=sft (or stage=all) with the same run folder first, or "
                 "restore the files"
             )
+
+
+def has_checkpoints(stage_dir: Path) -> bool:
+    """Return whether a stage has a complete checkpoint."""
+    return any((stage_dir / "checkpoints").glob("step-*[0-9]"))
 
 
 def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from pipeline.config.messages import format_time
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import POLICIES, STAGES
+from pipeline.config.stages import ANSWERING, POLICIES, STAGES
 from pipeline.files import read_object, read_plan, read_settings, summary_metrics
 from pipeline.installation import CHAT
-from pipeline.launch.manifest import Manifest
+from pipeline.launch.fingerprint import ROLLOUT_EXECUTION_KEYS, flatten
+from pipeline.launch.manifest import Manifest, has_checkpoints
 
 VERDICT_WIDTH = 92  # columns; 8 more for the word "verdict" or its indentation
 
@@ -108,26 +109,41 @@ def figure(summary: dict[str, Any], name: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def judge_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]) -> str:
-    """Return a notice that a configured judge has not judged the answers of a finished stage; "" if all have.
+def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]) -> str:
+    """Return a notice that a finished stage was evaluated in another way than this command configures; "" if not.
 
     changed: the keys of judges whose files have changed since the stage started
-    The notice explains how to run the judge without training the stage again.
+    The notice explains how to evaluate the stage without training it again.
     """
-    if stage_dir.name not in POLICIES:
-        return ""
-    judges = {"judge": config.evaluation.judge, "pair_judge": config.evaluation.pair_judge}
-    recorded, notice = read_settings(stage_dir).get("evaluation") or {}, ""
-    for key, judge in judges.items():
+    notices, recorded = changed_answers(config, stage_dir), read_settings(stage_dir).get("evaluation") or {}
+    for key in ("judge", "pair_judge") if stage_dir.name in POLICIES else ():
+        judge = getattr(config.evaluation, key)
         is_known, is_changed = recorded.get(key) == judge, f"evaluation.{key}" in changed
         if judge is None or (is_known and not is_changed):
             continue
         state = "has changed since it judged its answers" if is_known else "has not judged its answers"
-        notice += (
-            f"; evaluation.{key}={judge} {state}: delete {stage_dir / 'model'} and run the same command "
-            "again, which exports the model from the last checkpoint and judges the answers"
-        )
-    return notice
+        notices.append(f"evaluation.{key}={judge} {state}")
+    if not notices:
+        return ""
+    remedy = f"delete {stage_dir / 'model'} and run the same command again, which exports the model from the last "
+    remedy += "checkpoint and evaluates it"
+    if not has_checkpoints(stage_dir):
+        remedy = "the stage has no checkpoint to export and evaluate again, so only a new run (name=NEW) uses this"
+    return f"; {'; '.join(notices)}: {remedy}"
+
+
+def changed_answers(config: RunConfig, stage_dir: Path) -> list[str]:
+    """Return how the settings of held-out answers differ from those of a stage's last start, one text per key.
+
+    The sampling of PPO is an input of the stage, so it never differs in a stage that is skipped or resumed.
+    """
+    stage, recorded, now = stage_dir.name, read_settings(stage_dir), config.model_dump(mode="json")
+    if stage not in ANSWERING:
+        return []
+    keys = ["evaluation.prompts", "evaluation.temperatures", *["evaluation.best_of"] * (stage == "ppo")]
+    keys += [f"rollout.{key}" for key in now["rollout"] if key not in ROLLOUT_EXECUTION_KEYS]
+    old, new = ({key: value for key, value in flatten(each).items() if key in keys} for each in (recorded, now))
+    return [f"{key} was {value}, is {new[key]}" for key, value in old.items() if value != new[key]]
 
 
 def report_verdict(run_dir: Path, *, write: bool) -> str | None:

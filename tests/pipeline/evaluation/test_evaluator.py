@@ -9,8 +9,16 @@ import pytest
 from engine import Sampling
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
-from pipeline.evaluation.evaluator import Evaluation, answers_of, write_grades
-from pipeline.evaluation.samples import GRADES, read_grades
+from pipeline.evaluation.evaluator import (
+    Evaluation,
+    Evaluator,
+    answer_again,
+    answers_of,
+    compare_models,
+    write_grades,
+    write_table,
+)
+from pipeline.evaluation.samples import GRADES, SAMPLES, read_grades, read_samples
 
 PROMPTS = [Prompt((Message("user", f"What is {n} + 1?"),), "demo") for n in range(3)]
 SAMPLING = Sampling(max_new_tokens=4)
@@ -75,3 +83,41 @@ def test_every_evaluation_writes_the_grades_of_each_answer(tmp_path: Path) -> No
         (0, 1.0, (0.5, -1.0), (1.0, 0.25)), (0, 0.0, (), (0.0, 1.0)),
         (5, 1.0, (0.5, -1.0), (1.0, 5.25)), (5, 0.0, (), (0.0, 1.0)),
     ]  # fmt: skip
+
+
+def evaluator_of(answer: str, prompts: int = 3) -> Evaluator:
+    """Return an evaluator of any engine, which has the same answer to each prompt."""
+
+    def answers(*_: Any, **__: Any) -> list[list[str]]:
+        return [[answer] * prompts]
+
+    tokenizer: Any = NumberTokenizer()
+    return Evaluator(PROMPTS[:prompts], tokenizer, SAMPLING, (0.0,), answer=answers)
+
+
+def test_a_resumed_stage_answers_again_if_answers_of_its_start_are_missing(tmp_path: Path) -> None:
+    engine: Any = EchoEngine()
+
+    def answers(evaluator: Evaluator) -> list[str]:
+        answer_again(evaluator, tmp_path, engine, "sft")
+        return [sample.answers["sft"] for sample in read_samples(tmp_path / SAMPLES)]
+
+    assert answers(evaluator_of("first")) == []  # the first start answers before its first step
+    write_table(PROMPTS[:2], {"sft": {0.0: Evaluation(["old"] * 2, None, None)}}, tmp_path)
+    assert answers(evaluator_of("new", prompts=2)) == ["old"] * 2
+    assert answers(evaluator_of("new")) == ["new"] * 3
+    (tmp_path / SAMPLES).write_text("")  # as the launcher does
+    assert answers(evaluator_of("newer")) == ["newer"] * 3
+
+
+@pytest.mark.parametrize(("longest", "models"), [(12, ["base", "sft", "dpo"]), (24, ["sft", "dpo"])])
+def test_the_base_model_is_compared_if_it_sampled_with_the_same_settings(
+    longest: int, models: list[str], tmp_path: Path
+) -> None:
+    for stage, name, tokens in (("sft", "base", 12), ("dpo", "sft", longest)):
+        (tmp_path / stage).mkdir()
+        write_table(PROMPTS, {name: {0.0: Evaluation(["a"] * 3, None, None)}}, tmp_path / stage)
+        settings = f"rollout: {{max_new_tokens: {tokens}, temperature: {tokens}, batch_size: {tokens}}}"
+        (tmp_path / stage / "config.yaml").write_text(settings)
+    own = {0.0: Evaluation(["b"] * 3, None, None)}
+    assert list(compare_models(evaluator_of("b"), tmp_path / "dpo", own)) == models

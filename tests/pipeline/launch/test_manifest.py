@@ -99,6 +99,25 @@ def test_a_finished_stage_is_skipped(train):
     assert "the file of evaluation.judge changed; earlier grades are those of the old" in train("name=x", judge)[1]
 
 
+def test_a_finished_stage_tells_how_to_answer_other_prompts(train):
+    more = ("name=x", "ppo.guard=off", "evaluation.prompts=256", "evaluation.best_of=2")
+    train(*more[:2])
+    changed = "skipped; evaluation.prompts was 128, is 256"
+    output = train(*more)[1]
+    assert f"sft: finished before with the same settings, {changed}: the stage has no checkpoint" in output
+    assert f"ppo: finished before with the same settings, {changed}; evaluation.best_of was 4, is 2: " in output
+    Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
+    assert "is 2: delete runs/x/ppo/model and run the same command again" in train(*more)[1]
+    assert "prompts" not in train(*more[:2])[1]
+    # The answers of the SFT model to the old prompts are deleted, so that the stage answers the new ones.
+    shutil.rmtree("runs/x/ppo/model")
+    Path("runs/x/ppo/samples.jsonl").write_text("{}")
+    assert "from the newest checkpoint; evaluation.prompts was 128, is 256;" in train(*more)[1]
+    assert Path("runs/x/ppo/samples.jsonl").read_text() == ""
+    output = train("name=x", "ppo.guard=off", "rollout.top_k=5", "rollout.batch_size=7", "stage=sft")[1]
+    assert "sft: finished before with the same settings, skipped; rollout.top_k was 0, is 5: " in output
+
+
 def test_a_newer_version_does_not_repeat_finished_stages(train):
     """The newer version has additional keys, and some of them change no result."""
     train("name=x", "sft.lr=2e-5")
