@@ -120,6 +120,22 @@ class RunReading:
         return METHODS[method][-1] if method in METHODS else "ppo"
 
     @property
+    def trained_again(self) -> list[str]:
+        """Return the titles of the stages that have trained their models again since `policy` started from these."""
+        records = self.manifest.get("stages", {})
+        used = records.get(self.policy, {}).get("consumed", {}).get("models", {})
+        stages = {
+            "actor": ("sft", "actor"),
+            "reward": ("reward", "reward_path"),
+        }  # of each role, with the key for others
+        made = {role: records.get(stage, {}).get("produced", {}).get("model") for role, (stage, _) in stages.items()}
+        return [
+            STAGES[stage].title
+            for role, (stage, key) in stages.items()
+            if role in used and made[role] not in (None, used[role]) and self.setting(key) is None
+        ]
+
+    @property
     def labels(self) -> Mapping[str, str]:
         """Return the display names of the models in `SHOWN_MODELS`.
 

@@ -74,6 +74,11 @@ def judge(run: RunReading) -> Verdict:
     if step == 0 and policy.name != "dpo" and guard.get("stopped_step") is None:
         text = f"ppo.export=best selected no rollout, so the exported model is the {start} model."
         verdict = replace(verdict, evidence=f"{verdict.evidence} {text}")
+    if run.trained_again:
+        earlier = f"{policy.name.upper()} started from earlier models of {' and '.join(run.trained_again)}"
+        verdict = replace(
+            verdict, evidence=f"{verdict.evidence}\n{earlier}: run stage={policy.name} to train it again."
+        )
     if is_selected(run):
         selects_by = guard.get("selects_by", "score")
         verdict = _not_proven(

@@ -239,6 +239,27 @@ def test_the_last_finished_of_ppo_and_dpo_is_judged(tmp_path: Path) -> None:
     assert "Direct preference optimization" in page and "SFT to DPO" in page and "SFT to PPO" in page
 
 
+@pytest.mark.parametrize(
+    ("made", "settings", "again"),
+    [
+        ({"sft": "a", "reward": "b"}, {}, []),
+        ({"sft": "c", "reward": "b"}, {}, ["SFT"]),
+        ({"sft": "c", "reward": "d"}, {}, ["SFT", "Reward"]),
+        ({"sft": "c", "reward": "d"}, {"actor": "other", "reward_path": "other"}, []),
+        ({}, {}, []),
+    ],
+)
+def test_models_that_were_trained_again_after_ppo_are_named(
+    made: dict[str, str], settings: dict[str, Any], again: list[str]
+) -> None:
+    records: dict[str, Any] = {stage: {"produced": {"model": model}} for stage, model in made.items()}
+    records["ppo"] = {"consumed": {"models": {"actor": "a", "reward": "b"}}}
+    run = replace(run_of(samples([0.5] * 9, [0.9] * 9), settings), manifest={"stages": records})
+    assert run.trained_again == again
+    notice = f"PPO started from earlier models of {' and '.join(again)}: run stage=ppo"
+    assert (notice in judge(run).evidence) == bool(again)
+
+
 def test_dpo_after_ppo_does_not_hide_the_reward_scores_of_the_same_answers(tmp_path: Path) -> None:
     write_demo_run(tmp_path)
     before = gaming_at(read_run(tmp_path), 1.0)
