@@ -50,7 +50,7 @@ from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_rank_count, count_gpus, external_ranks, own_ranks, prints_mistakes
 from pipeline.launch.stage_inputs import judge_files, stage_consumes
 from pipeline.launch.summary import (
-    changed_answers,
+    changed_evaluation,
     compare_runs,
     compare_seeds,
     evaluation_notice,
@@ -255,10 +255,10 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
         move_aside(run_dir / "tokenizer")  # the stage makes a new one from its own inputs
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
-    answers = changed_answers(config, stage_dir) if decision.action == "resume" else []
-    if answers and (samples := stage_dir / SAMPLES).exists():
+    evaluation = changed_evaluation(config, stage_dir) if decision.action == "resume" else []
+    if evaluation and (samples := stage_dir / SAMPLES).exists():
         samples.write_text("")  # the stage answers the held-out prompts again
-    because = "; ".join(filter(None, (decision.because, judged, *answers)))
+    because = "; ".join(filter(None, (decision.because, judged, *evaluation)))
     reason = f" ({because})" if decision.action == "resume" and because else ""
     print(f"{stage}: {'resumes' if decision.action == 'resume' else 'starts'}, {processes}{reason}", flush=True)
     manifest.begin(stage, consumed, judges)

@@ -115,7 +115,7 @@ def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]
     changed: the keys of judges whose files have changed since the stage started
     The notice explains how to evaluate the stage without training it again.
     """
-    notices, recorded = changed_answers(config, stage_dir), read_settings(stage_dir).get("evaluation") or {}
+    notices, recorded = changed_evaluation(config, stage_dir), read_settings(stage_dir).get("evaluation") or {}
     for key in ("judge", "pair_judge") if stage_dir.name in POLICIES else ():
         judge = getattr(config.evaluation, key)
         is_known, is_changed = recorded.get(key) == judge, f"evaluation.{key}" in changed
@@ -132,16 +132,16 @@ def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]
     return f"; {'; '.join(notices)}: {remedy}"
 
 
-def changed_answers(config: RunConfig, stage_dir: Path) -> list[str]:
-    """Return how the settings of held-out answers differ from those of a stage's last start, one text per key.
+def changed_evaluation(config: RunConfig, stage_dir: Path) -> list[str]:
+    """Return how the settings of an evaluation differ from those of a stage's last start, one text per key.
 
     The sampling of PPO is an input of the stage, so it never differs in a stage that is skipped or resumed.
     """
     stage, recorded, now = stage_dir.name, read_settings(stage_dir), config.model_dump(mode="json")
-    if stage not in ANSWERING:
-        return []
-    keys = ["evaluation.prompts", "evaluation.temperatures", *["evaluation.best_of"] * (stage == "ppo")]
-    keys += [f"rollout.{key}" for key in now["rollout"] if key not in ROLLOUT_EXECUTION_KEYS]
+    keys = [f"{stage}.eval_examples"] if stage in ("reward", "dpo") else []
+    if stage in ANSWERING:
+        keys += ["evaluation.prompts", "evaluation.temperatures", *["evaluation.best_of"] * (stage == "ppo")]
+        keys += [f"rollout.{key}" for key in now["rollout"] if key not in ROLLOUT_EXECUTION_KEYS]
     old, new = ({key: value for key, value in flatten(each).items() if key in keys} for each in (recorded, now))
     return [f"{key} was {value}, is {new[key]}" for key, value in old.items() if value != new[key]]
 

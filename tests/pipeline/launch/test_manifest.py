@@ -100,10 +100,11 @@ def test_a_finished_stage_is_skipped(train):
 
 
 def test_a_finished_stage_tells_how_to_answer_other_prompts(train):
-    more = ("name=x", "ppo.guard=off", "evaluation.prompts=256", "evaluation.best_of=2")
+    more = ("name=x", "ppo.guard=off", "evaluation.prompts=256", "evaluation.best_of=2", "reward.eval_examples=512")
     train(*more[:2])
     changed = "skipped; evaluation.prompts was 128, is 256"
     output = train(*more)[1]
+    assert "reward: finished before with the same settings, skipped; reward.eval_examples was 256, is 512: " in output
     assert f"sft: finished before with the same settings, {changed}: the stage has no checkpoint" in output
     assert f"ppo: finished before with the same settings, {changed}; evaluation.best_of was 4, is 2: " in output
     Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
