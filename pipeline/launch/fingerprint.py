@@ -219,9 +219,11 @@ def tokenizer_content(model: ModelConfig) -> str | None:
 
 def data_content(data: DataConfig) -> str:
     """Return a hash of the data: the contents of local files, and the description of all other sources."""
-    source = data_source(data)
-    paths = [data.path] if data.path is not None else []
-    if data.path is None:
-        paths = [path for entry in data.sources for path in (entry.path, entry.eval_path) if path is not None]
-    contents = {path: hash_tree(local) for path in paths if (local := find(path)) is not None}
-    return digest({"source": source, "contents": sorted(contents.values())})
+    return digest({"source": data_source(data), "contents": sorted(file_contents(data))})
+
+
+def file_contents(data: DataConfig) -> list[str]:
+    """Return the content hashes of the local files and folders of the data, in the order of the sources."""
+    paths = [path for source in data.sources for path in (source.path, source.eval_path) if path is not None]
+    paths = paths if data.path is None else [data.path]
+    return [hash_tree(local) for path in dict.fromkeys(paths) if (local := find(path)) is not None]

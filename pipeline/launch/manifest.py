@@ -217,8 +217,8 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return recorded inputs in the form of the current version, so that an update does not run stages again.
 
     Keys that are newer than the record get their defaults, which change no result. Keys that no longer count are
-    removed. An old record has neither the files of the tokenizer and of the judge nor the keys of PPO's evaluations
-    and of its SFT loss; they count as unchanged.
+    removed. An old record has neither the files of the data, of the tokenizer and of the judge nor the keys of PPO's
+    evaluations and of its SFT loss; they count as unchanged.
     """
     default_settings = flatten(RunConfig.defaults())
     added = {
@@ -230,7 +230,7 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         added |= {key: new["settings"][key] for key in PTX_KEYS if key in added}
     removed = {f"rollout.{key}" for key in ROLLOUT_EXECUTION_KEYS} & old["settings"].keys()
     settings = {key: value for key, value in {**old["settings"], **added}.items() if key not in removed}
-    old = {key: new[key] for key in ("tokenizer", "judge") if key in new} | old
+    old = {key: new[key] for key in ("files", "tokenizer", "judge") if key in new} | old
     return {**old, "settings": settings, "config": digest(settings)} if added or removed else old
 
 
@@ -247,7 +247,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
     changes = [f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys[:3]]
     changes += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
-    changes += ["the data changed"] if old["data"] != new["data"] else []
+    changes += ["the data changed"] if any(old.get(key) != new.get(key) for key in ("data", "files")) else []
     changes += ["the tokenizer's files changed"] if old.get("tokenizer") != new.get("tokenizer") else []
     functions = {old.get("reward_function"), new.get("reward_function")} - {None}
     changes += ["the reward function's file changed"] if len(functions) == 2 else []

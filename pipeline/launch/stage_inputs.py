@@ -11,6 +11,7 @@ from pipeline.installation import TRAIN
 from pipeline.launch.fingerprint import (
     data_content,
     digest,
+    file_contents,
     hash_file,
     hash_tree,
     model_content,
@@ -98,6 +99,7 @@ def stage_consumes(config: RunConfig, manifest: Manifest, stage: str) -> dict[st
     }
     settings, data = stage_settings(config, stage), data_content(config.data)
     inputs: dict[str, Any] = {"config": digest(settings), "settings": settings, "data": data, "models": models}
+    inputs["files"] = file_contents(config.data)  # their order is no part of `data`
     if "base" in models and config.actor is None:
         inputs["tokenizer"] = tokenizer_content(config.model)
     if stage == "ppo" and config.ppo.reward_function is not None:

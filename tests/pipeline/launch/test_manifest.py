@@ -162,6 +162,22 @@ def test_changed_data_runs_again_with_a_new_tokenizer(train):
     assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
 
 
+def test_files_that_exchange_their_contents_are_other_data(train):
+    for name in ("a", "b"):
+        Path(f"{name}.jsonl").write_text(f'{{"prompt": "{name}"}}\n')
+    words = ("name=x", "data.sources=[{path: a.jsonl, eval_path: b.jsonl}]", "stage=sft")
+    train(*words)
+    before = Path("runs/x/manifest.json").read_text()
+    content = json.loads(before)
+    del content["stages"]["sft"]["consumed"]["files"]
+    Path("runs/x/manifest.json").write_text(json.dumps(content))
+    assert "skipped" in train(*words)[1]  # a record of an earlier version
+    Path("runs/x/manifest.json").write_text(before)
+    for old, new in (("a", "c"), ("b", "a"), ("c", "b")):
+        Path(f"{old}.jsonl").rename(f"{new}.jsonl")
+    assert "sft: runs again (the data changed)" in train(*words)[1]
+
+
 def test_a_missing_model_is_exported_again_from_the_newest_checkpoint(train):
     train("name=x")
     models = record("x", "sft")["produced"]
