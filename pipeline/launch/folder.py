@@ -126,10 +126,13 @@ def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolde
             unfinished.append(file.parent)
         elif has_label:
             finished.append(file.parent)
-    resumes, stays = "resumes the unfinished run of the same configuration", "the run is finished and stays unchanged"
+    resumes, opens = (
+        "resumes the unfinished run of the same configuration",
+        "the finished run of the same configuration",
+    )
     for folder in (*unfinished, *finished):
         try:
-            return RunFolder(folder, _lock(folder), stays if folder in finished else resumes)
+            return RunFolder(folder, _lock(folder), opens if folder in finished else resumes)
         except UserError:
             continue  # another process holds the lock of this run
     return None
