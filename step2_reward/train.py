@@ -7,15 +7,15 @@ from pathlib import Path
 from pipeline.config.schema import RunConfig
 from pipeline.data.encode import PairItem
 from pipeline.data.microbatches import longer_side
-from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import EngineChoice, build_scorer
 from pipeline.models.checks import verify
 from pipeline.models.export import export_scorer
-from pipeline.models.folder import model_folder
 from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     actor_folder,
+    actor_tokenizer,
     adopt_special_ids,
     check_base_tokenizer,
     check_vocabulary,
@@ -86,7 +86,7 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     assert config.reward.init != "auto", "the launcher writes the model that `auto` selects into config.yaml"
     starts_from_sft, sft = config.reward.init == "sft", actor_folder(config, run_dir)
     if starts_from_sft or config.actor is not None:
-        tokenizer = load_tokenizer(str(model_folder(sft)))
+        tokenizer = actor_tokenizer(config, sft)
     else:
         tokenizer = run_tokenizer(config, run_dir)
     if starts_from_sft:

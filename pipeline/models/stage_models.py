@@ -13,6 +13,7 @@ from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
 from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
 from pipeline.data.records import Message, Preference
+from pipeline.data.template import THINKING
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, with_template
 from pipeline.errors import UserError
 from pipeline.files import sync
@@ -87,9 +88,24 @@ def policy_to_tune(config: RunConfig, folder: Path) -> tuple[ModelSource, ChatTo
     """
     source = resolve(config.model, config.seed, folder=folder)
     check_kind(source, wanted="ForCausalLM")
-    tokenizer = load_tokenizer(str(model_folder(folder)), thinking=config.model.thinking)
+    tokenizer = actor_tokenizer(config, folder)
     check_vocabulary(source, tokenizer)
     return source, tokenizer
+
+
+def actor_tokenizer(config: RunConfig, folder: Path) -> ChatTokenizer:
+    """Return the tokenizer of the policy in `folder`, which its reward model shares.
+
+    Raises UserError if its chat template is not that of `model.chat_template`, which only SFT applies.
+    """
+    tokenizer = load_tokenizer(str(model_folder(folder)), thinking=config.model.thinking)
+    file, own = config.model.chat_template, str(tokenizer.hf.chat_template).removeprefix(THINKING)
+    if file is not None and Path(file).read_text(encoding="utf-8").strip() != own.strip():
+        raise UserError(
+            f"model.chat_template={file} is not the chat template of the model in {folder}: run SFT with this template "
+            "first (stage=sft, or stage=all), restore the file, or set model.chat_template=null"
+        )
+    return tokenizer
 
 
 def check_vocabulary(source: ModelSource, tokenizer: ChatTokenizer) -> None:

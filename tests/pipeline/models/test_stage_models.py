@@ -13,6 +13,7 @@ from pipeline.errors import UserError
 from pipeline.models import stage_models
 from pipeline.models.source import ModelSource
 from pipeline.models.stage_models import (
+    actor_tokenizer,
     check_base_tokenizer,
     check_teacher_tokenizer,
     check_vocabulary,
@@ -22,6 +23,8 @@ from pipeline.models.stage_models import (
     run_tokenizer,
 )
 from pipeline.stages.data import open_data, stage_records
+from step2_reward.train import starting_point
+from tests.pipeline.data.templates import REASONING
 from tests.pipeline.models.tiny import classifier, config_of, language_model
 from tests.tiny import tiny_config
 
@@ -200,6 +203,22 @@ def test_the_base_of_a_reward_model_and_a_teacher_may_have_another_chat_template
     assert policy.fingerprint() != tokenizer.fingerprint()
     check_teacher_tokenizer(str(given / "sft"), policy)
     check_base_tokenizer(ModelSource("b", config_of("llama"), given / "sft", 1, "sdpa", False), policy)
+
+
+def test_the_policy_and_its_reward_model_have_one_template_that_sft_has_set(given: Path, tmp_path: Path) -> None:
+    """`model.thinking` changes the template of a given policy. `model.chat_template` has no effect after SFT."""
+    (tmp_path / "mine.jinja").write_text(REASONING)
+    trained = load_tokenizer(str(given / "sft"), chat_template=str(tmp_path / "mine.jinja"))
+    language_model(config_of("llama")).save_pretrained(tmp_path / "actor")
+    trained.save(tmp_path / "actor")
+    for thinking in (False, True):
+        config = tiny_config(model={"chat_template": str(tmp_path / "mine.jinja"), "thinking": thinking})
+        config = config.model_copy(update={"actor": str(tmp_path / "actor"), "reward": RewardSection(init="base")})
+        own = actor_tokenizer(config, tmp_path / "actor")
+        assert (own.fingerprint() == trained.fingerprint()) != thinking
+        assert starting_point(config, tmp_path)[1].fingerprint() == own.fingerprint()
+    with pytest.raises(UserError, match=r"mine.jinja is not the chat template of the model in .*sft: run SFT with"):
+        actor_tokenizer(tiny_config(model={"chat_template": str(tmp_path / "mine.jinja")}), given / "sft")
 
 
 def test_a_tokenizer_with_more_ids_than_embedding_rows_is_refused(tmp_path: Path) -> None:
