@@ -113,7 +113,8 @@ def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]
     """Return a notice that a finished stage was evaluated in another way than this command configures; "" if not.
 
     changed: the keys of judges whose files have changed since the stage started
-    The notice explains how to evaluate the stage without training it again.
+    The notice explains how to evaluate PPO or DPO without training it again. The models of SFT and the reward model are
+    inputs of later stages, and adapters that another device merges may round differently, so these models stay.
     """
     notices, recorded = changed_evaluation(config, stage_dir), read_settings(stage_dir).get("evaluation") or {}
     for key in ("judge", "pair_judge") if stage_dir.name in POLICIES else ():
@@ -127,7 +128,9 @@ def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]
         return ""
     remedy = f"delete {stage_dir / 'model'} and run the same command again, which exports the model from the last "
     remedy += "checkpoint and evaluates it"
-    if not has_checkpoints(stage_dir):
+    if stage_dir.name not in POLICIES:
+        remedy = "the stage keeps its earlier evaluation"
+    elif not has_checkpoints(stage_dir):
         remedy = "the stage has no checkpoint to export and evaluate again, so only a new run (name=NEW) uses this"
     return f"; {'; '.join(notices)}: {remedy}"
 

@@ -105,8 +105,10 @@ def test_a_finished_stage_tells_how_to_answer_other_prompts(train):
     changed = "skipped; evaluation.prompts was 128, is 256"
     output = train(*more)[1]
     assert "reward: finished before with the same settings, skipped; reward.eval_examples was 256, is 512: " in output
-    assert f"sft: finished before with the same settings, {changed}: the stage has no checkpoint" in output
-    assert f"ppo: finished before with the same settings, {changed}; evaluation.best_of was 4, is 2: " in output
+    assert f"sft: finished before with the same settings, {changed}: the stage keeps its earlier" in output
+    assert (
+        f"ppo: finished before with the same settings, {changed}; evaluation.best_of was 4, is 2: the stage " in output
+    )
     Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
     assert "is 2: delete runs/x/ppo/model and run the same command again" in train(*more)[1]
     assert "prompts" not in train(*more[:2])[1]
