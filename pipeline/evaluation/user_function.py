@@ -45,6 +45,7 @@ RETURN_TYPES = {
     PAIR_JUDGE: "number from 0 (the second answer is better) to 1 (the first is better), or None for no verdict",
 }
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
+TRIED = ("", "The answer is 42.")  # the answers of `try_reward`
 ADVICE = {
     REWARD: "Correct the function, or start its service, and run the same command again. If the file is unchanged, PPO "
     "resumes from its last checkpoint; otherwise it starts again",
