@@ -1,5 +1,6 @@
-"""The exceptions and the signals that end a stage."""
+"""The exceptions and the signals that end a stage, and the parser of the commands with options."""
 
+import argparse
 import io
 import os
 import re
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 # SIGTERM from Slurm, torchrun, Kubernetes and spot machines; SIGUSR1 from Slurm's --signal; SIGHUP from a terminal.
@@ -25,6 +26,15 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+class OptionParser(argparse.ArgumentParser):
+    """A parser whose error about an unknown word also explains how options are written."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += "; write options as --NAME VALUE (--help lists them)"
+        super().error(message)
 
 
 def printable(text: str) -> str:

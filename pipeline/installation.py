@@ -4,14 +4,12 @@ A checkout has `train.py`, `chat.py` and `conf/` at its root. The wheel has the 
 `conf/` as `pipeline/conf/`.
 """
 
-import argparse
 import shlex
 import sys
 import tomllib
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 NEEDED = ("torch", "transformers", "hydra", "pydantic", "yaml", "numpy")
 EXTRAS = {"math_verify": "math", "reasoning_gym": "tasks", "openenv": "environments"}
@@ -25,15 +23,6 @@ CHAT = f"python {_SCRIPTS}chat.py" if IS_CHECKOUT else "zerochat chat"
 _ZEROCHAT = f"python {_SCRIPTS}zerochat.py" if IS_CHECKOUT else "zerochat"
 DOCTOR, EXPORT = f"{_ZEROCHAT} doctor", f"{_ZEROCHAT} export"
 SERVE, REPORT = f"{_ZEROCHAT} serve", f"{_ZEROCHAT} report"
-
-
-class OptionParser(argparse.ArgumentParser):
-    """A parser whose error about an unknown word also explains how options are written."""
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            message += "; write options as --NAME VALUE (--help lists them)"
-        super().error(message)
 
 
 def version() -> str:

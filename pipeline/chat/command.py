@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from pipeline.chat.session import OPTIONS, Session, typed_lines
-from pipeline.errors import UserError, exit_status
-from pipeline.installation import CHAT, OptionParser, require_packages
+from pipeline.errors import OptionParser, UserError, exit_status
+from pipeline.installation import CHAT, require_packages
 
 USAGE = """\
 Chat with a model in the terminal.

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import UserError, exit_status, first_line
+from pipeline.errors import OptionParser, UserError, exit_status, first_line
 from pipeline.export.model_card import model_card
 from pipeline.export.source import TrainedStage, find_stage
 from pipeline.files import read_object
-from pipeline.installation import EXPORT, OptionParser
+from pipeline.installation import EXPORT
 
 FORMATS = ("folder", "adapter", "hub", "gguf")
 SUFFIXES = {"adapter": "-adapter", "gguf": ".gguf"}  # of the default name

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.chat.folder import ChatModel, find, find_all, find_each
-from pipeline.errors import UserError, exit_status
-from pipeline.installation import CHAT, SERVE, OptionParser, pip_install
+from pipeline.errors import OptionParser, UserError, exit_status
+from pipeline.installation import CHAT, SERVE, pip_install
 from pipeline.launch.manifest import Manifest
 from pipeline.launch.ranks import prepare_single_process
 
