@@ -45,7 +45,7 @@ from pipeline.launch.failure import (
     save_traceback,
 )
 from pipeline.launch.folder import open_folder, with_stage_shares
-from pipeline.launch.manifest import Manifest, move_aside
+from pipeline.launch.manifest import Decision, Manifest
 from pipeline.launch.processes import launch_stage
 from pipeline.launch.ranks import Ranks, check_rank_count, count_gpus, external_ranks, own_ranks, prints_mistakes
 from pipeline.launch.stage_inputs import judge_files, stage_consumes
@@ -241,18 +241,16 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
     run_dir, consumed = manifest.run_dir, stage_consumes(config, manifest, stage)
     decision = manifest.decide(stage, consumed)
     manifest.check_tokenizer(stage, consumed)
+    if decision.action == "run":
+        decision = _set_aside(manifest, stage, consumed, decision)
+    else:
+        manifest.keep(stage)
     stage_dir, judges = run_dir / stage, judge_files(config)
     changed = manifest.changed_judges(stage, judges)
     if decision.action == "skip":
         notice = evaluation_notice(config, stage_dir, changed)
         print(f"{stage}: finished before with the same settings, skipped{notice}", flush=True)
         return False
-    if decision.action == "run" and stage_dir.exists():
-        reason, old_folder = decision.because or "its record is gone", move_aside(stage_dir)
-        print(f"{stage}: runs again ({reason}); its old folder is now {old_folder}", flush=True)
-    makes_tokenizer = stage == "sft" or (stage == "reward" and "sft" not in manifest.stages)
-    if makes_tokenizer and decision.action == "run" and (run_dir / "tokenizer").exists():
-        move_aside(run_dir / "tokenizer")  # the stage makes a new one from its own inputs
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
     evaluation = changed_evaluation(config, stage_dir) if decision.action == "resume" else []
@@ -277,6 +275,19 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
         print(f"{stage}: finished, then stopped; run the same command again to resume", file=sys.stderr)
         raise StageFailed(end.stop_status)
     return True
+
+
+def _set_aside(manifest: Manifest, stage: str, consumed: dict[str, Any], decision: Decision) -> Decision:
+    """Rename the old folder of a stage that must run, or restore one of the same inputs. Return the decision then."""
+    because, aside = decision.because or "its record is gone", manifest.set_aside(stage)
+    restored = manifest.restore(stage, consumed)
+    if restored is not None:
+        print(f"{stage}: {restored} has these inputs and is {manifest.run_dir / stage} again", flush=True)
+        decision = manifest.decide(stage, consumed)
+    if aside is not None:
+        action = "runs again" if restored is None else "changes"
+        print(f"{stage}: {action} ({because}); its old folder is now {aside}", flush=True)
+    return decision
 
 
 def _write_config(stage_dir: Path, config: RunConfig) -> None:

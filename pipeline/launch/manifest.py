@@ -2,7 +2,8 @@
 
 - A finished stage with unchanged inputs is skipped.
 - An unfinished stage with unchanged inputs resumes.
-- A stage with changed inputs runs again. Its old folder is renamed to <stage>.1, <stage>.2, ...
+- A stage with changed inputs runs again. Its old folder is renamed to <stage>.1, <stage>.2, ... If a command has the
+  inputs of an old folder again, the folder gets its name back, and the stage is skipped or resumes.
 
 The inputs of a stage include the hashes of the models of earlier stages. A change of one stage therefore also runs the
 later stages again. The tokenizer of a run has inputs of its own: the files of `model.tokenizer` (or of the model) and
@@ -20,7 +21,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES
 from pipeline.errors import UserError
-from pipeline.files import read_record, write_json
+from pipeline.files import read_object, read_record, write_json
 from pipeline.launch.fingerprint import (
     PPO_SELECTION_KEYS,
     PTX_KEYS,
@@ -34,6 +35,7 @@ from pipeline.launch.fingerprint import (
 )
 
 Action = Literal["skip", "resume", "run"]
+RECORD, TOKENIZER = "record.json", "tokenizer"  # in an old folder: its record, and the tokenizer that the stage made
 
 
 class _Consumed(BaseModel):
@@ -180,12 +182,8 @@ class Manifest:
             return Decision("run")
         if "consumed" not in record:
             return Decision("run", "manifest.json does not record its inputs")
-        recorded = _migrate(record["consumed"], consumed)
-        if record["status"] == "finished" and consumed["settings"].get("ppo.export") == "last":
-            # The guard has used the evaluations of a finished stage. Other evaluations do not change its model.
-            recorded, consumed = _without_selection(recorded), _without_selection(consumed)
-        if recorded != consumed:
-            return Decision("run", differences(recorded, consumed))
+        if (because := _changes(record, consumed)) is not None:
+            return Decision("run", because)
         if record["status"] != "finished":
             return Decision("resume")
         if self.finished(stage):
@@ -193,6 +191,47 @@ class Manifest:
         if has_checkpoints(self.run_dir / stage):
             return Decision("resume", "its model is gone; it is exported again from the newest checkpoint")
         return Decision("run", "its model and its checkpoints are gone")
+
+    def set_aside(self, stage: str) -> Path | None:
+        """Rename the folder of a stage that runs again, with its record and its tokenizer. Return the new path.
+
+        Return None if there is no folder. A killed process may leave the files in the folder (`keep`).
+        """
+        folder, tokenizer = self.run_dir / stage, self.run_dir / TOKENIZER
+        if folder.is_dir():
+            write_json(folder / RECORD, self.stages.get(stage, {}))
+        if self._makes_tokenizer(stage) and tokenizer.exists():
+            tokenizer.rename(folder / TOKENIZER) if folder.is_dir() else move_aside(tokenizer)
+        return move_aside(folder) if folder.exists() else None
+
+    def restore(self, stage: str, consumed: dict[str, Any]) -> Path | None:
+        """Give the newest old folder with these inputs its name back. Return its path before; None if there is none.
+
+        The folder of the stage must have been set aside. After a kill, the next call continues.
+        """
+        names = {path: path.name.removeprefix(f"{stage}.") for path in self.run_dir.glob(f"{stage}.*")}
+        for folder in sorted((p for p, n in names.items() if n.isdecimal()), key=lambda p: -int(names[p])):
+            record, has_model = read_object(folder / RECORD), (folder / "model" / "config.json").is_file()
+            if "consumed" not in record or _changes(record, consumed) is not None:
+                continue
+            if has_model or has_checkpoints(folder):
+                self.stages[stage] = record
+                self.save()
+                folder.rename(self.run_dir / stage)
+                self.keep(stage)
+                return folder
+        return None
+
+    def keep(self, stage: str) -> None:
+        """Remove the record from the folder of a stage that is not set aside, and put back its tokenizer."""
+        folder, tokenizer = self.run_dir / stage, self.run_dir / TOKENIZER
+        (folder / RECORD).unlink(missing_ok=True)
+        if (folder / TOKENIZER).is_dir() and not tokenizer.exists():
+            (folder / TOKENIZER).rename(tokenizer)
+
+    def _makes_tokenizer(self, stage: str) -> bool:
+        """Return whether a stage makes the tokenizer of the run from its own inputs."""
+        return stage == "sft" or (stage == "reward" and "sft" not in self.stages)
 
     def check_tokenizer(self, stage: str, consumed: dict[str, Any]) -> None:
         """Raise UserError if the SFT stage made the run's tokenizer from files that have changed since then.
@@ -206,6 +245,15 @@ class Manifest:
                 f"made {self.run_dir / 'tokenizer'}: run stage=sft (or stage=all) with the same run folder first, or "
                 "restore the files"
             )
+
+
+def _changes(record: dict[str, Any], consumed: dict[str, Any]) -> str | None:
+    """Return how the inputs in the record of a stage differ from `consumed`; None if they do not."""
+    recorded = _migrate(record["consumed"], consumed)
+    if record["status"] == "finished" and consumed["settings"].get("ppo.export") == "last":
+        # The guard has used the evaluations of a finished stage. Other evaluations do not change its model.
+        recorded, consumed = _without_selection(recorded), _without_selection(consumed)
+    return None if recorded == consumed else differences(recorded, consumed)
 
 
 def has_checkpoints(stage_dir: Path) -> bool:

@@ -151,6 +151,60 @@ def test_a_changed_stage_and_later_stages_run_again(train):
     assert sorted(path.name for path in Path("runs/x").glob("sft*")) == ["sft", "sft.1", "sft.2"]
 
 
+def test_results_of_earlier_inputs_are_used_again(train):
+    """A forgotten override must not cost the stages that it made run again."""
+    words = ("name=x", "sft.lr=5e-5")
+    train(*words)
+    Path("runs/x/tokenizer").mkdir()
+    Path("runs/x/tokenizer/made").write_text("by the first")
+    before = {stage: record("x", stage) for stage in ("sft", "reward", "ppo")}
+    assert train("name=x")[1].count("runs again") == 3
+    Path("runs/x/tokenizer").mkdir()
+    Path("runs/x/tokenizer/made").write_text("by the second")
+    _, output = train(*words)
+    assert "sft: runs/x/sft.1 has these inputs and is runs/x/sft again" in output
+    assert "sft: changes (sft.lr was 2e-05, is 5e-05); its old folder is now runs/x/sft.2" in output
+    assert output.count("skipped") == 3 and {stage: record("x", stage) for stage in before} == before
+    assert Path("runs/x/tokenizer/made").read_text() == "by the first"
+    assert not list(Path("runs/x/sft").glob("record.json")) and Path("runs/x/sft.2/tokenizer/made").exists()
+    assert train("name=x")[1].count("skipped") == 3 and train(*words)[1].count("skipped") == 3
+
+
+def test_an_unfinished_stage_of_earlier_inputs_resumes(train):
+    train("name=x", "stage=sft", "sft.lr=5e-5", stage="crash")
+    (Path("runs/x/sft/checkpoints/step-8")).mkdir(parents=True)
+    train("name=x", "stage=sft")
+    _, output = train("name=x", "stage=sft", "sft.lr=5e-5")
+    assert "sft: runs/x/sft.1 has these inputs" in output and "sft: resumes" in output
+    assert Path("runs/x/sft/checkpoints/step-8").exists() and record("x", "sft")["status"] == "finished"
+
+
+@pytest.mark.parametrize("step", ["record", "tokenizer", "rename"])
+def test_a_kill_while_a_folder_is_renamed_loses_no_result(train_here, step, monkeypatch):
+    """At the given step of setting the first folder aside, or of restoring it, the launcher is killed."""
+    words = ("name=x", "stage=sft", "sft.lr=5e-5")
+    train_here(*words)
+    Path("runs/x/tokenizer").mkdir()
+    original = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        is_tokenizer = path.name == "tokenizer"
+        if step == "rename" and not is_tokenizer:
+            raise KeyboardInterrupt
+        result = original(path, target)
+        if step == ("tokenizer" if is_tokenizer else "record"):
+            raise KeyboardInterrupt
+        return result
+
+    for command in (("name=x", "stage=sft"), words):
+        monkeypatch.setattr(Path, "rename", killed)
+        train_here(*command)
+        monkeypatch.setattr(Path, "rename", original)
+        assert "skipped" in train_here(*words)[1]
+        assert Path("runs/x/tokenizer").exists() and not Path("runs/x/sft/tokenizer").exists()
+        train_here("name=x", "stage=sft")
+
+
 def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "1"}\n')
     words = ("name=x", "data.path=a.jsonl", "stage=sft")
@@ -161,7 +215,7 @@ def test_changed_data_runs_again_with_a_new_tokenizer(train):
     Path("a.jsonl").write_text('{"prompt": "2"}\n')
     _, output = train(*words)
     assert "sft: runs again (the data changed)" in output
-    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
+    assert [str(path) for path in Path("runs/x").glob("**/tokenizer")] == ["runs/x/sft.1/tokenizer"]
 
 
 def test_files_that_exchange_their_contents_are_other_data(train):
@@ -239,7 +293,7 @@ def test_changed_files_of_a_model_repeat_the_stage(train, changed):
         _, output = train(*words)
         reason = "its base model changed" if file.name == "model.safetensors" else "the tokenizer's files changed"
         assert f"sft: runs again ({reason}" in output and f"runs/x/sft.{number}" in output
-        assert not Path("runs/x/tokenizer").exists() and Path(f"runs/x/tokenizer.{number}").exists()
+        assert not Path("runs/x/tokenizer").exists() and Path(f"runs/x/sft.{number}/tokenizer").exists()
     assert train(*words)[1].count("skipped") == 1
 
 
@@ -262,7 +316,7 @@ def test_without_manifest_the_reward_model_starts_from_the_same_model(train):
     assert status == 2 and "runs/x/sft/model exists, but runs/x/manifest.json has no record of the sft stage" in output
     assert train("name=x", "stage=reward", "reward.init=base")[0] == 0
     # The tokenizer of unknown files.
-    assert [path.name for path in Path("runs/x").glob("tokenizer*")] == ["tokenizer.1"]
+    assert [str(path) for path in Path("runs/x").glob("**/tokenizer")] == ["runs/x/reward.1/tokenizer"]
     assert "sft: runs again (its record is gone)" in train("name=x")[1]
 
 
@@ -315,7 +369,7 @@ def test_the_sft_loss_of_ppo_is_an_input(train):
     words = ("name=x", "stage=ppo", "actor=m", "reward=m", "ppo.ptx_coef=0.1", "sft.max_length=512")
     train(*words)
     assert "ppo: runs again (sft.loss_on was assistant, is all)" in train(*words, "sft.loss_on=all")[1]
-    assert "ppo: runs again (sft.loss_on was all, is assistant)" in train(*words)[1]
+    assert "ppo: runs/x/ppo.1 has these inputs and is runs/x/ppo again" in train(*words)[1]
     file = Path("runs/x/manifest.json")
     content = json.loads(file.read_text())
     for key in ("sft.max_length", "sft.loss_on"):
