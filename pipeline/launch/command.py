@@ -237,12 +237,12 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
 
 
 def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, control: Control) -> bool:
-    """Run or resume one stage. Return False if it was finished before."""
+    """Run or resume one stage. Return whether it has other results than before this command."""
     run_dir, consumed = manifest.run_dir, stage_consumes(config, manifest, stage)
-    decision = manifest.decide(stage, consumed)
+    decision = found = manifest.decide(stage, consumed)
     manifest.check_tokenizer(stage, consumed)
-    if decision.action == "run":
-        decision = _set_aside(manifest, stage, consumed, decision)
+    if found.action == "run":
+        decision = _set_aside(manifest, stage, consumed, found)
     else:
         manifest.keep(stage)
     stage_dir, judges = run_dir / stage, judge_files(config)
@@ -250,7 +250,7 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
     if decision.action == "skip":
         notice = evaluation_notice(config, stage_dir, changed)
         print(f"{stage}: finished before with the same settings, skipped{notice}", flush=True)
-        return False
+        return found.action == "run"
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
     evaluation = changed_evaluation(config, stage_dir) if decision.action == "resume" else []

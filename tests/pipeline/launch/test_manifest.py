@@ -161,7 +161,9 @@ def test_results_of_earlier_inputs_are_used_again(train):
     assert train("name=x")[1].count("runs again") == 3
     Path("runs/x/tokenizer").mkdir()
     Path("runs/x/tokenizer/made").write_text("by the second")
+    Path("runs/x/report.html").write_text("of the second")
     _, output = train(*words)
+    assert Path("runs/x/report.html").read_text() != "of the second"
     assert "sft: runs/x/sft.1 has these inputs and is runs/x/sft again" in output
     assert "sft: changes (sft.lr was 2e-05, is 5e-05); its old folder is now runs/x/sft.2" in output
     assert output.count("skipped") == 3 and {stage: record("x", stage) for stage in before} == before
