@@ -117,6 +117,7 @@ class Engine:
             self._nvme_parameters.file.release(0, self._nvme_parameters.bytes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._passes.discard_scored()
         return self.module(*args, **kwargs)
 
     @property
@@ -175,10 +176,9 @@ class Engine:
         """
         zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
         # An optimizer has this method if it takes the gradients from the module, or averages them over ranks itself.
-        squared_norm = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
+        square = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
         trained, used = zero.take_used(self.module)
-        numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])
-        *highest, norm, missing = highest
+        numbers, (*highest, norm, missing) = dist.reduce_over_ranks(sums, [*maxima, square, len(trained) - len(used)])
         unused = trained.difference(*dist.gather_objects(used)) if missing else set[str]()
         return numbers, highest, norm, unused
 
@@ -246,6 +246,7 @@ class Engine:
 
     def discard(self) -> None:
         """Drop the gradients and the gathered parameters of the passes since the last step."""
+        self._passes.discard_scored()
         zero.discard(self.module)
         if self.optimizer is not None:
             self.optimizer.zero_grad()

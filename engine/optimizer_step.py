@@ -169,8 +169,7 @@ class LossScaler:
         self.last_overflow = self.steps
 
     def state(self) -> dict[str, float]:
-        names = ("scale", "steps", "last_overflow", "budget", "skipped", "moves")
-        return {name: getattr(self, name) for name in names}
+        return {n: getattr(self, n) for n in ("scale", "steps", "last_overflow", "budget", "skipped", "moves")}
 
     def restore(self, state: dict[str, float]) -> None:
         """Restore a saved state. The scale is restored only if it adapts in both precisions."""

@@ -216,7 +216,7 @@ def test_an_update_after_a_failed_shared_forward_is_complete() -> None:
     assert engine.update(batches(0, [16]), loss, 16.0).loss == expected.loss
 
 
-@pytest.mark.parametrize("use", ["save", "full_parameters", "adapter_parameters"])
+@pytest.mark.parametrize("use", ["save", "full_parameters", "adapter_parameters", "discard"])
 def test_other_uses_discard_the_shared_forwards(use: str, tmp_path: Path) -> None:
     """They release the gathered parameters, which the graphs of the forwards need."""
     expected, engine = engine_of(0, dtype="bf16"), engine_of(0, dtype="bf16")
@@ -225,8 +225,22 @@ def test_other_uses_discard_the_shared_forwards(use: str, tmp_path: Path) -> Non
     if use == "save":
         engine.save(tmp_path / "saved")
     else:
-        list(getattr(engine, use)())
+        list(getattr(engine, use)() or ())
     assert engine.update(share, loss, 16.0).grad_norm == expected.update(share, loss, 16.0).grad_norm
+
+
+def test_a_step_of_backward_discards_the_shared_forwards() -> None:
+    """Their graphs belong to the parameters before the step."""
+    share, (other,) = batches(0, [16]), batches(1, [16])
+    losses = []
+    for shares in (False, True):
+        engine = engine_of(0)
+        if shares:
+            engine.score_to_learn(share, rows_of)
+        engine.backward(engine(other.x).square().mean())
+        engine.step()
+        losses.append(engine.update(share, loss, 16.0).loss)
+    assert losses[0] == losses[1]
 
 
 def test_averaging_starts_with_the_masters_after_a_forward() -> None:
