@@ -140,13 +140,8 @@ class EngineConfig:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {self.zero_stage}")
         check_choices(self)
-        for key in (
-            "shard_ranks",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "sequence_parallel",
-            "gradient_accumulation",
-        ):
+        counts = ("shard_ranks", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "gradient_accumulation")
+        for key in counts:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} must be at least 1, not {value}")

@@ -81,6 +81,11 @@ def initialize(
         raise ValueError("the arguments of deepspeed.initialize need a DeepSpeed configuration: config=FILE or {...}")
     if model_parameters is not None:
         _require_trainable(model_parameters, model, "model_parameters")
+    if not (scheduler or lr_scheduler) and "initial_lr" in getattr(optimizer, "param_groups", [{}])[0]:
+        raise ValueError(
+            "optimizer: a scheduler of torch sets its learning rate, which the engine would not follow; pass it as "
+            "lr_scheduler=, or with an EngineConfig a function from the step to the rate as scheduler="
+        )
     overrides = optimizer is not None and not isinstance(optimizer, OptimizerConfig)
     if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
         optimizer = optimizer_config(optimizer, model)

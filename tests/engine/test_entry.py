@@ -187,6 +187,17 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
         initialize(net(), {}, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 
+def test_a_scheduler_that_was_not_passed_is_refused() -> None:
+    """Steps of this scheduler would change only the optimizer that the engine replaces."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for config in ({}, EngineConfig(dtype="fp32")):
+        with pytest.raises(ValueError, match=r"optimizer: a scheduler of torch sets.*lr_scheduler=, or .* scheduler="):
+            initialize(model, config, optimizer=optimizer)
+    initialize(model, EngineConfig(dtype="fp32"), optimizer=optimizer, scheduler=lambda step: scheduler.base_lrs[0])
+
+
 def test_schedulers_that_do_more_than_count_steps_are_refused() -> None:
     """The engine takes only learning rates from a scheduler."""
     model = net()
