@@ -284,6 +284,8 @@ class Engine:
         `extra` is JSON to store with them, the same on every rank. Every rank calls. Raises OSError if a write fails.
         """
         self._require_optimizer()
+        if self.average.is_shown:
+            raise ValueError("engine.save would store the average as the parameters: call it outside of averaged()")
         self._release_parameters()
         checkpointer = Checkpointer({"engine": self})
         checkpointer.save(Path(folder), extra or {})
@@ -391,7 +393,10 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside this context the module has the averaged weights. Without averaging nothing changes."""
+        """Inside this context the module has the averaged weights. Without averaging nothing changes.
+
+        `save` raises ValueError there.
+        """
         self._swap_average(shown=True)
         try:
             yield

@@ -59,14 +59,14 @@ class Average:
     """The fp32 moving average of a module's trained parameters (Polyak and Juditsky, 1992); empty until `start`.
 
     An offloaded optimizer stores the average next to its master weights. Otherwise `tensors` holds it by parameter
-    name. `runs` is True after `start`.
+    name. `runs` is True after `start`, and `is_shown` while the module has the average.
     """
 
     def __init__(self, module: nn.Module, optimizer: "Optimizer | None") -> None:
         self._module = module
         self._offloaded = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._decay = self._weight = 0.0
-        self.runs = False
+        self.runs = self.is_shown = False
         self.tensors: dict[str, Tensor] = {}
         self._hidden: list[Tensor] = []  # parameters in 16 bits, while the module has their average
 
@@ -95,6 +95,7 @@ class Average:
     @torch.no_grad()
     def swap(self, *, shown: bool) -> None:
         """Put the average into the module (`shown`), or restore the parameters."""
+        self.is_shown = shown and self.runs
         if self._offloaded is not None and self.runs:
             self._offloaded.write_to_module("average" if shown else "parameter")
         for mean, live in self._pairs():

@@ -321,7 +321,7 @@ def test_random_state_comes_back() -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_averaged_weights_are_swapped_in_and_out_exactly() -> None:
+def test_averaged_weights_are_swapped_in_and_out_exactly(tmp_path: Path) -> None:
     engine = engine_of(0)
     start = state_of(engine)
     sums = {name: torch.zeros_like(p.double()) for name, p in start.items() if not name.startswith("average.")}
@@ -336,6 +336,8 @@ def test_averaged_weights_are_swapped_in_and_out_exactly() -> None:
     with engine.averaged():
         inside = {name: dtensors.full_tensor(p.detach()).cpu().clone() for name, p in engine.module.named_parameters()}
         assert not torch.equal(engine(x), plain)
+        with pytest.raises(ValueError, match="would store the average as the parameters"):
+            engine.save(tmp_path / "checkpoint")
     for name, value in mean.items():
         torch.testing.assert_close(inside[name], value.float(), atol=1e-6, rtol=1e-5)
     assert_equal(state_of(engine), live)
