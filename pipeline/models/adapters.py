@@ -17,7 +17,8 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Freeze a model and add adapters to its linear layers. A value head remains trainable.
 
-    Raises UserError if `lora.targets` matches no module or a module that does not support adapters.
+    Raises UserError if `lora.targets` matches no module or a module that does not support adapters. The parameters must
+    be tied already, as in a model that transformers loads.
     """
     from peft import LoraConfig as PeftLora  # imported here because most runs have no adapters
     from peft import inject_adapter_in_model
@@ -45,9 +46,17 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
             f"lora.targets={lora.targets} matches {others[0]}, which is not a linear layer: remove it; adapters can be "
             f"added to {', '.join(names)}"
         )
-    head = getattr(model, "score", None)
-    if isinstance(head, nn.Linear):
-        head.requires_grad_(True)
+    head = model.get_output_embeddings()
+    if hasattr(head, "lora_A") and head.base_layer.weight is model.get_input_embeddings().weight:
+        raise UserError(
+            f"lora.targets={lora.targets} matches the output head, but its weight is also the embedding of this model, "
+            "so no merged model could contain the update: remove it"
+        )
+    value_head = getattr(model, "score", None)
+    if hasattr(value_head, "lora_A"):
+        raise UserError(f"lora.targets={lora.targets} matches the value head, which trains in full anyway: remove it")
+    if isinstance(value_head, nn.Linear):
+        value_head.requires_grad_(True)
 
 
 def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:

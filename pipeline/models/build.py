@@ -168,7 +168,6 @@ def _on_meta(source: ModelSource, auto: Any, choice: EngineChoice) -> PreTrained
         # older versions of transformers ignore the cap without a warning
         raise UserError(f"{source.name} caps attention scores, which sdpa does not support: set model.attention=eager")
     model = _empty(source, config, auto)
-    model.tie_weights()
     if _should_fuse(source.fused_kernels):
         fuse_kernels(model)
     if choice.lora is not None and choice.lora.rank:
@@ -215,7 +214,7 @@ def fuse_kernels(model: PreTrainedModel) -> None:
 
 
 def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrainedModel:
-    """Return the model with parameters on the meta device.
+    """Return the model with tied parameters on the meta device.
 
     Raises UserError if its weights are quantized, or if transformers cannot create it.
     """
@@ -244,6 +243,7 @@ def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrain
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")  # the rest is advice
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {kind}{reason}") from error
+    model.tie_weights()
     return model
 
 
