@@ -22,11 +22,12 @@ from engine import Engine, distributed
 from pipeline.config.stage_sections import LoraConfig
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.files import explained_disk
-from pipeline.models.internals import reverse_conversion
+from pipeline.models.internals import reverse_conversion, stacks_experts
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource
 
 FILE_BYTES = 2**30
+EXPERT_LAYERS = (".gate", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 
 
 def export_policy(
@@ -51,7 +52,8 @@ def export_policy(
 def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folder: Path) -> None:
     """Write the adapters of a language model in peft's format. Collective: every rank calls this function.
 
-    The list of adapted modules replaces `lora.targets`, so that the file fits the model without our wrapper.
+    The list of adapted modules replaces `lora.targets`, so that the file fits the model without our wrapper. peft takes
+    module names such as `mlp.gate_proj` of a mixture for those of its experts. Such targets are listed as weights.
     """
     from peft import LoraConfig as PeftLora  # imported here because most runs have no adapters
 
@@ -62,12 +64,14 @@ def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folde
         }
         if distributed.is_rank_zero():
             targets = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in factors}
+            misread = {name for name in targets if stacks_experts(source.config) and name.endswith(EXPERT_LAYERS)}
             config = PeftLora(
                 task_type="CAUSAL_LM",
                 r=lora.rank,
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft accepts a float
-                lora_dropout=lora.dropout,
-                target_modules=sorted(targets),
+                lora_dropout=0.0 if misread else lora.dropout,  # peft refuses dropout with target_parameters
+                target_modules=sorted(targets - misread),
+                target_parameters=sorted(f"{name}.weight" for name in misread) or None,
                 fan_in_fan_out=any(getattr(layer, "fan_in_fan_out", False) for layer in engine.module.modules()),
                 base_model_name_or_path=None if source.folder is None else str(source.folder),
                 inference_mode=True,

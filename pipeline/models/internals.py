@@ -20,7 +20,7 @@ from transformers.conversion_mapping import (
     get_model_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 from transformers.modeling_layers import GenericForSequenceClassification
 
 
@@ -114,6 +114,12 @@ def reverse_conversion(model: PreTrainedModel) -> Callable[[str, Tensor], Iterab
         return found.items() if len(found) == 1 else [(part, value.clone()) for part, value in found.items()]
 
     return revert
+
+
+def stacks_experts(config: PretrainedConfig) -> bool:
+    """Return whether transformers stacks the experts of a family's files in one parameter."""
+    rules = get_checkpoint_conversion_mapping(config.model_type) or []
+    return any(isinstance(rule, WeightConverter) for rule in rules)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def test_a_reward_model_loads_with_head_and_reference_level(family: str, tmp_pat
     assert source_in(tmp_path / "out").config.reward_mean == 0.25
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "glm4_moe"])
 def test_adapters_are_merged_and_peft_is_not_needed(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
