@@ -34,11 +34,11 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.exists() and not single.exists():  # transformers leaves the index of an earlier save in the folder
             self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         else:
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
+            with safe_open(single, framework="pt") as file:
                 self.files = dict.fromkeys(file.keys(), "model.safetensors")
 
     @cached_property

@@ -235,7 +235,10 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path, *, weights: bool
 
 def _check_weights(folder: Path) -> None:
     """Raise UserError if a folder has no complete safetensors weights."""
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.exists():  # transformers leaves the index of an earlier save in the folder
+        _check_file(single)
+        return
     if index.exists():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -259,9 +262,6 @@ def _check_weights(folder: Path) -> None:
                     f"{index} is damaged: {name} has no tensor {min(missing)}, which the index names; download both "
                     "again"
                 )
-        return
-    if (folder / "model.safetensors").exists():
-        _check_file(folder / "model.safetensors")
         return
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:

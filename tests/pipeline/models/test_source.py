@@ -12,10 +12,21 @@ from transformers import AutoConfig
 from pipeline import progress
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import UserError
+from pipeline.models.build import build_policy
 from pipeline.models.folder import model_folder
 from pipeline.models.source import ModelSource, check_kind, download, resolve
 from pipeline.progress import ALONE, UNMEASURED, Progress, Row
-from tests.pipeline.models.tiny import classifier, config_of, language_model, source_in
+from tests.pipeline.models.tiny import (
+    classifier,
+    close,
+    config_of,
+    frozen,
+    ids_of,
+    language_model,
+    own_logprobs,
+    policy_logprobs,
+    source_in,
+)
 
 
 def model_config(**keys: object) -> ModelConfig:
@@ -97,6 +108,16 @@ def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
     assert "no model-2.safetensors" in error_of(config)
     index.write_text("{")
     assert f"{index} is damaged" in error_of(config)
+
+
+def test_one_file_replaces_the_shards_of_an_earlier_save(tmp_path: Path) -> None:
+    """transformers removes the old shards, but not their index."""
+    model, config = language_model(config_of("llama")), model_config(path=str(tmp_path))
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    source = resolve(config, 1)
+    close(policy_logprobs(build_policy(source, frozen()), ids_of(2, 9)), own_logprobs(model, ids_of(2, 9)))
 
 
 def test_an_index_names_files_of_its_folder_and_tensors_that_they_have(tmp_path: Path) -> None:
