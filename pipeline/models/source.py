@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from pipeline import progress
 from pipeline.errors import UserError, kind_and_line
-from pipeline.models.folder import model_folder
+from pipeline.models.folder import merge_command, model_folder
 from pipeline.models.internals import add_classifier, add_multimodal, language_model_class, supports_sdpa
 
 if TYPE_CHECKING:
@@ -234,7 +234,13 @@ def _from_folder(model: "ModelConfig", seed: int, folder: Path, *, weights: bool
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise UserError if a folder has no complete safetensors weights."""
+    """Raise UserError if a folder has no complete safetensors weights, or adapters besides them."""
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder} has a model and adapters (adapter_config.json), so it is unclear which weights to use: if the "
+            "model contains the adapters, remove adapter_config.json; otherwise merge them, and set the new folder: "
+            f"{merge_command(folder)}"
+        )
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.exists():  # transformers leaves the index of an earlier save in the folder
         _check_file(single)

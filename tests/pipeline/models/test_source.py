@@ -120,6 +120,14 @@ def test_one_file_replaces_the_shards_of_an_earlier_save(tmp_path: Path) -> None
     close(policy_logprobs(build_policy(source, frozen()), ids_of(2, 9)), own_logprobs(model, ids_of(2, 9)))
 
 
+def test_adapters_beside_the_weights_are_refused(tmp_path: Path) -> None:
+    """transformers applies such adapters when it loads the folder."""
+    language_model(config_of("llama")).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    message = error_of(model_config(path=str(tmp_path)))
+    assert "remove adapter_config.json; otherwise merge them" in message and message.endswith(f"{tmp_path.name}-merged")
+
+
 def test_an_index_names_files_of_its_folder_and_tensors_that_they_have(tmp_path: Path) -> None:
     language_model(config_of("llama")).save_pretrained(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").rename(tmp_path / "other.safetensors")
