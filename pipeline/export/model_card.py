@@ -81,13 +81,21 @@ def _results(stage: TrainedStage) -> str:
     own = summary_metrics(summary)
     columns = {name: figures for name, figures in models.items() if name in ("base", *STAGES) and name != stage.name}
     columns[stage.name] = own
+    titles = [_start(stage) if name == "sft" and name != stage.name else name for name in columns]
     loss = {"eval_loss": LOSS[stage.name]} if stage.name in LOSS else {}
     rows = [
         (meaning.format(stage.config.temperatures[0]), *(_figure(figures.get(name)) for figures in columns.values()))
         for name, meaning in (loss | RESULTS).items()
         if _figure(own.get(name))
     ]
-    return "## Results\n\n" + _table(("figure", *columns), rows) if rows else ""
+    return "## Results\n\n" + _table(("figure", *titles), rows) if rows else ""
+
+
+def _start(stage: TrainedStage) -> str:
+    """Return the name of the policy that DPO or PPO started from, which the summary calls "sft"."""
+    actor = Path(stage.config.actor or "sft")
+    name = actor.parent.name if actor.name == "model" else actor.name
+    return f"earlier {name}" if name == stage.name else name
 
 
 def _figure(value: Any) -> str:

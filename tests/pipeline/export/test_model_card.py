@@ -67,6 +67,18 @@ def test_the_base_model_is_not_that_of_the_reward_model(tmp_path: Path) -> None:
     assert [stage.name for stage in ppo.history] == ["reward", "ppo"] and ppo.base == "/models/mine"
 
 
+@pytest.mark.parametrize(
+    ("actor", "title"), [(None, "sft"), ("dpo/model", "dpo"), ("ppo", "earlier ppo"), ("my-chat", "my-chat")]
+)
+def test_a_column_has_the_name_of_the_policy_that_the_stage_started_from(
+    tmp_path: Path, actor: str | None, title: str
+) -> None:
+    keys = {} if actor is None else {"actor": str(tmp_path / "y" / actor)}
+    ppo = finished(tmp_path / "x" / "ppo", **keys)
+    (ppo / "summary.json").write_text('{"eval_score": 2.0, "held_out": {"sft": {"eval_score": 1.0}, "ppo": {}}}')
+    assert f"| figure | {title} | ppo |" in model_card(find_stage(ppo), title="t")
+
+
 def test_a_base_folder_that_is_gone_is_no_name_on_the_hub(tmp_path: Path) -> None:
     card = model_card(find_stage(finished(tmp_path / "x" / "sft")), title="t")
     assert "- Base model: unknown" in card and "base_model:" not in card
