@@ -20,6 +20,7 @@ from pipeline.models.internals import initialize_module, unused_patterns
 from pipeline.models.quantized import QuantizedLinear, quantized_layers
 from pipeline.models.source import ModelSource
 
+ROWS = 4096  # of a matrix that are in memory at once while tied parameters are compared
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # old checkpoints store them
 
 
@@ -84,7 +85,7 @@ def _read(
 
     Only buffers and the value head of a language model may be missing. A missing buffer keeps its initial value.
     Raises UserError if another parameter is missing or has another shape, or if the files have blocks that the model
-    lacks.
+    lacks or different values of tied parameters.
     """
     assert source.folder is not None
     files = loading.SafetensorsFolder(source.folder)
@@ -98,7 +99,9 @@ def _read(
             names, unused = _matching(plain, converted.shapes, model.base_model_prefix), converted.unused
             files = converted
         if unused:
-            _check_unused(unused, _without_values(model, source), source)
+            empty = _without_values(model, source)
+            _check_unused(unused, empty, source)
+            _check_tied(files, empty, source)
         heads = [name for name in tensors if _is_value_head(name) and name not in names and is_reward_model(source)]
         _check_complete(source, [plain[name] for name in (*_missing_from(tensors, names), *heads)])
         layers = {f"{path}.weight": layer for path, layer in quantized.items()}
@@ -176,6 +179,27 @@ def _check_unused(stored: Sequence[str], empty: PreTrainedModel, source: ModelSo
             f"{source.folder}: the model does not use {len(unknown)} tensors of the files, for example "
             f"{unknown[0]}{advice}"
         )
+
+
+def _check_tied(files: loading.SafetensorsFolder, empty: PreTrainedModel, source: ModelSource) -> None:
+    """Raise UserError if the files have different values for parameters that the model shares.
+
+    transformers does not tie such parameters, whatever config.json defines. The values are compared in blocks of rows.
+    """
+    tied: dict[int, dict[str, str]] = {}
+    for name, parameter in empty.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), {})[name] = name
+    for names in tied.values():
+        stored = sorted(_matching(names, files.shapes, empty.base_model_prefix).values())
+        rows = files.shapes[stored[0]][0] if len(stored) > 1 else 0
+        for start in range(0, rows, ROWS):
+            region = (slice(start, min(start + ROWS, rows)),)
+            first, *others = (files.read(name, (region,)) for name in stored)
+            if not all(torch.equal(first.float(), other.float()) for other in others):
+                raise UserError(
+                    f"{source.folder}: config.json ties {' and '.join(stored)}, but the files have different values "
+                    "for them: set tie_word_embeddings to false in config.json"
+                )
 
 
 def is_reward_model(source: ModelSource) -> bool:

@@ -43,6 +43,7 @@ from tests.pipeline.models.tiny import (
     FAMILIES,
     LLAMA_LIKE,
     MULTIMODAL,
+    VOCABULARY,
     after_first,
     classifier,
     close,
@@ -234,6 +235,21 @@ def test_unused_tensors_are_named_unless_they_are_expected(tmp_path: Path, capsy
     assert (
         "does not use 1 tensors of the files, for example model.nrom.weight; did you mean model.norm.weight?" in output
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_different_values_of_tied_weights_are_refused(family: str, tmp_path: Path) -> None:
+    """transformers uses both values. With the correction, zerochat does so, too."""
+    head = torch.linspace(-1.0, 1.0, VOCABULARY * 32).view(VOCABULARY, 32)
+    folder = saved(tmp_path / "a", lambda t: t.update({"lm_head.weight": head}), language_model(config_of(family)))
+    expected = own_logprobs(AutoModelForCausalLM.from_pretrained(folder), ids_of(2, 9))
+    with pytest.raises(
+        UserError, match=r"ties lm_head\.weight and .* different values .* tie_word_embeddings to false"
+    ):
+        build_policy(source_in(folder), frozen())
+    source = source_in(folder)
+    source.config.tie_word_embeddings = False
+    close(policy_logprobs(build_policy(source, frozen()), ids_of(2, 9)), expected)
 
 
 class OwnConfig(LlamaConfig):
