@@ -101,7 +101,7 @@ def upload(stage: TrainedStage, options: argparse.Namespace) -> str:
     if not options.repo:
         raise UserError("--to hub needs the name of a repository: set --repo OWNER/NAME")
     base = options.base or stage.adapter_base
-    if options.adapter and base is not None and Path(base).exists():
+    if options.adapter and base is not None and (Path(base).is_absolute() or Path(base).exists()):
         raise UserError(
             f"the adapters belong to {base}, which the hub does not have: upload that model first, and name it with "
             "--base OWNER/NAME"

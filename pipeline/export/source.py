@@ -48,7 +48,7 @@ class TrainedStage:
 
     @property
     def base(self) -> str | None:
-        """The hub name or the folder of the base model; None if training started from random weights."""
+        """The hub name or the absolute folder of the base model; None if training started from random weights."""
         first = next(stage for stage in self.history if stage.name != "reward")  # its model may have another base
         return _location(first.config.model)
 
@@ -56,9 +56,8 @@ class TrainedStage:
     def adapter_base(self) -> str | None:
         """The model that the adapters of this stage belong to: the base model for SFT, the actor for DPO and PPO."""
         if self.name == "sft":
-            return self.base
-        actor = self.run / "sft" if self.config.actor is None else Path(self.config.actor).resolve()
-        return str(actor / "model" if (actor / "model").is_dir() else actor)
+            return None if self.base is None else _model_in(self.base)
+        return _model_in(str(self.run / "sft" if self.config.actor is None else Path(self.config.actor).resolve()))
 
 
 def find_stage(path: Path) -> TrainedStage:
@@ -100,7 +99,14 @@ def _read(folder: Path) -> TrainedStage:
         ) from problem
 
 
+def _model_in(location: str) -> str:
+    """Return the model of a stage folder. Other folders and hub names are returned unchanged."""
+    model = Path(location) / "model"
+    return str(model) if model.is_dir() else location
+
+
 def _location(model: ModelConfig) -> str | None:
+    """Return the hub name or the absolute folder of a model: other tools take a relative folder for a hub name."""
     if model.weights == "random":
         return None
-    return model.hub if model.path is None else str(model.path)
+    return model.hub if model.path is None else str(Path(model.path).expanduser().absolute())

@@ -73,7 +73,7 @@ def export_adapters(engine: Engine, source: ModelSource, lora: LoraConfig, folde
                 target_modules=sorted(targets - misread),
                 target_parameters=sorted(f"{name}.weight" for name in misread) or None,
                 fan_in_fan_out=any(getattr(layer, "fan_in_fan_out", False) for layer in engine.module.modules()),
-                base_model_name_or_path=None if source.folder is None else str(source.folder),
+                base_model_name_or_path=None if source.folder is None else str(source.folder.absolute()),
                 inference_mode=True,
             )
             config.save_pretrained(str(staging))

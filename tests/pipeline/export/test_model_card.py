@@ -85,6 +85,16 @@ def test_a_base_folder_that_is_gone_is_no_name_on_the_hub(tmp_path: Path) -> Non
     assert "Base model: base. Stages: SFT." in card and "/models" not in card
 
 
+def test_a_relative_base_folder_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft and the hub would take it for one in another current folder."""
+    monkeypatch.chdir(tmp_path)
+    model = {"name": "mine", "weights": "pretrained", "path": "mine/ppo"}
+    stage = TrainedStage("sft", tmp_path / "x" / "sft", tiny_config(model=model))
+    assert stage.base == str(tmp_path / "mine" / "ppo")
+    (tmp_path / "mine" / "ppo" / "model").mkdir(parents=True)
+    assert stage.adapter_base == str(tmp_path / "mine" / "ppo" / "model")
+
+
 def test_the_score_of_a_reward_function_is_not_called_that_of_a_model(tmp_path: Path) -> None:
     ppo = finished(tmp_path / "x" / "ppo", ppo={"reward_model": False, "reward_function": "f.py:f"})
     (ppo / "summary.json").write_text('{"final": {"eval_score": 0.5}}')

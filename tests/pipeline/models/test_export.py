@@ -134,9 +134,12 @@ def test_adapters_are_merged_and_peft_is_not_needed(
 ) -> None:
     """With `lora`, the adapters are exported, too, and peft loads them on the base model."""
     language_model(config_of(family)).save_pretrained(tmp_path / "base")
-    source = source_in(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    source = source_in(Path("base"))
     engine = moved(build_policy(source, trained(lr=0.1, lora=LORA)))
     export_policy(engine, source, tokenizer(), tmp_path / "out", lora=LORA)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base")  # a relative folder looks like a hub name
     assert set(load_file(tmp_path / "out" / "model.safetensors")) <= set(load_file(tmp_path / "base/model.safetensors"))
     ids = ids_of(2, 9)
     ours = policy_logprobs(engine, ids)
