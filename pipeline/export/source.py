@@ -71,7 +71,8 @@ def find_stage(path: Path) -> TrainedStage:
             f"{path} is the {folder.name} stage, which has no chat model; export one of {', '.join(ANSWERING)}"
         )
     stage = _read(folder)
-    return replace(stage, earlier=tuple(_earlier(stage)))
+    earlier = {each.folder: each for each in _earlier(stage)}  # two policies may have learned from one reward model
+    return replace(stage, earlier=tuple(earlier.values()))
 
 
 def _earlier(stage: TrainedStage) -> Iterator[TrainedStage]:

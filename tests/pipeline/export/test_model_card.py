@@ -59,6 +59,12 @@ def test_the_stages_of_a_model_are_those_that_it_depends_on(tmp_path: Path) -> N
     assert found.adapter_base == str(ppo / "model")  # a folder that peft can load
 
 
+def test_a_reward_model_of_two_policies_is_listed_once(tmp_path: Path) -> None:
+    first, reward = finished(tmp_path / "x" / "ppo"), finished(tmp_path / "x" / "reward")
+    second = finished(tmp_path / "y" / "ppo", actor=str(first), reward_path=str(reward))
+    assert [stage.folder for stage in find_stage(second).history] == [reward, first, second]
+
+
 def test_the_base_model_is_not_that_of_the_reward_model(tmp_path: Path) -> None:
     reward = finished(tmp_path / "r" / "reward", "another")
     actor = tmp_path / "mine"
