@@ -81,7 +81,7 @@ class StageSection(Section):
     """clip gradients to this global norm; 0: do not clip"""
     lora: LoraConfig = LoraConfig()
     log_every: int = Field(1, ge=1)
-    """steps between lines of metrics.jsonl"""
+    """steps between lines of metrics.jsonl; a step with an evaluation always has a line"""
     eval_every: int = Field(0, ge=0)
     """steps between evaluations; 0: evaluate at the end only"""
     save_every: int = Field(0, ge=0)

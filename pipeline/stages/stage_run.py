@@ -151,14 +151,14 @@ class StageRun:
     def log(self, step: int, values: Mapping[str, float], note: str = "") -> None:
         """Write the metrics of a step. Every rank passes the same metrics; rank 0 writes.
 
-        A note is written as the text `guard` of the line, even if `log_every` leaves out this step.
+        A note is written as the text `guard` of the line. Notes and evaluations are written at every step.
         """
         line: dict[str, float] = {"step": step, "seconds": round(self.seconds, 3), "tokens": self.clock.tokens}
         line.update({name: value for name, value in values.items() if name not in NORMS or math.isfinite(value)})
         self.last.update(line)
         if not distributed.is_rank_zero():
             return
-        if step % self._section.log_every == 0 or step in (1, self.last_step) or note:
+        if step % self._section.log_every == 0 or step in (1, self.last_step) or self.evaluates(step) or note:
             metrics.append(self.folder / METRICS, {**line, "guard": note} if note else line)
             for watcher in self._watchers:
                 watcher.log(step, line, note)

@@ -293,7 +293,7 @@ def test_phases_and_laps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_lines_of_metrics(tmp_path: Path) -> None:
-    """A line is due after every third step, the first and the last one, and for a note."""
+    """A line is due after every third step, the first and the last one, for an evaluation, and for a note."""
     seen: list[tuple[int, str]] = []
 
     class Watching:
@@ -301,13 +301,13 @@ def test_lines_of_metrics(tmp_path: Path) -> None:
             assert "guard" not in metrics
             seen.append((step, note))
 
-    stage, _ = stage_of(tmp_path, 8, log_every=3, watchers=[Watching()])
+    stage, _ = stage_of(tmp_path, 8, log_every=3, eval_every=5, watchers=[Watching()])
     note = "guard: the KL rose"
     for step in range(1, 9):
         stage.log(step, {"loss": math.nan if step == 3 else step / 2}, note if step == 4 else "")
-    assert seen == [(1, ""), (3, ""), (4, note), (6, ""), (8, "")]
+    assert seen == [(1, ""), (3, ""), (4, note), (5, ""), (6, ""), (8, "")]
     written = [(line["step"], line["loss"], line.get("guard", "")) for line in lines(tmp_path)]
-    assert written == [(1, 0.5, ""), (3, None, ""), (4, 2.0, note), (6, 3.0, ""), (8, 4.0, "")]
+    assert written == [(1, 0.5, ""), (3, None, ""), (4, 2.0, note), (5, 2.5, ""), (6, 3.0, ""), (8, 4.0, "")]
     assert stage.last["loss"] == 4.0 and "guard" not in stage.last
 
 
