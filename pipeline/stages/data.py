@@ -111,7 +111,9 @@ def examples(config: RunConfig, stage: str, records: StageRecords, tokenizer: Ch
     log_cut(stage, notes, len(records.train), f"{stage}.max_length")
     evaluation_records = records.held_out[: section.eval_examples]
     named = partial(encode, name=f"held-out {example_unit(stage, section)}")
-    held_out, _ = encode_for_all(named, evaluation_records)
+    parts, _ = encode_for_all(named, evaluation_records)  # a long document has many
+    count = min(len(parts), section.eval_examples)
+    held_out = [parts[index * len(parts) // count] for index in range(count)]
     if section.export == "best" and not held_out:
         raise UserError(
             f"{stage}.export=best needs held-out examples, and there are none: set data.eval_fraction or eval_path of "

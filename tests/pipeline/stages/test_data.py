@@ -200,6 +200,19 @@ def test_the_first_stage_refuses_lengths_that_no_later_example_has(
         stage_data.check_lengths_to_come(config, to_come, tokenizer)
 
 
+def test_held_out_documents_have_eval_examples_parts(tmp_path: Path) -> None:
+    """Each document has 20 parts. The parts of an evaluation come from all documents."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{n} " * 60}) + "\n" for n in range(10, 99)))
+    data = DataConfig(name="a", path=str(file))
+    config = tiny_config(sft={"eval_examples": 3, "max_length": 9}).model_copy(update={"data": data})
+    records = load_stage(data, "sft", seed=1)
+    tokenizer = train_tokenizer(["a"], 300)
+    held_out = stage_data.examples(config, "sft", records, tokenizer).held_out
+    begins = [tokenizer.decode(part.ids.tolist())[:2] for part in held_out]
+    assert len(records.held_out) > 2 and len(begins) == len({*begins}) == 3
+
+
 @pytest.mark.parametrize("loss", [None, "sigmoid", "kto"])
 def test_the_first_stage_counts_the_examples_of_later_stages(loss: str | None, tmp_path: Path) -> None:
     """Their file is not that of SFT. KTO reads each of its pairs as two answers."""
