@@ -78,7 +78,7 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
         raise UserError(missing(path, key))
     if found.is_file():
         return [found], []
-    files = sorted(file for file in found.rglob("*") if _suffix(file) in SUFFIXES and _is_data(file, found))
+    files = sorted(file for file in files_in(found) if _suffix(file) in SUFFIXES and _is_data(file, found))
     if not files:
         raise UserError(
             f"{key}={path}: the folder has no {', '.join(SUFFIXES)} file. Set {key} to a file or another folder."
@@ -86,6 +86,18 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
     held_out = [file for file in files if _is_held_out(file.relative_to(found))]
     train = [file for file in files if file not in held_out]
     return (train, held_out) if train else (held_out, [])
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders. Links to folders are followed, and each folder is read once."""
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+        else:
+            seen.add(real)
+            yield from (Path(place, name) for name in names)
 
 
 def missing(path: str, key: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config.schema import DataConfig, ModelConfig, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
-from pipeline.data.files import find
+from pipeline.data.files import files_in, find
 from pipeline.models.folder import model_folder
 
 MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
@@ -68,7 +68,7 @@ def hash_tree(path: Path) -> str:
 
 def _visible_files(folder: Path) -> dict[str, Path]:
     """Return the files of a folder without hidden ones, by their names relative to the folder, sorted."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(folder)))
+    files = sorted(file for file in files_in(folder) if file.is_file() and not _is_hidden(file.relative_to(folder)))
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 

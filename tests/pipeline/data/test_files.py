@@ -16,6 +16,7 @@ import pytest
 
 from pipeline.data.files import ROOT, data_files, read_table
 from pipeline.errors import UserError
+from pipeline.launch.fingerprint import hash_tree
 
 ROWS = [{"prompt": "eins", "completion": 'une\nligne, "ja"'}, {"prompt": "zwei — 二", "completion": "deux"}]
 
@@ -168,6 +169,19 @@ def test_a_folder_has_training_and_held_out_files(tmp_path: Path) -> None:
     train, held_out = data_files(str(tmp_path), "data.path")
     assert [file.name for file in train] == ["latest.jsonl", "train-0.jsonl", "train-1.jsonl"]
     assert [file.name for file in held_out] == ["validation.jsonl", "test.jsonl"]
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    for name in ("data/train.jsonl", "elsewhere/more.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        write(tmp_path / name, lines(ROWS))
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "data")  # a circle
+    before = hash_tree(tmp_path / "data")
+    train, _ = data_files(str(tmp_path / "data"), "data.path")
+    assert train == [tmp_path / "data" / "linked" / "more.jsonl", tmp_path / "data" / "train.jsonl"]
+    write(tmp_path / "elsewhere" / "more.jsonl", lines(ROWS[:1]))
+    assert hash_tree(tmp_path / "data") != before
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
