@@ -309,7 +309,7 @@ class StageRun:
                     print(f"warning: {self.folder.name}: {_no_step_taken(engine)}", file=sys.stderr, flush=True)
             summary = {
                 "stage": self.folder.name,
-                "steps": self.steps,
+                "steps": self.last_step,
                 "seconds": round(self.seconds, 3),
                 "seconds_by_phase": {k: round(v, 3) for k, v in self.clock.seconds.items()},
                 "tokens": self.clock.tokens,
