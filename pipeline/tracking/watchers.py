@@ -116,7 +116,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
     ended = False
     try:
         yield [*trackers, tables, progress]
-        tables.log(steps, {})
+        tables.log(tables.step or steps, {})
         ended = True
     finally:
         for tracker in trackers:
@@ -124,14 +124,18 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 
 
 class SampleTables:
-    """Sends the table of held-out answers to trackers after each step at which the file has changed."""
+    """Sends the table of held-out answers to trackers after each step at which the file has changed.
+
+    step: the newest logged step
+    """
 
     def __init__(self, file: Path, trackers: Sequence[Tracker]) -> None:
-        self._file, self._trackers = file, trackers
+        self._file, self._trackers, self.step = file, trackers, 0
         self._sent: tuple[int, int] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Send the table if it has changed since the last call."""
+        self.step = step
         try:
             status = self._file.stat()
         except OSError:

@@ -51,6 +51,22 @@ def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
     assert not (tmp_path / "wandb").exists()
 
 
+def test_the_table_of_a_stage_that_stops_early_is_at_its_last_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, stage = validate(compose(["tracking=tensorboard"])), tmp_path / "sft"
+    stage.mkdir()
+    with open_watchers(config, "sft", stage, 24) as watchers:
+        for watcher in watchers:
+            watcher.log(3, {"loss": 2.0})
+        (stage / "samples.jsonl").write_text(
+            json.dumps({"prompt": [], "answers": {"sft": "4"}, "temperature": 1.0}) + "\n"
+        )
+    files = EventAccumulator(str(tmp_path / "tensorboard" / "sft"))
+    files.Reload()
+    assert [each.step for each in files.Tensors("samples/text_summary")] == [3]
+
+
 def test_steps_that_a_resumed_stage_repeats_are_replaced(tmp_path):
     for steps, loss in ((range(1, 5), 1.0), (range(3, 6), 2.0)):
         writer = TensorBoard(tmp_path, "sft")
