@@ -238,7 +238,9 @@ def _open_hub(config: "SourceConfig") -> Source:
         from pipeline.data.hub import load_split
 
         rows = load_split(config, split)
-        table = Table(f"{hub} ({split})", rows, frozenset(rows.column_names), range(1, len(rows) + 1))
+        content = rows.data
+        columns = [name for name in rows.column_names if content.column(name).null_count < len(content)]
+        table = Table(f"{hub} ({split})", rows, frozenset(columns), range(1, len(rows) + 1))
         return [_renamed(table, config.columns)]
 
     held_out = None if config.eval_split is None else partial(read, config.eval_split)

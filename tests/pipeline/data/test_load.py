@@ -286,6 +286,14 @@ def test_a_local_copy_is_preferred_to_the_hub(tmp_path: Path, monkeypatch: pytes
         assert first in answers
 
 
+def test_columns_of_a_hub_data_set_without_values_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    hub = datasets.Dataset.from_list([{**row, "label": None, "chosen": None} for row in chats(range(50))])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **keys: hub)
+    assert len(load_stage(of({"hub": "a/b", "stages": ["sft"]}), "sft", seed=1).train) > 40
+
+
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_is_valid_and_serves_all_stages(path: Path) -> None:
     data = DataConfig(**yaml.safe_load(path.read_text()))
