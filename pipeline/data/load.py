@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import DataConfig
 
 RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
+OVERWEIGHT = "more than the source's weight"
 HELD_OUT = "prompt is held out"  # the first turn of the row is that of a held-out row
 
 _Row = tuple[Record, bytes, RecordTable]  # the record, the digest of its first turn, and its table
@@ -231,7 +232,7 @@ class _Loading:
         sizes = [len(train) for _, train in parts]
         weights = [each.config.weight for each, _ in parts if each.config.weight is not None]
         used = sizes if len(parts) == 1 or len(weights) < len(parts) else mixed_sizes(sizes, weights)
-        self._count("more than the source's weight", sum(sizes) - sum(used))
+        self._count(OVERWEIGHT, sum(sizes) - sum(used))
         mixed: list[Record] = []
         for index, ((_, train), size) in enumerate(zip(parts, used, strict=True)):
             chosen = random.Random(f"{self.reader.seed} {index}").sample(range(len(train)), size)

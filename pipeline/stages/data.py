@@ -16,7 +16,7 @@ from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
 from pipeline.data.encode import ADDED, encoder, labelled_answers
 from pipeline.data.formats import GREETING
-from pipeline.data.load import RESERVED, DataReader, StageRecords, is_generated
+from pipeline.data.load import OVERWEIGHT, RESERVED, DataReader, StageRecords, is_generated
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import first_turn
 from pipeline.data.tokenizer import ChatTokenizer
@@ -247,7 +247,8 @@ def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[s
         own = {f"data.stage_shares.{name}": shares[name] for name in STAGES[stage].shares if name in shares}
         rows, reserved = len(records.train), records.skipped.get(RESERVED, 0)
         keys = " ".join(f"{key}={share:g}" for key, share in own.items()) if reserved else "no other stage reads them"
-        share = f"{rows / max(1, rows + reserved):.0%}"
+        owned = rows + records.skipped.get(OVERWEIGHT, 0)
+        share = f"{owned / max(1, owned + reserved):.0%}"
         lines.append(_SHARE_ROW.format(stage, f"{rows:,}", share, keys).rstrip())
     held_out = max(len(records.held_out) for records in loaded.values())
     return [

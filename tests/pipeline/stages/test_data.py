@@ -287,9 +287,11 @@ def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys
 
 def test_a_stage_with_a_file_of_its_own_has_no_share_in_the_table() -> None:
     loaded = {"sft": StageRecords([1, 2], [], {}), "reward": StageRecords([1], [], {stage_data.RESERVED: 3})}
-    own, shared = stage_data.share_table(tiny_config(), loaded)[2:4]
+    loaded["ppo"] = StageRecords([1], [], {stage_data.RESERVED: 2, stage_data.OVERWEIGHT: 5})
+    own, shared, weighted = stage_data.share_table(tiny_config(), loaded)[2:5]
     assert own.split(maxsplit=3)[1:] == ["2", "100%", "no other stage reads them"]
     assert shared.split()[1:] == ["1", "25%", "data.stage_shares.reward=0.4"]
+    assert weighted.split()[1:3] == ["1", "75%"]  # weights leave out rows of the stage's share
 
 
 def test_without_held_out_prompts_there_are_no_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
