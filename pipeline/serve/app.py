@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.serve.answers import CHAT, COMPLETION, Choice, Endpoint, event, usage
 from pipeline.serve.arena import Arena
@@ -61,7 +61,7 @@ def create_app(
             Route("/v1/completions", api.complete, methods=["POST"]),
             *(arena(batcher).routes() if arena is not None else ()),
         ],
-        middleware=[Middleware(_Guard, key=key)],
+        middleware=[Middleware(_Shutdown), Middleware(_Guard, key=key)],
         exception_handlers=dict.fromkeys((ServeError, HTTPException, Exception), _error),
         lifespan=lifespan,
     )
@@ -160,6 +160,37 @@ class _Api:
     def _described(self, name: str) -> dict[str, Any]:
         fields = {"id": name, "object": "model", "created": self.started, "owned_by": "zerochat"}
         return fields | {"max_model_len": self.models[name].context}
+
+
+class _Shutdown:
+    """Middleware that sends an error to the clients whose requests the server cancels when it ends.
+
+    uvicorn would log a traceback for each of them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers: Headers | None = None
+
+        async def noted(message: Message) -> None:
+            nonlocal headers
+            if message["type"] == "http.response.start":
+                headers = Headers(raw=message["headers"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            problem = ServeError(503, "the server has ended; start it and send the request again", "server_shutdown")
+            if headers is None:
+                await JSONResponse(problem.body(), problem.status)(scope, receive, send)
+            elif headers.get("content-type", "").startswith("text/event-stream"):
+                await send({"type": "http.response.body", "body": event(problem.body()).encode()})
 
 
 class _Guard:

@@ -26,10 +26,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def served(app: Starlette) -> Iterator[str]:
-    """Run an application; provide its address."""
+def served(app: Starlette, grace: int = 5) -> Iterator[str]:
+    """Run an application; provide its address. At the end, running requests have `grace` seconds."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=grace))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

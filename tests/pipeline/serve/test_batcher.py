@@ -140,6 +140,17 @@ def test_a_request_that_the_batch_refuses_gets_an_error(url: str) -> None:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}], seed=13)
 
 
+def test_requests_get_an_error_when_the_server_ends(session: Endless) -> None:
+    """A stream that just ended would look like a complete answer."""
+    models = {"m": ServedModel("m", train_tokenizer(["hello there"], 300), session, 256)}
+    with served(create_app(models, key=None), grace=1) as url:
+        connections = [send(url, stream=stream) for stream in (False, True)]
+        wait_until(lambda: len(session.live) == 2)
+    full, streamed = (connection.makefile().read() for connection in connections)
+    assert full.startswith("HTTP/1.1 503 ") and streamed.startswith("HTTP/1.1 200 ")
+    assert all('"message":"the server has ended; ' in answer for answer in (full, streamed))
+
+
 def test_an_error_of_the_server_itself_has_no_traceback(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ServedModel, "encode")
     with client_of(url) as client, pytest.raises(openai.InternalServerError, match="the server failed: AttributeError"):
