@@ -264,9 +264,13 @@ def test_text_after_an_invalid_run_of_bytes_is_not_lost() -> None:
     assert "".join(shown) == "x你\ufffd and é." and pieces.text == "x\ufffd\ufffd\ufffd\ufffd and é."
 
 
-def test_a_long_answer_is_decoded_in_short_pieces() -> None:
-    """The pieces join to the text of one call, also with white space and multi-token characters at every offset."""
-    text = "ab é🙂  中, end\n\nof " * 20
+@pytest.mark.parametrize("first", [b"", b"x\xf0"])
+def test_a_long_answer_is_decoded_in_short_pieces(first: bytes) -> None:
+    """The pieces join to the text of one call, also with white space and multi-token characters at every offset.
+
+    A broken character, as in `first`, stays broken and does not change this.
+    """
+    answer = first + "ab é🙂  中, end\n\nof ".encode() * 20
     longest = 0
 
     def decode(ids: Sequence[int]) -> str:
@@ -275,9 +279,9 @@ def test_a_long_answer_is_decoded_in_short_pieces() -> None:
         return bytes(ids).decode("utf-8", errors="replace").strip()
 
     pieces = Detokenizer(decode)
-    shown = [pieces.feed(token) for token in text.encode()] + [pieces.finish()]
-    assert "".join(shown) == pieces.text == text.strip()
-    assert longest < 40 < len(text.encode())
+    shown = [pieces.feed(token) for token in answer] + [pieces.finish()]
+    assert "".join(shown) == pieces.text == answer.decode(errors="replace").strip()
+    assert longest < 40 < len(answer)
 
 
 def test_streamed_text_is_the_decoded_answer(run: Path) -> None:

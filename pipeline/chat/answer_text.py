@@ -35,10 +35,11 @@ class Detokenizer:
     def _settle(self, text: str) -> None:
         """Decode the older tokens for the last time, if both parts decode to `text` without each other.
 
-        Parts of a character and white space that `decode` strips do not. A later token is then tried.
+        Parts of a character and white space that `decode` strips do not. A later token is then tried, also if `text`
+        ends with a character that may still be incomplete. A broken character before its end stays broken.
         """
         older, newer = self._decode(self._ids[:-_CONTEXT]), self._decode(self._ids[-_CONTEXT:])
-        if newer and _UNFINISHED not in text and older + newer == text:
+        if newer and not text.endswith(_UNFINISHED) and older + newer == text:
             self._settled += older
             del self._ids[:-_CONTEXT]
 
