@@ -63,12 +63,16 @@ class Detokenizer:
 class AnswerText:
     """Text of an answer while it is sampled. Text from the first stop string on is left out.
 
+    A stop string that is complete before the answer has `least` tokens does not end the answer: it is part of the text.
     The end of the text is held back while it may be the beginning of a stop string. With `strips`, the text has no
     white space at its ends. Stop strings may have white space, so `decode` must not strip.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], *, strips: bool = False) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], *, strips: bool = False, least: int = 0
+    ) -> None:
         self._detokenizer, self._stops, self._strips = Detokenizer(decode), stops, strips
+        self._missing = least  # tokens before a stop string can end the answer
         self._held = ""
         self._space: str | None = None  # white space that more text must follow; None before the first text
         self._stopped = False
@@ -76,6 +80,7 @@ class AnswerText:
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that is certain now."""
+        self._missing -= 1
         self._held += self._detokenizer.feed(token)
         return self._release(self._length_of_possible_stop())
 
@@ -86,7 +91,7 @@ class AnswerText:
 
     def _release(self, hold: int) -> str:
         """Return the held text without its last `hold` characters, or up to the first stop string."""
-        begins = [self._held.find(stop) for stop in self._stops if stop in self._held]
+        begins = [self._held.find(stop) for stop in self._stops if self._missing <= 0 and stop in self._held]
         end = min(begins) if begins else len(self._held) - hold
         text, self._held = "" if self._stopped else self._held[:end], self._held[end:]
         self._stopped = self._stopped or bool(begins)
@@ -107,7 +112,7 @@ class AnswerText:
         lengths = (
             length
             for stop in self._stops
-            for length in range(1, min(len(stop), len(self._held)) + 1)
+            for length in range(1, min(len(stop), len(self._held) + 1))
             if self._held.endswith(stop[:length])
         )
         return max(lengths, default=0)

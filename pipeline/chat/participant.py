@@ -51,7 +51,9 @@ class ChatParticipant:
             min_new_tokens=min(sampling.min_new_tokens, longest),
             end_ids=self.tokenizer.end_ids,
         )
-        answered = AnswerText(self.tokenizer.decode_unstripped, sampling.stop, strips=True)
+        answered = AnswerText(
+            self.tokenizer.decode_unstripped, sampling.stop, strips=True, least=sampling.min_new_tokens
+        )
         try:
             for token in self.rollouts.stream(prompt, sampling, turn, self.tokenizer.decode_unstripped):
                 yield answered.feed(token)

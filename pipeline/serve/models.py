@@ -53,7 +53,8 @@ class ServedModel:
 
     def choice(self, body: SharedFields) -> Choice:
         """Return an empty choice for a job of this request."""
-        text = AnswerText(self.tokenizer.decode_unstripped, body.stops, strips=isinstance(body, ChatRequest))
+        is_chat = isinstance(body, ChatRequest)
+        text = AnswerText(self.tokenizer.decode_unstripped, body.stops, strips=is_chat, least=body.min_tokens)
         may_call = isinstance(body, ChatRequest) and body.may_call
         return Choice(text, None if body.likeliest is None else self._describe, may_call=may_call)
 

@@ -188,6 +188,11 @@ def test_trained_tokenizers_split_digits_and_preserve_texts(trained: ChatTokeniz
     assert trained.vocab_size <= 400 and max(trained.hf.get_vocab().values()) == trained.vocab_size - 1
 
 
+def test_an_answer_ends_before_the_stop_string_that_its_last_token_completes(trained: ChatTokenizer) -> None:
+    ids = trained.encode_answer("1;2;3;")
+    assert [trained.decode(part, [";", "2;"]) for part in (ids[:-1], ids[:-2], ids)] == ["1;2;3", "1;2;3", "1;2;3;"]
+
+
 def test_training_is_deterministic(trained: ChatTokenizer) -> None:
     assert train_tokenizer(iter(TEXTS), 400).fingerprint() == trained.fingerprint()
     assert train_tokenizer(TEXTS[:2], 400).fingerprint() != trained.fingerprint()

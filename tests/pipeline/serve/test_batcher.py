@@ -205,6 +205,12 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     assert texts([], "ab") == ["a", "b", ""]
 
 
+def test_a_stop_string_before_the_shortest_length_is_text() -> None:
+    answer = AnswerText(lambda ids: bytes(ids).decode(), ["END"], least=6)
+    shown = [answer.feed(token) for token in b"ENDaENDb"] + [answer.finish()]
+    assert shown == ["", "", "END", "a", "", "", "", "", ""] and answer.text == "ENDa"
+
+
 def test_a_stop_string_may_end_with_the_white_space_that_is_stripped() -> None:
     assert "".join(texts(["Q:\n"], " yes \nQ:\n", strips=True)) == "yes"
     assert texts([], " a  b ", strips=True) == ["", "a", "", "", "  b", "", ""]

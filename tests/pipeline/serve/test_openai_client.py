@@ -156,6 +156,9 @@ def test_stop_strings_are_cut_off(client: openai.OpenAI) -> None:
             text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
         assert text == full[: full.index(stop)] and finish == "stop"
     assert ask(client, seed=3, max_tokens=2).choices[0].finish_reason == "length"
+    least: Options = {"seed": 3, "extra_body": {"min_tokens": 20}}  # all tokens: no stop string ends the answer
+    longest = ask(client, **least).choices[0].message.content
+    assert ask(client, stop=longest[3:6], **least).choices[0].message.content == longest
 
 
 def test_a_stop_string_with_half_a_character_is_accepted(url: str) -> None:
