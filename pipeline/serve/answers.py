@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.chat.answer_text import AnswerText
+from pipeline.data.records import replace_surrogates
 from pipeline.data.tool_calls import split_calls
 from pipeline.serve.batcher import Token
 
@@ -91,7 +92,8 @@ def _chat_delta(index: int, choice: Choice, text: str) -> dict[str, Any]:
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call in OpenAI's form: with an id, and its arguments as JSON text."""
-    function = call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+    written = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    function = {"name": replace_surrogates(call["function"]["name"]), "arguments": replace_surrogates(written)}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
