@@ -2,8 +2,9 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pipeline.chat.answer_text import AnswerText
@@ -54,7 +55,7 @@ class ServedModel:
     def choice(self, body: SharedFields) -> Choice:
         """Return an empty choice for a job of this request."""
         is_chat = isinstance(body, ChatRequest)
-        text = AnswerText(self.tokenizer.decode_unstripped, body.stops, strips=is_chat, least=body.min_tokens)
+        text = AnswerText(self._decode(body), body.stops, strips=is_chat, least=body.min_tokens)
         may_call = isinstance(body, ChatRequest) and body.may_call
         return Choice(text, None if body.likeliest is None else self._describe, may_call=may_call)
 
@@ -68,7 +69,25 @@ class ServedModel:
                 "context_length_exceeded",
             )
         sampling = body.sampling(room, self.tokenizer.end_ids)
-        return [Job(ids, sampling, choice, self.tokenizer.decode_unstripped) for choice in range(body.n)]
+        return [Job(ids, sampling, choice, self._decode(body)) for choice in range(body.n)]
+
+    def _decode(self, body: SharedFields) -> Callable[[Sequence[int]], str]:
+        """Return the function that turns token ids of an answer into text."""
+        return self.tokenizer.decode_unstripped if isinstance(body, ChatRequest) else self._continuation
+
+    def _continuation(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids after other text.
+
+        Tokenizers such as that of Llama 2 drop the space before the first word, which separates it from the prompt.
+        """
+        before, length = self._before
+        return self.tokenizer.decode_unstripped([*before, *ids])[length:]
+
+    @cached_property
+    def _before(self) -> tuple[list[int], int]:
+        """The token ids of a letter, and the length of their text."""
+        ids: list[int] = self.tokenizer.hf("a", add_special_tokens=False)["input_ids"]
+        return ids, len(self.tokenizer.decode_unstripped(ids))
 
     def _describe(self, token: Token) -> dict[str, Any]:
         """Return the entry of a token in the log-probabilities of a response."""
@@ -77,7 +96,8 @@ class ServedModel:
         return self._entry(token.token, logprob) | {"top_logprobs": [self._entry(*each) for each in likeliest]}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = str(self.tokenizer.hf.decode([token]))
+        before, length = self._before  # as in `_continuation`, and with the names of control tokens
+        text = str(self.tokenizer.hf.decode([*before, token], clean_up_tokenization_spaces=False))[length:]
         is_whole = "\ufffd" not in text  # a token may be a part of a character
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode()) if is_whole else None}
 

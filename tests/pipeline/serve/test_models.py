@@ -2,18 +2,24 @@
 
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from engine import Generator
 from engine.generation import decode_loop
+from engine.generation.sampling import SampledToken as Token
 from pipeline.chat.folder import ChatModel
 from pipeline.chat.participant import load
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
+from pipeline.serve.batcher import Session
 from pipeline.serve.errors import ServeError
-from pipeline.serve.models import load_all
+from pipeline.serve.models import ServedModel, load_all
 from pipeline.serve.requests import CompletionRequest
 from tests.test_chat import save_model
 
@@ -59,3 +65,22 @@ def test_a_control_token_without_an_embedding_row_is_refused_as_a_prompt(models:
     for prompt in ("What is <image>?", [rows]):
         with pytest.raises(ServeError, match=f"token ids must be below {rows}"):
             served.completion_jobs(CompletionRequest.model_validate({"model": "ppo", "prompt": prompt}))
+
+
+def test_tokens_of_a_completion_keep_the_space_before_a_word() -> None:
+    """The decoder of Llama 2's tokenizer drops the space before the first word."""
+    names = ["<unk>", "</s>", "\u2581", "a", "i", "s", "\u2581a", "\u2581i", "\u2581is", "is"]
+    merges = [("\u2581", "a"), ("\u2581", "i"), ("\u2581i", "s"), ("i", "s")]
+    backend = Tokenizer(BPE({name: index for index, name in enumerate(names)}, merges, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>"))
+    model = ServedModel("m", tokenizer, Mock(Session), 64)
+    body = CompletionRequest(prompt="a is", stop=" a", logprobs=1)
+    choice = model.choice(body)
+    (job,) = model.completion_jobs(body)
+    assert job.text([names.index("\u2581a")]) == " a"  # the stop string
+    token = Token(0, names.index("\u2581is"), -1.0, "stop", (-1.0, [(names.index("is"), -2.0)]))
+    assert choice.take(token) == " is"
+    (entry,) = choice.entries
+    assert (entry["token"], entry["bytes"], entry["top_logprobs"][0]["token"]) == (" is", [32, 105, 115], "is")
