@@ -48,8 +48,8 @@ class _Request:
 class DecodeSession:
     """The sequences of one scheduler, which decode in one batch.
 
-    While a session is in use, its decode loop must run no other call, and the weights must not change. Steps in which
-    all sequences have the same settings run as CUDA graphs, others run through the modules.
+    While a session is in use, the weights must not change. A later session of its decode loop ends it: further steps
+    raise RuntimeError. Steps whose sequences have the same settings run as CUDA graphs, others through the modules.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class DecodeSession:
         self._step, self._sampler_for, self._scheduler, self._window = step, sampler_for, scheduler, window
         self._requests: dict[int, _Request] = {}
         self._pending = deque[_Launch]()
+        self._number = step.sessions = step.sessions + 1
 
     @property
     def busy(self) -> bool:
@@ -127,12 +128,13 @@ class DecodeSession:
         if launch is not None:
             self._pending.append(launch)
         assert self._pending or not self.busy, "no step runs and no answer ends"
-        behind = 1 if launch is not None and launch.in_graphs else 0
-        while len(self._pending) > behind:
+        while len(self._pending) > (launch is not None and launch.in_graphs):
             yield from self._read(self._pending.popleft())
 
     def _launch(self) -> _Launch | None:
         """Launch the next steps. Return None if every sequence has reached its limit and no request waits."""
+        if self._number != self._step.sessions:
+            raise RuntimeError("another call of this generator has begun: finish a stream or a session before the next")
         scheduler, step = self._scheduler, self._step
         plan = scheduler.plan()
         if plan.copies:
@@ -176,10 +178,9 @@ class DecodeSession:
                 if tokens[slot] != NOTHING and request in self._requests
             ]
             ended = {token.request for token in sampled if token.finish is not None}
-            if ended:
-                for request in ended:
-                    del self._requests[request]
-                self._scheduler.finish(ended)
+            for request in ended:
+                del self._requests[request]
+            self._scheduler.finish(ended)
             if sampled:
                 yield sampled
 

@@ -108,6 +108,16 @@ def test_streaming_gives_the_tokens_of_generate(llama: nn.Module) -> None:
         assert list(rollouts.stream(PROMPTS[1], sampling, stream)) == full.token_ids
 
 
+def test_a_call_ends_a_stream_that_began_before(llama: nn.Module) -> None:
+    """The stream would continue with the tokens of the other prompt, which has its slot now."""
+    generator, (first, second) = Generator(llama, "cpu"), ragged_prompts(9, 12)
+    stream = generator.stream(first, Sampling(8))
+    next(stream)
+    assert len([*generator.stream(second, Sampling(8))]) == 8
+    with pytest.raises(RuntimeError, match="another call of this generator has begun"):
+        next(stream)
+
+
 def test_an_interrupted_rollout_leaves_the_generator_as_it_was(
     llama: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
