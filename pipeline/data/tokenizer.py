@@ -135,15 +135,15 @@ class ChatTokenizer:
         ]
 
     def decode(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Return the text of an answer up to the string of `stop` that its last token completes, if there is one.
+        """Return the text of an answer up to the first string of `stop` that its last token completes, if there is one.
 
         Earlier stop strings are part of an answer that had to be longer. Control tokens and surrounding white space are
         left out.
         """
         text = self.decode_unstripped(ids)
         before = self.decode_unstripped(ids[:-1]) if stop else ""
-        begins = [text.rfind(each) for each in stop if text.count(each) > before.count(each)]
-        return text[: max(begins, default=len(text))].strip()
+        cut = [each.join(text.split(each)[: before.count(each) + 1]) for each in stop]
+        return min(cut, key=len, default=text).strip()
 
     def decode_unstripped(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without control tokens."""

@@ -190,7 +190,9 @@ def test_trained_tokenizers_split_digits_and_preserve_texts(trained: ChatTokeniz
 
 def test_an_answer_ends_before_the_stop_string_that_its_last_token_completes(trained: ChatTokenizer) -> None:
     ids = trained.encode_answer("1;2;3;")
-    assert [trained.decode(part, [";", "2;"]) for part in (ids[:-1], ids[:-2], ids)] == ["1;2;3", "1;2;3", "1;2;3;"]
+    assert [trained.decode(part, [";", "3;"]) for part in (ids[:-1], ids[:-2], ids)] == ["1;2;", "1;2;3", "1;2;3;"]
+    apples = trained.encode_answer("apples")[:-1]
+    assert len(apples) < 6 and trained.decode(apples[:1], [*"apples"]) == ""  # one token completes several
 
 
 def test_training_is_deterministic(trained: ChatTokenizer) -> None:
