@@ -128,7 +128,8 @@ class DecodeSession:
         if launch is not None:
             self._pending.append(launch)
         assert self._pending or not self.busy, "no step runs and no answer ends"
-        while len(self._pending) > (launch is not None and launch.in_graphs):
+        behind = 1 if launch is not None and launch.in_graphs else 0
+        while len(self._pending) > behind:
             yield from self._read(self._pending.popleft())
 
     def _launch(self) -> _Launch | None:
