@@ -47,8 +47,8 @@ RETURN_TYPES = {
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
 TRIED = ("", "The answer is 42.")  # the answers of `try_reward`
 ADVICE = {
-    REWARD: "Correct the function, or start its service, and run the same command again. If the file is unchanged, PPO "
-    "resumes from its last checkpoint; otherwise it starts again",
+    REWARD: "Correct the function, or start its service, and run the same command again: with an unchanged file PPO "
+    "resumes, otherwise it starts again",
     JUDGE: "Correct the function and run the same command again: the stage resumes from the last checkpoint. If the "
     "guard of PPO (ppo.guard=stop or rollback) or ppo.export=best reads the judge, PPO starts again with a corrected "
     "file",

@@ -247,7 +247,7 @@ def test_a_failed_call_in_threads_stops_further_calls(tmp_path: Path) -> None:
     """The second call fails while the first waits."""
     write_function(tmp_path, WAITING)
     function = load_function(f"{tmp_path}/mine.py:failing", 2)
-    with pytest.raises(UserError, match=r"raised OSError: 0 .*command again. If the file is unchanged, PPO resumes"):
+    with pytest.raises(UserError, match=r"raised OSError: 0 .*command again: with an unchanged file PPO resumes"):
         function.map(function.score, [(str(n), ROW) for n in range(500)])
     assert len(function.call.__globals__["made"]) < 500
 
