@@ -21,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
@@ -28,6 +29,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+
+import psutil
 
 from pipeline import progress
 from pipeline.data.records import FP32_MAX, BadRow, Message, Row, message_of
@@ -46,6 +49,7 @@ RETURN_TYPES = {
 }
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
 TRIED = ("", "The answer is 42.")  # the answers of `try_reward`
+EXIT_SECONDS = 5.0  # for the end of their process; multiprocessing waits for a ProcessPoolExecutor without end
 ADVICE = {
     REWARD: "Correct the function, or start its service, and run the same command again: with an unchanged file PPO "
     "resumes, otherwise it starts again",
@@ -268,15 +272,22 @@ def try_reward(where: str, rows: Sequence[Row]) -> None:
     child = context.Process(target=_try_reward, args=(where, rows, sender))
     child.start()
     sender.close()
+    problem: str | None = (
+        f"{REWARD}={where} ended its process (os._exit, a crash in a library, out of memory) when it was called for a "
+        "data row. Correct the function and run the same command again"
+    )
     try:
-        problem = receiver.recv()
-    except EOFError:
-        raise UserError(
-            f"{REWARD}={where} ended its process (os._exit, a crash in a library, out of memory) when it was called "
-            "for a data row. Correct the function and run the same command again"
-        ) from None
+        while child.is_alive() and not receiver.poll(1.0):
+            pass  # the pipe has no end while a pool of the function runs
+        with suppress(EOFError):
+            problem = receiver.recv() if receiver.poll() else problem
+        child.join(EXIT_SECONDS)
     finally:
-        child.kill()  # after Ctrl-C, it may still be in a call
+        # After Ctrl-C, the process may still be in a call. Its pools wait for it, and have the output of the command.
+        started = psutil.Process(child.pid).children(recursive=True) if child.is_alive() else []
+        for process in (child, *started):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         child.join()
     if problem is not None:
         raise UserError(problem)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -18,8 +20,9 @@ from pipeline.config.check_machine import check_paths
 from pipeline.config.stages import stages_to_run
 from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.errors import UserError
+from pipeline.evaluation import user_function
 from pipeline.evaluation.judge import judged, load_judge
-from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function
+from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function, try_reward
 from pipeline.launch.command import main
 from pipeline.progress import Progress, Row
 from pipeline.stages.data import evaluation_prompts, held_out_prompts, open_data, stage_records
@@ -112,6 +115,36 @@ def test_classes_and_partial_functions_are_accepted(tmp_path: Path) -> None:
     )
     assert load_function(write_function(tmp_path, text)).score("abc", {}) == 6.0
     assert load_function(f"{tmp_path}/mine.py:fixed").score("abc", {}) == 3.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from concurrent.futures import ProcessPoolExecutor\npool = ProcessPoolExecutor(1)\n"
+        "def pid(): return pool.submit(os.getpid).result()\n",
+        "import atexit, subprocess\nservice = subprocess.Popen(['sleep', '60'])\natexit.register(service.kill)\n"
+        "def pid(): return service.pid\n",
+    ],
+    ids=["pool", "service"],
+)
+def test_the_call_in_advance_ends_the_processes_of_the_function(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the output of the command, so a pipe such as `train.py | tee log` would never end."""
+    monkeypatch.setattr(user_function, "EXIT_SECONDS", 2.0)
+    body = f"def score(answer, row):\n    open({str(tmp_path / 'pid')!r}, 'w').write(str(pid()))\n    return 1.0\n"
+    try_reward(write_function(tmp_path, f"import os\n{text}{body}"), [ROW])
+    deadline = time.monotonic() + 10.0
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def giving(value: Any, **rest: Any) -> UserFunction:
