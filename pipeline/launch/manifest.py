@@ -35,7 +35,8 @@ from pipeline.launch.fingerprint import (
 )
 
 Action = Literal["skip", "resume", "run"]
-RECORD, TOKENIZER = "record.json", "tokenizer"  # in an old folder: its record, and the tokenizer that the stage made
+# In an old folder: its record, the tokenizer that the stage made, and its files for TensorBoard.
+RECORD, TOKENIZER, TENSORBOARD = "record.json", "tokenizer", "tensorboard"
 
 
 class _Consumed(BaseModel):
@@ -193,13 +194,16 @@ class Manifest:
         return Decision("run", "its model and its checkpoints are gone")
 
     def set_aside(self, stage: str) -> Path | None:
-        """Rename the folder of a stage that runs again, with its record and its tokenizer. Return the new path.
+        """Rename the folder of a stage that runs again, with all that belongs to it. Return the new path.
 
         Return None if there is no folder. A killed process may leave the files in the folder (`keep`).
         """
         folder, tokenizer = self.run_dir / stage, self.run_dir / TOKENIZER
+        curves = self.run_dir / TENSORBOARD / stage
         if folder.is_dir():
             write_json(folder / RECORD, self.stages.get(stage, {}))
+            if curves.exists():
+                curves.rename(folder / TENSORBOARD)
         if self._makes_tokenizer(stage) and tokenizer.exists():
             tokenizer.rename(folder / TOKENIZER) if folder.is_dir() else move_aside(tokenizer)
         return move_aside(folder) if folder.exists() else None
@@ -223,11 +227,13 @@ class Manifest:
         return None
 
     def keep(self, stage: str) -> None:
-        """Remove the record from the folder of a stage that is not set aside, and put back its tokenizer."""
-        folder, tokenizer = self.run_dir / stage, self.run_dir / TOKENIZER
+        """Remove the record from the folder of a stage that is not set aside, and put back what was outside of it."""
+        folder = self.run_dir / stage
         (folder / RECORD).unlink(missing_ok=True)
-        if (folder / TOKENIZER).is_dir() and not tokenizer.exists():
-            (folder / TOKENIZER).rename(tokenizer)
+        for name, place in ((TOKENIZER, self.run_dir / TOKENIZER), (TENSORBOARD, self.run_dir / TENSORBOARD / stage)):
+            if (folder / name).is_dir() and not place.exists():
+                place.parent.mkdir(exist_ok=True)
+                (folder / name).rename(place)
 
     def _makes_tokenizer(self, stage: str) -> bool:
         """Return whether a stage makes the tokenizer of the run from its own inputs."""

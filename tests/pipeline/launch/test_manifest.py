@@ -172,6 +172,21 @@ def test_results_of_earlier_inputs_are_used_again(train):
     assert train("name=x")[1].count("skipped") == 3 and train(*words)[1].count("skipped") == 3
 
 
+def test_the_curves_of_tensorboard_are_those_of_the_folder(train):
+    """They are outside of the folder, and the writer of a stage replaces earlier ones."""
+    words, curves = ("name=x", "stage=sft", "sft.lr=5e-5"), Path("runs/x/tensorboard/sft/events")
+    train(*words)
+    curves.parent.mkdir(parents=True)
+    curves.write_text("of the first")
+    train("name=x", "stage=sft")
+    assert not curves.exists()
+    curves.parent.mkdir(parents=True)
+    curves.write_text("of the second")
+    train(*words)
+    assert curves.read_text() == "of the first" and not Path("runs/x/sft/tensorboard").exists()
+    assert Path("runs/x/sft.2/tensorboard/events").read_text() == "of the second"
+
+
 def test_an_unfinished_stage_of_earlier_inputs_resumes(train):
     train("name=x", "stage=sft", "sft.lr=5e-5", stage="crash")
     (Path("runs/x/sft/checkpoints/step-8")).mkdir(parents=True)
