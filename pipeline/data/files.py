@@ -89,14 +89,20 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and its subfolders. Links to folders are followed, and each folder is read once."""
-    seen = set[str]()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        if (real := os.path.realpath(place)) in seen:
-            folders.clear()
-        else:
+    """Yield the files of a folder and its subfolders, without hidden subfolders.
+
+    Links to folders are followed. Each folder is read once, by its own name if it is inside of `folder`: the name of a
+    link to held-out rows may be another one.
+    """
+    seen, waiting = set[str](), [folder]
+    while waiting:
+        for place, folders, names in os.walk(waiting.pop(0)):
+            if (real := os.path.realpath(place)) in seen:
+                folders.clear()
+                continue
             seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            waiting += [link for name in folders if (link := Path(place, name)).is_symlink()]
             yield from (Path(place, name) for name in names)
 
 

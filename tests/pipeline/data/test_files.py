@@ -184,6 +184,15 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     assert hash_tree(tmp_path / "data") != before
 
 
+def test_links_within_a_folder_change_no_names(tmp_path: Path) -> None:
+    for name in ("train/a.jsonl", "valid/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        write(tmp_path / name, lines(ROWS))
+    (tmp_path / ".latest").symlink_to("train")
+    (tmp_path / "best").symlink_to("valid")  # before "valid" in the alphabet
+    assert data_files(str(tmp_path), "data.path") == ([tmp_path / "train/a.jsonl"], [tmp_path / "valid/b.jsonl"])
+
+
 def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
     parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path)
