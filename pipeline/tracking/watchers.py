@@ -16,7 +16,7 @@ from pipeline.config.messages import format_time
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, stages_to_run
 from pipeline.evaluation.samples import SAMPLES, read_samples
-from pipeline.files import read_plan
+from pipeline.files import read_object, read_plan
 from pipeline.tracking.trackers import TensorBoard, Tracker, open_wandb, section_of
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -116,7 +116,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
     ended = False
     try:
         yield [*trackers, tables, progress]
-        tables.log(tables.step or steps, {})
+        tables.log(read_object(folder / "summary.json").get("steps", steps), {})
         ended = True
     finally:
         for tracker in trackers:
@@ -124,18 +124,14 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
 
 
 class SampleTables:
-    """Sends the table of held-out answers to trackers after each step at which the file has changed.
-
-    step: the newest logged step
-    """
+    """Sends the table of held-out answers to trackers after each step at which the file has changed."""
 
     def __init__(self, file: Path, trackers: Sequence[Tracker]) -> None:
-        self._file, self._trackers, self.step = file, trackers, 0
+        self._file, self._trackers = file, trackers
         self._sent: tuple[int, int] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Send the table if it has changed since the last call."""
-        self.step = step
         try:
             status = self._file.stat()
         except OSError:

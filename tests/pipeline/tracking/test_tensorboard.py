@@ -51,14 +51,16 @@ def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
     assert not (tmp_path / "wandb").exists()
 
 
-def test_the_table_of_a_stage_that_stops_early_is_at_its_last_step(tmp_path):
+@pytest.mark.parametrize("logs", [True, False], ids=["stopped", "exported again"])
+def test_the_table_of_a_stage_that_stops_early_is_at_its_last_step(tmp_path, logs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config, stage = validate(compose(["tracking=tensorboard"])), tmp_path / "sft"
     stage.mkdir()
     with open_watchers(config, "sft", stage, 24) as watchers:
-        for watcher in watchers:
+        for watcher in watchers if logs else ():
             watcher.log(3, {"loss": 2.0})
+        (stage / "summary.json").write_text('{"steps": 3}')
         (stage / "samples.jsonl").write_text(
             json.dumps({"prompt": [], "answers": {"sft": "4"}, "temperature": 1.0}) + "\n"
         )
