@@ -250,6 +250,15 @@ def test_different_values_of_tied_weights_are_refused(family: str, tmp_path: Pat
     source = source_in(folder)
     source.config.tie_word_embeddings = False
     close(policy_logprobs(build_policy(source, frozen()), ids_of(2, 9)), expected)
+    nan = torch.full_like(head, math.nan)
+    damaged = {
+        "lm_head.weight": nan,
+        f"{'transformer.wte' if family == 'gpt2' else 'model.embed_tokens'}.weight": nan + 0,
+    }
+    with pytest.raises(UserError, match="NaN or infinite values in 1 of"):
+        build_policy(
+            source_in(saved(tmp_path / "b", lambda t: t.update(damaged), language_model(config_of(family)))), frozen()
+        )
 
 
 class OwnConfig(LlamaConfig):
