@@ -220,8 +220,9 @@ def _prompt_row(row: Row, source: str) -> Record:
 
 
 def _completion_row(row: Row, source: str) -> Record:
-    # In data of mathematics, `answer` is the result at the end of `solution`.
-    columns = ("solution", *ANSWER_COLUMNS) if row.get("answer") is not None else ANSWER_COLUMNS
+    columns: tuple[str, ...] = ANSWER_COLUMNS
+    if row.get("answer") is not None and row.get(LABEL_COLUMN) is None:  # a label belongs to the answer
+        columns = ("completion", "solution", *columns)  # in data of mathematics, `answer` is the result of `solution`
     return Conversation(in_order(_prompt_of(row) + answer_of(_first(row, columns))), source)
 
 

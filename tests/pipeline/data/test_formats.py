@@ -106,6 +106,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         ({"question": "a", "answer": "b"}, chat("a", "b")),
         ({"question": "6 * 7?", "answer": 42}, chat("6 * 7?", "42")),
         ({"problem": "6 * 7?", "solution": "6 * 7 is 42.", "answer": "42"}, chat("6 * 7?", "6 * 7 is 42.")),
+        ({"prompt": "a", "completion": "b", "solution": "s", "answer": "r"}, chat("a", "b")),
         ({"prompt": "Task: a\nAnswer: b ", "instruction": "a", "input": "x", "output": "b"}, chat("a\n\nx", "b")),
         ({"prompt": "Do a:", "instruction": "a", "output": "b"}, chat("Do a:", "b")),
         ({"prompt": "a \ud83d", "completion": "\udc00b \ud83d\ude00"}, chat("a \ufffd", "\ufffdb 😀")),
@@ -312,6 +313,12 @@ def test_a_greeting_of_the_assistant_is_removed_and_counted(row: dict[str, Any],
     records, skipped = to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
     assert records == [Conversation(expected, "s")]
     assert skipped == {GREETING: 1}
+
+
+def test_a_label_belongs_to_the_answer_and_not_to_a_solution() -> None:
+    table = table_of("t", [{"problem": "q", "solution": "s", "answer": "a", "label": False}])
+    read, _ = to_records(table, "dpo", "s", bad_row_limit=0.0, labels=True)
+    assert read == [LabelledAnswer(chat("q", "a"), False, "s")]
 
 
 def test_labelled_answers_for_each_stage() -> None:
