@@ -211,8 +211,9 @@ def _run_job(config: RunConfig, label: str, ranks: Ranks, control: Control) -> P
         manifest = Manifest.read(folder.path)
         manifest.claim(config, stages)
         config = with_stage_shares(config, folder.path, stages)
-        ran = [_run_stage(config, manifest, stage, ranks, control) for stage in stages]
-        verdict = report_verdict(folder.path, write=any(ran) or not (folder.path / "report.html").exists())
+        for stage in stages:
+            _run_stage(config, manifest, stage, ranks, control)
+        verdict = report_verdict(folder.path)
         print(summarize_run(folder.path, verdict), flush=True)
         return folder.path
     except (UserError, OSError, StageFailed) as problem:
@@ -236,21 +237,19 @@ def _plan(config: RunConfig, ranks: Ranks, control: Control) -> None:
             raise StageFailed(end.status)
 
 
-def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, control: Control) -> bool:
-    """Run or resume one stage. Return whether it has other results than before this command."""
+def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, control: Control) -> None:
+    """Run, resume or skip one stage."""
     run_dir, consumed = manifest.run_dir, stage_consumes(config, manifest, stage)
-    decision = found = manifest.decide(stage, consumed)
+    decision = manifest.decide(stage, consumed)
     manifest.check_tokenizer(stage, consumed)
-    if found.action == "run":
-        decision = _set_aside(manifest, stage, consumed, found)
-    else:
-        manifest.keep(stage)
+    if decision.action == "run":
+        decision = _set_aside(manifest, stage, consumed, decision)
     stage_dir, judges = run_dir / stage, judge_files(config)
     changed = manifest.changed_judges(stage, judges)
     if decision.action == "skip":
         notice = evaluation_notice(config, stage_dir, changed)
         print(f"{stage}: finished before with the same settings, skipped{notice}", flush=True)
-        return found.action == "run"
+        return
     processes = f"{ranks.world} process{'es' if ranks.world > 1 else ''}"
     judged = f"the file of {' and '.join(changed)} changed; earlier grades are those of the old file" if changed else ""
     evaluation = changed_evaluation(config, stage_dir) if decision.action == "resume" else []
@@ -274,7 +273,6 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
     if end.stop_status:
         print(f"{stage}: finished, then stopped; run the same command again to resume", file=sys.stderr)
         raise StageFailed(end.stop_status)
-    return True
 
 
 def _set_aside(manifest: Manifest, stage: str, consumed: dict[str, Any], decision: Decision) -> Decision:

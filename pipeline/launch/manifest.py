@@ -10,6 +10,7 @@ later stages again. The tokenizer of a run has inputs of its own: the files of `
 `model.chat_template`. Only the first launcher writes this file.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -150,15 +151,21 @@ class Manifest:
         self.save()
 
     def claim(self, config: RunConfig, stages: list[str]) -> None:
-        """Record the identity and the request of this run. Raise UserError if the folder has another model or data."""
-        identity = run_identity(config)
+        """Record the identity and the request of this run, and end a renaming that a killed command began (`keep`).
+
+        Raise UserError if the folder has another model or data.
+        """
+        identity, request = run_identity(config), hash_request(config, stages)
         if self.identity and self.stages:
             old = {kind: self.identity.get(kind, {}).get("source") for kind in ("model", "data")}
             changed = [kind for kind in old if old[kind] != identity[kind]["source"]]
             if changed:
                 raise UserError(self._describe_conflict(identity, changed))
-        self.identity, self.request = identity, hash_request(config, stages)
-        self.save()
+        if (identity, request) != (self.identity, self.request):  # else the report is newer than the file
+            self.identity, self.request = identity, request
+            self.save()
+        for stage in self.stages:
+            self.keep(stage)
 
     def _describe_conflict(self, identity: dict[str, Any], changed: list[str]) -> str:
         old, new = (
@@ -185,7 +192,7 @@ class Manifest:
             return Decision("run", "manifest.json does not record its inputs")
         if (because := _changes(record, consumed)) is not None:
             return Decision("run", because)
-        if record["status"] != "finished":
+        if record["status"] != "finished" and (self.run_dir / stage).is_dir():
             return Decision("resume")
         if self.finished(stage):
             return Decision("skip")
@@ -200,12 +207,18 @@ class Manifest:
         """
         folder, tokenizer = self.run_dir / stage, self.run_dir / TOKENIZER
         curves = self.run_dir / TENSORBOARD / stage
+        if folder.is_symlink() and not folder.exists():
+            raise UserError(
+                f"{folder} is a link to {folder.readlink()}, which is missing: restore that folder (mount its disk), "
+                f"or remove the link to run the {stage} stage again"
+            )
+        is_here = folder.is_dir() and not folder.is_symlink()  # the target of a link may be on another disk
         if folder.is_dir():
             write_json(folder / RECORD, self.stages.get(stage, {}))
-            if curves.exists():
-                curves.rename(folder / TENSORBOARD)
+        if is_here and curves.exists():
+            curves.rename(folder / TENSORBOARD)
         if self._makes_tokenizer(stage) and tokenizer.exists():
-            tokenizer.rename(folder / TOKENIZER) if folder.is_dir() else move_aside(tokenizer)
+            tokenizer.rename(folder / TOKENIZER) if is_here else move_aside(tokenizer)
         return move_aside(folder) if folder.exists() else None
 
     def restore(self, stage: str, consumed: dict[str, Any]) -> Path | None:
@@ -229,7 +242,8 @@ class Manifest:
     def keep(self, stage: str) -> None:
         """Remove the record from the folder of a stage that is not set aside, and put back what was outside of it."""
         folder = self.run_dir / stage
-        (folder / RECORD).unlink(missing_ok=True)
+        if (folder / RECORD).exists():  # a folder of a disk without write permission has none
+            (folder / RECORD).unlink()
         for name, place in ((TOKENIZER, self.run_dir / TOKENIZER), (TENSORBOARD, self.run_dir / TENSORBOARD / stage)):
             if (folder / name).is_dir() and not place.exists():
                 place.parent.mkdir(exist_ok=True)
@@ -345,7 +359,7 @@ def hash_request(config: RunConfig, stages: list[str]) -> str:
 def move_aside(folder: Path) -> Path:
     """Rename a stage folder to the first free name of <stage>.1, <stage>.2, ... Return the new path."""
     number = 1
-    while (path := folder.with_name(f"{folder.name}.{number}")).exists():
+    while os.path.lexists(path := folder.with_name(f"{folder.name}.{number}")):
         number += 1
     return folder.rename(path)
 

@@ -149,13 +149,14 @@ def changed_evaluation(config: RunConfig, stage_dir: Path) -> list[str]:
     return [f"{key} was {value}, is {new[key]}" for key, value in old.items() if value != new[key]]
 
 
-def report_verdict(run_dir: Path, *, write: bool) -> str | None:
-    """Write report.html if `write` is true, and return the verdict. Any error is logged as a warning."""
+def report_verdict(run_dir: Path) -> str | None:
+    """Write report.html if the manifest is newer, and return the verdict. Any error is logged as a warning."""
     try:
         from pipeline.report.report import write_report
         from pipeline.report.verdict import conclusion
 
-        if write:
+        report, manifest = run_dir / "report.html", run_dir / "manifest.json"
+        if not report.exists() or report.stat().st_mtime_ns < manifest.stat().st_mtime_ns:
             write_report(run_dir)
         return conclusion(run_dir)
     except Exception as problem:

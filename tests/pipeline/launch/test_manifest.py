@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,70 @@ def test_a_kill_while_a_folder_is_renamed_loses_no_result(train_here, step, monk
         assert "skipped" in train_here(*words)[1]
         assert Path("runs/x/tokenizer").exists() and not Path("runs/x/sft/tokenizer").exists()
         train_here("name=x", "stage=sft")
+
+
+@pytest.mark.parametrize("moment", ["set aside", "restored"])
+def test_a_kill_loses_no_checkpoints_of_an_unfinished_stage(train_here, moment, monkeypatch):
+    """The launcher is killed after it has set the folder aside, or before the folder gets its name back."""
+    words, other = ("name=x", "stage=sft", "sft.lr=5e-5"), ("name=x", "stage=sft")
+    train_here(*words, stage="crash")
+    Path("runs/x/sft/checkpoints/step-8").mkdir(parents=True)
+    if moment == "restored":
+        train_here(*other)
+        shutil.rmtree("runs/x/sft")
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Path, "rename") if moment == "restored" else (Manifest, "begin")), raise_interrupt)
+        train_here(*(words if moment == "restored" else other))
+    assert not Path("runs/x/sft").exists()
+    assert "sft: runs/x/sft.1 has these inputs" in train_here(*words)[1]
+    assert Path("runs/x/sft/checkpoints/step-8").exists()
+
+
+def test_a_later_stage_gets_the_tokenizer_back_after_a_kill(train_here, monkeypatch):
+    train_here("name=x", "stage=sft")
+    Path("runs/x/tokenizer").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.launch.manifest.move_aside", raise_interrupt)
+        train_here("name=x", "stage=sft", "sft.lr=5e-5")
+    assert Path("runs/x/sft/tokenizer").exists()
+    train_here("name=x", "stage=reward", "reward.init=base")
+    assert Path("runs/x/tokenizer").exists() and not Path("runs/x/sft/tokenizer").exists()
+
+
+def test_the_report_is_written_after_a_kill(train_here, monkeypatch):
+    words = ("name=x", "stage=sft", "sft.lr=5e-5")
+    train_here(*words)
+    train_here("name=x", "stage=sft")
+    Path("runs/x/report.html").write_text("of the second")
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.launch.command.report_verdict", raise_interrupt)
+        train_here(*words)
+    train_here(*words)
+    new = Path("runs/x/report.html")
+    assert new.read_text() != "of the second"
+    written = new.stat().st_mtime_ns
+    train_here(*words)
+    assert new.stat().st_mtime_ns == written
+
+
+def raise_interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="needs a second disk")
+def test_a_stage_on_another_disk(train):
+    words, other, folder = ("name=x", "stage=sft", "sft.lr=5e-5"), ("name=x", "stage=sft"), Path("runs/x/sft")
+    train(*words)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        target = Path(shutil.move(folder, disk))
+        folder.symlink_to(target)
+        Path("runs/x/tokenizer").mkdir()
+        assert train(*other)[0] == 0 and Path("runs/x/sft.1").is_symlink()
+        assert "sft: runs/x/sft.1 has these inputs" in train(*words)[1]
+        target.rename(f"{target}.gone")
+        status, output = train(*words)
+        assert status == 2 and f"error: runs/x/sft is a link to {target}, which is missing: restore that" in output
+        assert folder.is_symlink()
 
 
 def test_changed_data_runs_again_with_a_new_tokenizer(train):
