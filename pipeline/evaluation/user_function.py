@@ -17,14 +17,16 @@ Errors that can be detected before a run starts are raised before it starts.
 
 import copy
 import inspect
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -294,6 +296,7 @@ def try_reward(where: str, rows: Sequence[Row]) -> None:
 
 
 def _try_reward(where: str, rows: Sequence[Row], sender: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     problem: str | None = None
     try:
         function = load_function(where)
@@ -305,6 +308,13 @@ def _try_reward(where: str, rows: Sequence[Row], sender: Connection) -> None:
     except UserError as error:
         problem = str(error)
     sender.send(problem)
+
+
+def _end_with_parent() -> None:
+    """End this process when the rank that started it has been killed: a call may never return."""
+    if (rank := parent_process()) is not None:
+        rank.join()
+    os._exit(1)
 
 
 def function_file(where: str, key: str = REWARD) -> Path:

@@ -1,6 +1,9 @@
 import ctypes
 import gc
 import json
+import signal
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,9 +22,10 @@ from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.errors import UserError
+from pipeline.evaluation.user_function import try_reward
 from pipeline.stages import data as stage_data
 from pipeline.stages.data import encode_for_all, log_cut, log_divided, return_memory_of_texts
-from tests.ranks import run_ranks
+from tests.ranks import Worker, run_ranks
 from tests.tiny import tiny_config
 
 ROWS = [{"prompt": f"Question {n}?", "completion": f"Answer {n}."} for n in range(30)]
@@ -152,6 +156,27 @@ def test_the_first_stage_tries_the_reward_function(body: str, message: str | Non
     config = config.model_copy(update={"data": DataConfig(name="a", path=str(file))})
     with pytest.raises(UserError, match=f"stage ppo, .*{message}") if message else nullcontext():
         check_data_to_come(config)
+
+
+def test_a_call_in_advance_ends_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    called, function = tmp_path / "called", tmp_path / "own.py"
+    call = f"open({str(called)!r}, 'w').write(f'{{os.getpid()}}\\n')"
+    function.write_text(f"import os, time\n\n\ndef reward(answer, row):\n    {call}\n    time.sleep(600)\n")
+    rank = Worker(try_reward, f"{function}:reward", [{"prompt": "1?"}], environment={})
+    wait_until(lambda: called.exists() and called.read_text().endswith("\n"))
+    process = psutil.Process(int(called.read_text()))
+    rank.send_signal(signal.SIGKILL)
+    try:
+        wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        process.kill()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_the_first_stage_refuses_a_critic_warmup_of_all_rollouts(tmp_path: Path) -> None:
