@@ -176,9 +176,10 @@ class Engine:
         """
         zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
         # An optimizer has this method if it takes the gradients from the module, or averages them over ranks itself.
-        square = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
+        squared_norm = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
         trained, used = zero.take_used(self.module)
-        numbers, (*highest, norm, missing) = dist.reduce_over_ranks(sums, [*maxima, square, len(trained) - len(used)])
+        numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])
+        *highest, norm, missing = highest
         unused = trained.difference(*dist.gather_objects(used)) if missing else set[str]()
         return numbers, highest, norm, unused
 

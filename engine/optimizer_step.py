@@ -170,7 +170,8 @@ class LossScaler:
         self.last_overflow = self.steps
 
     def state(self) -> dict[str, float]:
-        return {n: getattr(self, n) for n in ("scale", "steps", "last_overflow", "budget", "skipped", "moves")}
+        names = ("scale", "steps", "last_overflow", "budget", "skipped", "moves")
+        return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, float]) -> None:
         """Restore a saved state. The scale is restored only if it adapts in both precisions."""

@@ -177,7 +177,8 @@ class DecodeStep:
 
     def __init__(self, model: SlotModel, cache: KVCache, steps: int) -> None:
         """`steps`: the most steps between two reads of their tokens."""
-        self.model, self.cache, self.sessions = model, cache, 0  # `sessions` counts those that used this step
+        self.model, self.cache = model, cache
+        self.sessions = 0  # how many sessions have used this step
         self.state = DecodeState(cache.size.sequences, steps, cache.size.answer_capacity, model.device)
 
     def run(self, chosen: Tensor, chunks: Sequence[Chunk], samplers: Sequence[Sampler]) -> None:

@@ -209,9 +209,10 @@ class Generator:
     def _check_lengths(self, lengths: Sequence[int], new_tokens: int) -> None:
         if min(lengths) < 1:
             raise ValueError("a prompt must have at least one token")
-        if self._positions is not None and max(lengths) + new_tokens > self._positions:
+        limit = self._positions
+        if limit is not None and max(lengths) + new_tokens > limit:
             same = "" if frequency_change(self.module) is None else " with the same rotary frequencies (longrope)"
             raise ValueError(
-                f"a prompt of {max(lengths)} tokens and max_new_tokens={new_tokens} do not fit into the "
-                f"{self._positions} positions of the model{same}; use a smaller max_new_tokens or shorter prompts"
+                f"a prompt of {max(lengths)} tokens and max_new_tokens={new_tokens} do not fit into the {limit} "
+                f"positions of the model{same}; use a smaller max_new_tokens or shorter prompts"
             )
