@@ -126,10 +126,8 @@ def _find_earlier(config: RunConfig, stages: list[str], suffix: str) -> RunFolde
             unfinished.append(file.parent)
         elif has_label:
             finished.append(file.parent)
-    resumes, opens = (
-        "resumes the unfinished run of the same configuration",
-        "the finished run of the same configuration",
-    )
+    resumes = "resumes the unfinished run of the same configuration"
+    opens = "the finished run of the same configuration"
     for folder in (*unfinished, *finished):
         try:
             return RunFolder(folder, _lock(folder), opens if folder in finished else resumes)

@@ -126,11 +126,14 @@ def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]
         notices.append(f"evaluation.{key}={judge} {state}")
     if not notices:
         return ""
-    remedy = f"delete {stage_dir / 'model'} and run the same command again, which exports the model from the last "
-    remedy += "checkpoint and evaluates it"
     if stage_dir.name not in POLICIES:
         remedy = "the stage keeps its earlier evaluation"
-    elif not has_checkpoints(stage_dir):
+    elif has_checkpoints(stage_dir):
+        remedy = (
+            f"delete {stage_dir / 'model'} and run the same command again, which exports the model from the last "
+            "checkpoint and evaluates it"
+        )
+    else:
         remedy = "the stage has no checkpoint to export and evaluate again, so only a new run (name=NEW) uses this"
     return f"; {'; '.join(notices)}: {remedy}"
 

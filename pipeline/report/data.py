@@ -124,10 +124,8 @@ class RunReading:
         """Return the titles of the stages that have trained their models again since `policy` started from these."""
         records = self.manifest.get("stages", {})
         used = records.get(self.policy, {}).get("consumed", {}).get("models", {})
-        stages = {
-            "actor": ("sft", "actor"),
-            "reward": ("reward", "reward_path"),
-        }  # of each role, with the key for others
+        # Of each role: the stage that trains its model, and the key that selects another model.
+        stages = {"actor": ("sft", "actor"), "reward": ("reward", "reward_path")}
         made = {role: records.get(stage, {}).get("produced", {}).get("model") for role, (stage, _) in stages.items()}
         return [
             STAGES[stage].title
