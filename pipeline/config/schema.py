@@ -41,7 +41,7 @@ class ModelConfig(Section):
     """file with a Jinja chat template, instead of the tokenizer's own"""
     thinking: bool = False
     """the model thinks before it answers: prompts leave the block of reasoning (`<think>`) to it, and reasoning in the
-    data is trained on; needs a chat template that writes reasoning"""
+    data is trained on; needs a chat template that writes or opens a block of reasoning"""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """attention implementation of transformers; auto: sdpa if the family supports it, else eager"""
     fused_kernels: Literal["auto", "liger", "none"] = "auto"

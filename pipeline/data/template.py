@@ -57,6 +57,7 @@ THINKING = "{#- The model thinks before it answers. -#}"
 # reasoning in the system message, or open a block of reasoning before the answer.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _REASONING_INDEX = 1 << 20  # the index of the reasoning of message 0
+_OPEN_REASONING = re.compile(r"<think>(\s*)$")  # at the end of a prompt
 _NO_TOOLS = "it does not write the tools or their calls"
 
 USER, ASSISTANT = Turn("user"), Turn("assistant")
@@ -102,13 +103,14 @@ class Segment:
 class ChatTemplate:
     """The chat template of one tokenizer.
 
-    thinks: the model thinks before it answers (`THINKING`)
+    thinks: the model thinks before it answers (`THINKING`, or the template always begins an answer with reasoning)
     lead: white space with which answers begin; it is set before the first call of `answer` or `layout`
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer, self.lead = tokenizer, ""
         self.thinks = tokenizer.get_chat_template().startswith(THINKING)
+        self.thinks = self.thinks or bool(_OPEN_REASONING.search(self._prompt_text((USER,))))
         self.answer = lru_cache(maxsize=4096)(self._answer)
         self._prompt = lru_cache(maxsize=4096)(self._prompt_text)
 
@@ -121,6 +123,8 @@ class ChatTemplate:
             for token, added in hf.added_tokens_decoder.items()
             if added.special or (added.content in own and not added.content.replace(" ", "").isalnum())
         }
+        if self.thinks:  # the marks of reasoning are part of an answer
+            control = {token: text for token, text in control.items() if text not in ("<think>", "</think>")}
         control |= {token: str(hf.convert_ids_to_tokens(token)) for token in hf.all_special_ids}
         if hf.unk_token_id not in (None, hf.eos_token_id, hf.bos_token_id, hf.pad_token_id):
             control.pop(hf.unk_token_id, None)  # it represents characters that the vocabulary lacks
@@ -194,6 +198,11 @@ class ChatTemplate:
         if not turns[-1].fields and not self.thinks:
             return tuple(fragment for fragment in (self.lead, len(turns) - 1) if fragment != "")
         prompt, text = self._prompt(turns[:-1]), _joined(self._render(turns, generation_prompt=False))
+        opened = _OPEN_REASONING.search(prompt)
+        if opened and not text.startswith(prompt) and "tool_calls" not in turns[-1].parsed():
+            # DeepSeek R1, QwQ: a prompt opens the block of reasoning, and the text of a conversation has no block.
+            reasoning = [len(turns) - 1 + _REASONING_INDEX] * (REASONING in turns[-1].parsed())
+            return (*reasoning, f"{opened[1]}</think>{2 * opened[1]}", len(turns) - 1)
         if not text.startswith(prompt):
             raise UserError(
                 "The chat template begins an answer differently from a prompt, because the answer has a tool call, or "

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-_REASONING = re.compile(r"\s*<think>\s*(.*?\S)\s*</think>\s*", re.DOTALL)
+# In the content of an answer. A prompt may have opened the block.
+_REASONING = re.compile(r"\s*(?:<think>)?\s*(.*?)\s*</think>\s*", re.DOTALL)
 _CHUNK = 1024  # texts per call: fast tokenizers store the offsets of one call in memory
 _PROBE = "Hello, world! 12345  \n\n\tnaïve 中文 🙂 x_y(z) ... THE END"
 

@@ -61,6 +61,10 @@ REASONING = (  # a block of reasoning before the last answer, which the generati
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+OPENED = (  # as DeepSeek R1 and QwQ: a prompt opens the block of reasoning, and a conversation has none
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 SPACE = (  # as Idefics 3: a space between the generation prompt and the answer
     "{% for m in messages %}{{ ('User: ' if m.role == 'user' else 'Assistant: ') + m.content }}"
     "{{ eos_token if m.role == 'assistant' else '\n\n' }}{% endfor %}"

@@ -10,7 +10,7 @@ from pipeline.data.records import Message
 from pipeline.data.template import DEFAULT_TEMPLATE, THINKING
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer
 from pipeline.errors import UserError
-from tests.pipeline.data.templates import CHATML, REASONING, to_records, tokenizer
+from tests.pipeline.data.templates import CHATML, OPENED, REASONING, to_records, tokenizer
 from tests.pipeline.data.test_formats import table_of
 from tests.pipeline.data.test_tool_calls import counted
 
@@ -62,11 +62,34 @@ def test_reasoning_may_be_part_of_the_content(tmp_path: Path) -> None:
         assert [item.ids.tolist() for item in items_of(own, written)] == expected
 
 
-def test_an_answer_without_reasoning_has_an_empty_block(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["b", "<think>\n\n</think>\n\nb"])
+def test_an_answer_without_reasoning_has_an_empty_block(content: str, tmp_path: Path) -> None:
     own = load_tokenizer(saved(tmp_path, REASONING), thinking=True)
-    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (item,) = items_of(own, plain)
+    (item,) = items_of(own, [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}])
     assert counted(own, item.ids, item.counts) == ["<think>\n\n</think>\n\nb<|im_end|>"]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_template_may_open_the_block_of_reasoning_in_every_prompt(thinking: bool, tmp_path: Path) -> None:
+    own = load_tokenizer(saved(tmp_path, OPENED), thinking=thinking)
+    first, second = items_of(own, TURNS)[::-1]
+    begin = "<|im_start|>user\nAdd 2 and 3.<|im_end|>\n<|im_start|>assistant\n"
+    rest = "2 and 3 <|im_end|>\n</think>\n\n5<|im_end|>"
+    assert own.hf.decode(first.ids) == f"{begin}<think>\n{rest}" and counted(own, first.ids, first.counts) == [rest]
+    begin += "5<|im_end|>\n<|im_start|>user\nAnd 1.<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    rest = "5 and 1\n</think>\n\n6<|im_end|>"
+    assert own.hf.decode(second.ids) == begin + rest and counted(own, second.ids, second.counts) == [rest]
+    answer = own.decode(second.ids[second.counts])  # as the model writes it, and as a client sends it back
+    chat = [TURNS[0], {"role": "assistant", "content": answer}, TURNS[2]]
+    records, _ = to_records(table_of("t", [{"prompt": chat}]), "ppo", "s", bad_row_limit=0.0)
+    assert answer == "5 and 1\n</think>\n\n6"
+    assert own.hf.decode(own.encode_prompt(records[0].messages)) == begin.replace("\n5<", "\n6<")
+    assert (
+        own.hf.decode(own.encode_messages([Message("user", "And 1.")]))
+        == "\n" + begin[begin.index("<|im_start|>user\nAnd") :]
+    )
+    (plain,) = items_of(own, [TURNS[0], {"role": "assistant", "content": "5"}])
+    assert counted(own, plain.ids, plain.counts) == ["\n</think>\n\n5<|im_end|>"]
 
 
 def test_prompts_leave_the_reasoning_to_a_model_that_thinks(tmp_path: Path) -> None:
