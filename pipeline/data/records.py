@@ -128,6 +128,7 @@ _MESSAGES = re.compile(
 )
 NOT_TEXT = "a message with an image or another part that is not text"
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+_HELPSTEER_TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")  # the first question has no mark
 
 
 class BadRow(Exception):
@@ -158,8 +159,10 @@ def replace_surrogates(text: str) -> str:
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:
-    """Parse a list of {"role", "content"} (or {"from", "value"}), and join consecutive messages of one role."""
+    """Parse a list of {"role", "content"} (or {"from", "value"}), or turns as text. Join messages of one role."""
     value = _list_of(value)
+    if isinstance(value, str) and value.lstrip().startswith("Human:"):
+        return turns_of(value)
     if isinstance(value, (str, bytes)):
         raise BadRow("messages are not a list")
     if not isinstance(value, Sequence):
@@ -219,7 +222,9 @@ def question_of(value: Any) -> tuple[Message, ...]:
     if isinstance(value, str) and value.lstrip().startswith("Human:") and value.rstrip().endswith("\n\nAssistant:"):
         messages = turns_of(value)
     elif value is None or isinstance(value, str):
-        messages = (Message("user", text_of(value, "prompt")),)
+        parts = ["user", *_HELPSTEER_TURN.split(text_of(value, "prompt"))]
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        messages = in_order([Message(role.lower(), text_of(content, "turn")) for role, content in turns])
     else:
         messages = messages_of(value)
     if messages[-1].role not in ("user", "tool"):

@@ -138,6 +138,11 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         ),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, chat("a", "b")),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, chat("a", "b")),
+        ({"messages": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"}, chat(*"abcd")),
+        (
+            {"prompt": "a\n\n<extra_id_1>Assistant\nb\n\n<extra_id_1>User\nc", "response": "d", "helpfulness": 4},
+            chat(*"abcd"),
+        ),
         ({"messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'}, chat("a", "b")),
         ({"messages": [{"role": "system", "content": " "}, USER, GOOD]}, chat("a", "g")),
         ({"messages": [{**USER, "weight": 0}, {**GOOD, "weight": 1}]}, chat("a", "g")),
@@ -244,6 +249,7 @@ def test_margins(extra: dict[str, Any], margin: float) -> None:
         ({"messages": [USER, {"role": "system", "content": "s"}, GOOD]}, "a system message after the start"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GOOD]}, "a message with an image"),
         ({"messages": "hello"}, "messages are not a list"),
+        ({"prompt": "a\n<extra_id_1>Assistant\nb", "response": "c"}, "prompt does not end with a user's turn"),
         (
             {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\na"}, GOOD]},
             "a message with an image",
