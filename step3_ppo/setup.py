@@ -224,7 +224,14 @@ class Ppo:
             )
 
     def update(
-        self, step: int, minibatch: Minibatch, rollout: Rollout, advantages: Advantages, updates: UpdateMetrics
+        self,
+        step: int,
+        minibatch: Minibatch,
+        rollout: Rollout,
+        advantages: Advantages,
+        updates: UpdateMetrics,
+        *,
+        budget: int,
     ) -> None:
         """Update the actor (after `ppo.critic_warmup` rollouts) and the critic on a minibatch, and add their metrics.
 
@@ -241,7 +248,7 @@ class Ppo:
                 self.section,
                 temperature=self.rollout.temperature,
                 kl_coef=self.kl.coef if self.section.kl_counts_in == "loss" else 0.0,
-                ptx=self.ptx.batch(actor.step_count, packing=self.models.packing) if self.ptx else None,
+                ptx=self.ptx.batch(actor.step_count, budget, packing=self.models.packing) if self.ptx else None,
                 check=None if updates.steps else check,
             )
         if critic is not None:
@@ -284,7 +291,7 @@ def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:
         return None
     items, _ = encode_for_all(encoder(config, "sft", tokenizer), stage_records(config, "sft", open_data(config)).train)
     size = max(1, ppo.batch_size // ppo.minibatches)
-    return PtxMix(items, size, ppo.micro_batch_tokens, tokenizer.pad_id, config.seed)
+    return PtxMix(items, size, tokenizer.pad_id, config.seed)
 
 
 def reward_shaping(ppo: PpoSection, *, unit: float = 1.0) -> RewardShaping:

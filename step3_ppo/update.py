@@ -82,14 +82,13 @@ class PtxMix:
 
     items: Sequence[TokenItem]
     size: int
-    budget: int
     pad_id: int
     seed: int
 
-    def batch(self, step: int, *, packing: bool = False) -> PtxBatch:
+    def batch(self, step: int, budget: int, *, packing: bool = False) -> PtxBatch:
         """Return the conversations of optimizer step `step`, counted from 0."""
         items = [self.items[i] for i in batch_indices(len(self.items), self.size, self.seed, step)]
-        return token_microbatches(items, budget=self.budget, packing=packing, pad_id=self.pad_id)
+        return token_microbatches(items, budget=budget, packing=packing, pad_id=self.pad_id)
 
 
 def update_policy(

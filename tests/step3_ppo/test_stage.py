@@ -40,6 +40,7 @@ from tests.pipeline.models.tiny import classifier, config_of, frozen, language_m
 from tests.step3_ppo.example_rollouts import learn
 
 VOCABULARY = 288
+TEXT = TokenItem(np.arange(5, 12), np.ones(7, dtype=bool))
 
 
 def tokenizer(*texts: str) -> ChatTokenizer:
@@ -267,8 +268,7 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         ppo.models.actor.flip.parity_check_every = 0  # the parity check makes forwards, too
         if ptx_coef:
             ppo.section = ppo.section.model_copy(update={"ptx_coef": ptx_coef})
-            text = TokenItem(np.arange(5, 12), np.ones(7, dtype=bool))
-            ppo.ptx = PtxMix([text], size=1, budget=budget, pad_id=0, seed=1)
+            ppo.ptx = PtxMix([TEXT], size=1, pad_id=0, seed=1)
         actor, critic, figures = forwards(ppo.models.actor), forwards(ppo.models.critic), []
         for step in (1, 2, 3):
             actor.clear(), critic.clear()
@@ -286,6 +286,19 @@ def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
     for expected, got in zip(before, after, strict=True):
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(expected, got, strict=True))
+
+
+def test_the_pretraining_mix_uses_the_micro_batch_size_that_fits(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, update_epochs=1, micro_batch_tokens=1000)
+    ppo.section = ppo.section.model_copy(update={"ptx_coef": 0.1})
+    ppo.ptx = PtxMix([TEXT] * 2, size=2, pad_id=0, seed=1)
+    stage.budget = 10  # as after a dry run without memory for more
+    rollout = ppo.collect(1, stage)
+    seen: list[int] = []
+    ppo.models.actor.module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
+    learn(ppo, 1, rollout, ppo.compute_advantages(rollout), stage.budget)
+    assert sum(seen) == sum(map(len, rollout.prompts)) + sum(map(len, rollout.responses)) + 2 * 7
+    assert seen.count(7) == 2  # each text has a pass of its own
 
 
 def test_dropout_in_shared_forwards_is_detected(run_folder: Path) -> None:
