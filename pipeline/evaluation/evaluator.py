@@ -95,6 +95,8 @@ class Evaluator:
     temperatures: the temperatures at which the policy answers, instead of that of `sampling`
     judge: returns the gold score; None uses the gold scorer of the demo's prompts
     score: returns the scores that PPO is trained on; None for answers that it cannot score
+    shape: maps answers and their scores to the scores with the penalties of PPO, by which `evaluate_best` selects; None
+        selects by the scores
     answer: returns the answers, as `answers_of` does
     keep: whether the generator's weights and cache remain in memory for the next evaluation
     candidates: the number of answers from which `evaluate_best` selects one
@@ -106,6 +108,7 @@ class Evaluator:
     temperatures: Sequence[float]
     judge: "UserFunction | None" = None
     score: Scorer | None = None
+    shape: Callable[[Sequence[str], Sequence[float]], Sequence[float]] | None = None
     keep: bool = False
     candidates: int = 1
     answer: Callable[..., list[list[str]]] = answers_of
@@ -122,7 +125,7 @@ class Evaluator:
         return {temperature: self.grade(texts) for temperature, texts in zip(self.temperatures, answers, strict=True)}
 
     def evaluate_best(self, engine: Engine, evaluations: Evaluations) -> dict[float, Evaluation]:
-        """Sample `candidates` answers per prompt, and return the evaluation of those with the highest scores.
+        """Sample `candidates` answers per prompt, and return the evaluation of those that PPO rewards most.
 
         `evaluations` are those of the same policy. Their answers are the first candidates. The others are sampled at
         the first temperature that is not 0. The result is empty if there is none, if there are no scores, or if
@@ -142,7 +145,8 @@ class Evaluator:
         candidates = [first.answers, *others]
         graded = [(first.scores, first.function), *map(self.score, others)]
         columns = [scores for scores, _ in graded if scores is not None]
-        best = [max(range(count), key=column.__getitem__) for column in zip(*columns, strict=True)]
+        shaped = columns if self.shape is None else [*map(self.shape, candidates, columns)]
+        best = [max(range(count), key=column.__getitem__) for column in zip(*shaped, strict=True)]
 
         def select(columns: Sequence[Sequence[Any]]) -> list[Any]:
             return [columns[number][index] for index, number in enumerate(best)]
@@ -184,7 +188,7 @@ def compare_models(
     These are the base model, the SFT model, and the best of several SFT answers (`Evaluator.evaluate_best`).
 
     A model whose earlier answers are incomplete at a temperature has no evaluation at this temperature. The base model
-    has none if the SFT stage sampled its answers with other settings.
+    has none if the SFT stage sampled its answers with other settings. Equal answers to a prompt get equal grades.
 
     A pair judge compares the stage's own answers with those of the SFT model. The function also writes samples.jsonl in
     `folder`, with the stage's own answers and the earlier ones.
@@ -195,6 +199,8 @@ def compare_models(
             continue
         earlier = {temperature: earlier_answers(prompts, source, name, temperature) for temperature in own}
         graded = {temperature: evaluator.grade(texts) for temperature, texts in earlier.items() if texts is not None}
+        for other in (own, *results.values()):
+            graded = {at: graded_alike(each, other[at]) if at in other else each for at, each in graded.items()}
         if graded:
             results[name] = graded
     if pair_judge is not None:
@@ -210,6 +216,20 @@ def compare_models(
     results[folder.name] = own
     write_table(prompts, results, folder)
     return results
+
+
+def graded_alike(evaluation: Evaluation, other: Evaluation) -> Evaluation:
+    """Return `evaluation` with the grades that `other` has for the same answers to the same prompts.
+
+    Micro-batches round differently, so that an equal answer would otherwise count as better or worse.
+    """
+
+    def grades(kind: str) -> list[float] | None:
+        mine, others = getattr(evaluation, kind), getattr(other, kind)
+        rows = zip(evaluation.answers, other.answers, mine or (), others or (), strict=False)
+        return [theirs if one == two else own for one, two, own, theirs in rows] if mine and others else mine
+
+    return replace(evaluation, scores=grades("scores"), gold=grades("gold"), function=grades("function"))
 
 
 def _sample_alike(*stages: Path) -> bool:

@@ -85,6 +85,31 @@ def test_every_evaluation_writes_the_grades_of_each_answer(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_equal_answers_have_equal_grades(tmp_path: Path) -> None:
+    """The second call of the scorer rounds differently, and a judge may differ from call to call."""
+    (tmp_path / "ppo").mkdir()
+    earlier = {
+        "sft": {0.0: Evaluation(["a", "b", "c"], None, None)},
+        "best_of": {0.0: Evaluation(["x", "b", "c"], None, None)},
+    }
+    write_table(PROMPTS, earlier, tmp_path / "ppo")
+    calls: list[float] = []
+
+    def score(answers: Sequence[str]) -> tuple[list[float], list[float]]:
+        calls.append(len(calls) / 1e6)
+        return [1.0 + calls[-1]] * 3, [2.0 + calls[-1]] * 3
+
+    own = {0.0: Evaluation(["a", "new", "x"], [5.0, 6.0, 7.0], None, [8.0, 9.0, 10.0])}
+    compare_models(replace(evaluator_of("b"), score=score), tmp_path / "ppo", own)
+    rows = read_samples(tmp_path / "ppo" / SAMPLES)
+    assert [row.scores for row in rows] == [
+        {"sft": 5.0, "best_of": 1.000001, "ppo": 5.0},
+        {"sft": 1.0, "best_of": 1.0, "ppo": 6.0},
+        {"sft": 1.0, "best_of": 1.0, "ppo": 7.0},
+    ]
+    assert [row.function["sft"] for row in rows] == [8.0, 2.0, 2.0]
+
+
 def evaluator_of(answer: str, prompts: int = 3) -> Evaluator:
     """Return an evaluator of any engine, which has the same answer to each prompt."""
 
