@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine import Engine, Sampling, distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.records import Prompt
@@ -23,12 +25,13 @@ from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import build_evaluator
 from pipeline.tracking import metrics
+from step3_ppo.advantages import answer_scores
 from step3_ppo.guard import Guard, evaluation_metrics
 from step3_ppo.guard_rules import Finding
 from step3_ppo.log import ROLLOUTS
 from step3_ppo.models import Models, ModelSources
 from step3_ppo.rollout import score_answers
-from step3_ppo.setup import Ppo
+from step3_ppo.setup import Ppo, reward_shaping
 
 if TYPE_CHECKING:
     from pipeline.evaluation.user_function import UserFunction
@@ -49,9 +52,9 @@ def ppo_evaluator(
     if not models.has_rewards:
         return evaluator
     token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
+    longest, shaping = config.rollout.max_new_tokens, reward_shaping(config.ppo, unit=models.score_unit)
 
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
-        longest = config.rollout.max_new_tokens
         # As in a rollout, the end token replaces the last token of a cut answer.
         encoded = [tokenizer.encode_answer(answer)[:longest] for answer in answers]
         responses = [[*ids[:-1], tokenizer.end_id] for ids in encoded]
@@ -61,7 +64,13 @@ def ppo_evaluator(
         scores = score_answers(models, token_ids, responses, calls, pad_id=tokenizer.pad_id, budget=budget)
         return scores.total, scores.function
 
-    return replace(evaluator, score=score)
+    def shape(answers: Sequence[str], scores: Sequence[float]) -> list[float]:
+        lengths = torch.tensor([*map(len, tokenizer.encode_answers(answers))])
+        # A cut answer has `longest` tokens, and then encode_answer adds an end token.
+        shaped = answer_scores(torch.tensor(scores), lengths <= longest, lengths.clamp(max=longest), shaping)
+        return [float(each) for each in shaped]
+
+    return replace(evaluator, score=score, shape=shape)
 
 
 class PlayedEpisodes:

@@ -405,9 +405,9 @@ def prompts() -> list[Prompt]:
     return [Prompt((Message("user", text),), "made") for text in ("some words", "more", "and some more words")]
 
 
-def evaluator_in(folder: Path, **evaluation: Any) -> tuple[Evaluator, Models]:
+def evaluator_in(folder: Path, ppo: dict[str, Any] | None = None, **evaluation: Any) -> tuple[Evaluator, Models]:
     """Return the evaluator of PPO on the held-out prompts, and its models."""
-    made = config(folder)
+    made = config(folder, **(ppo or {}))
     made = made.model_copy(update={"evaluation": made.evaluation.model_copy(update=evaluation)})
     sources = load_models(made, folder)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
@@ -442,6 +442,26 @@ def test_the_best_of_several_answers_has_the_highest_score_of_each_prompt(run_fo
     assert best.scores != pytest.approx(single[0].scores, abs=1e-5)
     assert replace(evaluator, temperatures=(0.0,)).evaluate_best(models.actor, {}) == {}
     assert replace(evaluator, candidates=1).evaluate_best(models.actor, {}) == {}
+
+
+@pytest.mark.parametrize(("penalty", "cut"), [(0.0, {0, 1}), (100.0, {1})])
+def test_a_cut_answer_is_the_best_only_if_its_penalty_permits_it(
+    penalty: float, cut: set[int], run_folder: Path
+) -> None:
+    """Prompt 0 has a complete answer, which scores less than a cut one; prompt 1 has cut answers only."""
+    evaluator, models = evaluator_in(run_folder, {"missing_end_penalty": penalty}, temperatures=[1.0], best_of=2)
+    long = "some words " * 9
+    candidates = [[["words", long, "more"]], [[long, f"{long} words", "more"]]]
+    drawn = iter(candidates[1:])
+    evaluator = replace(evaluator, answer=lambda *_, **__: next(drawn), score=lambda answers: (score(answers), None))
+
+    def score(answers: Sequence[str]) -> list[float]:
+        return [float(len(answer)) for answer in answers]
+
+    first = {1.0: evaluator.grade(candidates[0][0])}
+    best = evaluator.evaluate_best(models.actor, first)[1.0]
+    assert {n for n, answer in enumerate(best.answers) if answer.startswith(long)} == cut
+    assert best.scores == score(best.answers)
 
 
 def test_earlier_answers_are_complete_or_ignored(tmp_path: Path) -> None:
