@@ -116,6 +116,18 @@ def stage_settings(config: RunConfig, stage: str) -> dict[str, Any]:
     return flatten(settings)
 
 
+def with_selected(inputs: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a stage with what `auto` selects there, so that a command may name it instead of `auto`.
+
+    plan: the stage's plan.json. For `reward.init` the role of the model is used.
+    """
+    selected = {**plan.get("auto", {}), "reward.init": next(iter(inputs["models"]))}
+    settings = {
+        key: selected.get(key, value) if value == "auto" else value for key, value in inputs["settings"].items()
+    }
+    return {**inputs, "settings": settings, "config": digest(settings)}
+
+
 def _deepspeed_settings(engine: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a DeepSpeed configuration that change a result. Batch keys and most ZeRO keys do not."""
     file = engine.get("deepspeed")

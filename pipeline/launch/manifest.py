@@ -22,7 +22,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import POLICIES
 from pipeline.errors import UserError
-from pipeline.files import read_object, read_record, write_json
+from pipeline.files import read_object, read_plan, read_record, write_json
 from pipeline.launch.fingerprint import (
     PPO_SELECTION_KEYS,
     PTX_KEYS,
@@ -33,6 +33,7 @@ from pipeline.launch.fingerprint import (
     hash_tree,
     model_source,
     stage_settings,
+    with_selected,
 )
 
 Action = Literal["skip", "resume", "run"]
@@ -128,7 +129,7 @@ class Manifest:
         The start time of a resumed stage does not change.
         """
         record = self.stages.get(stage, {})
-        is_resumed = "consumed" in record and _migrate(record["consumed"], consumed) == consumed
+        is_resumed = "consumed" in record and _changes(self.run_dir / stage, record, consumed) is None
         started = record.get("started", _now()) if is_resumed else _now()
         record = {"status": "running", "consumed": consumed, "produced": {}, "judges": judges or {}, "started": started}
         self.stages[stage] = record
@@ -190,13 +191,14 @@ class Manifest:
             return Decision("run")
         if "consumed" not in record:
             return Decision("run", "manifest.json does not record its inputs")
-        if (because := _changes(record, consumed)) is not None:
+        folder = self.run_dir / stage
+        if (because := _changes(folder, record, consumed)) is not None:
             return Decision("run", because)
-        if record["status"] != "finished" and (self.run_dir / stage).is_dir():
+        if record["status"] != "finished" and folder.is_dir():
             return Decision("resume")
         if self.finished(stage):
             return Decision("skip")
-        if has_checkpoints(self.run_dir / stage):
+        if has_checkpoints(folder):
             return Decision("resume", "its model is gone; it is exported again from the newest checkpoint")
         return Decision("run", "its model and its checkpoints are gone")
 
@@ -229,7 +231,7 @@ class Manifest:
         names = {path: path.name.removeprefix(f"{stage}.") for path in self.run_dir.glob(f"{stage}.*")}
         for folder in sorted((p for p, n in names.items() if n.isdecimal()), key=lambda p: -int(names[p])):
             record, has_model = read_object(folder / RECORD), (folder / "model" / "config.json").is_file()
-            if "consumed" not in record or _changes(record, consumed) is not None:
+            if "consumed" not in record or _changes(folder, record, consumed) is not None:
                 continue
             if has_model or has_checkpoints(folder):
                 self.stages[stage] = record
@@ -267,9 +269,10 @@ class Manifest:
             )
 
 
-def _changes(record: dict[str, Any], consumed: dict[str, Any]) -> str | None:
-    """Return how the inputs in the record of a stage differ from `consumed`; None if they do not."""
+def _changes(folder: Path, record: dict[str, Any], consumed: dict[str, Any]) -> str | None:
+    """Return how the inputs in the record of a stage's folder differ from `consumed`; None if they do not."""
     recorded = _migrate(record["consumed"], consumed)
+    recorded, consumed = (with_selected(inputs, read_plan(folder)) for inputs in (recorded, consumed))
     if record["status"] == "finished" and consumed["settings"].get("ppo.export") == "last":
         # The guard has used the evaluations of a finished stage. Other evaluations do not change its model.
         recorded, consumed = _without_selection(recorded), _without_selection(consumed)

@@ -61,7 +61,7 @@ class ModelSource:
             config,
             folder,
             seed,
-            _attention(config) if model.attention == "auto" else model.attention,
+            natural_attention(config) if model.attention == "auto" else model.attention,
             model.trust_remote_code,
             model.tensor_plan,
             model.fused_kernels,
@@ -90,8 +90,11 @@ def resolve(model: "ModelConfig", seed: int, *, folder: Path | None = None, weig
     return _from_folder(model, seed, download(model.hub, weights=weights), weights=weights)
 
 
-def _attention(config: PretrainedConfig) -> str:
-    """Return "sdpa" if the family supports it. sdpa does not cap scores, as Gemma 2 needs."""
+def natural_attention(config: PretrainedConfig) -> str:
+    """Return the attention for `model.attention=auto`: sdpa if the family supports it.
+
+    sdpa does not cap scores, as Gemma 2 needs.
+    """
     is_capped = own_field(config, "attn_logit_softcapping") is not None
     return "sdpa" if supports_sdpa(config) and not is_capped else "eager"
 

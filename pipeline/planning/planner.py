@@ -14,6 +14,8 @@ from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError, kind_and_line
 from pipeline.files import PLAN, read_plan, write_json
+from pipeline.models.build import natural_precision
+from pipeline.models.source import natural_attention
 from pipeline.planning.candidates import Capacity, Prediction, candidates, fastest, measure_capacity, predict
 from pipeline.planning.data_size import later_size
 from pipeline.planning.demand import warn_of_disk
@@ -77,7 +79,8 @@ def fit_settings(
     if distributed.is_rank_zero():
         _print(warn_of_disk(config, planned.task, folder, record.get("stage_seconds", math.inf)))
     if record and distributed.is_rank_zero():
-        write_json(folder / PLAN, record | {"ranks": world.size, "bytes": planned.demand.phases})
+        auto = {"engine.dtype": natural_precision(), "model.attention": natural_attention(inputs.policy.config)}
+        write_json(folder / PLAN, record | {"ranks": world.size, "bytes": planned.demand.phases, "auto": auto})
     distributed.barrier()
     phases = planned.demand.phases.items()
     return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}

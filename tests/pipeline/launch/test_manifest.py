@@ -152,6 +152,19 @@ def test_a_changed_stage_and_later_stages_run_again(train):
     assert sorted(path.name for path in Path("runs/x").glob("sft*")) == ["sft", "sft.1", "sft.2"]
 
 
+def test_a_command_may_name_what_auto_selected(train):
+    train("name=x")
+    named = ("name=x", "engine.dtype=bf16", "model.attention=eager", "reward.init=sft")
+    for stage in ("sft", "reward", "ppo"):
+        plan = {"auto": {"engine.dtype": "bf16", "model.attention": "eager"}}
+        (Path("runs/x") / stage / "plan.json").write_text(json.dumps(plan))
+    assert train(*named)[1].count("skipped") == 3
+    output = train(*named, "engine.dtype=fp32")[1]
+    assert "sft: runs again (engine.dtype was bf16, is fp32); its old folder" in output
+    assert "sft: runs/x/sft.1 has these inputs" in train("name=x")[1]
+    assert "reward: runs again (reward.init was sft, is base; its base model" in train("name=x", "reward.init=base")[1]
+
+
 def test_results_of_earlier_inputs_are_used_again(train):
     """A forgotten override must not cost the stages that it made run again."""
     words = ("name=x", "sft.lr=5e-5")

@@ -163,6 +163,7 @@ def test_a_stage_writes_its_plan_once(tmp_path: Path, monkeypatch: pytest.Monkey
     record = read_plan(tmp_path)
     step = sum(record["seconds"].values())
     assert record["stage_seconds"] > 8 * step > 0 and record["answer_tokens"] == 10.0
+    assert record["auto"] == {"engine.dtype": "fp32", "model.attention": "sdpa"}
     later = 0.0
     for number, stage in enumerate(("reward", "ppo")):
         folder = tmp_path / stage
