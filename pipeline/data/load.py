@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.stages import STAGES
 from pipeline.data.formats import RENAME, STAGES_BY_FORM, Record, stages_of
 from pipeline.data.records import Prompt
-from pipeline.data.sources import RecordTable, Source, configured_sources, digest, is_absent, open_source
+from pipeline.data.sources import RecordTable, Source, configured_sources, digest, is_absent, is_remote, open_source
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RESERVED = "reserved for other stages"  # why a stage does not train on a row of a shared source
 OVERWEIGHT = "more than the source's weight"
+EVALUATED = ("ppo", "sft", "reward")  # evaluation prompts come from the sources of the first of these that has some
 HELD_OUT = "prompt is held out"  # the first turn of the row is that of a held-out row
 
 _Row = tuple[Record, bytes, RecordTable]  # the record, the digest of its first turn, and its table
@@ -69,11 +70,10 @@ class DataReader:
     def held_out(self, *, rows: bool = False) -> list[Prompt]:
         """Return the held-out prompts that policies answer in evaluations.
 
-        The prompts come from the sources of PPO. If there are none, they come from the sources of SFT, or else from the
-        sources of the reward model. `rows` and errors are those of `stage`.
+        They come from the sources of the first stage of `EVALUATED` that has some. `rows` and errors are as in `stage`.
         """
         with _paused_collection():
-            found = (_Loading(self, "ppo", kind, rows).held_out() for kind in ("ppo", "sft", "reward"))
+            found = (_Loading(self, "ppo", kind, rows).held_out() for kind in EVALUATED)
             return next((prompts for prompts in found if prompts), [])
 
     def sources(self, kind: str) -> list[Source]:
@@ -153,16 +153,31 @@ class _Loading:
         """Return the held-out first turns.
 
         They are those of the held-out rows of all sources. If a source has no such rows, they also include a share of
-        all first turns by hash, and at least one first turn of the source.
+        all first turns by hash, and at least one first turn of each source that this stage or an evaluation reads.
         """
         turns = set[bytes]()
         for each in self.sources:
             for table in _every_held_out(each):
                 turns |= table.turns()
+        own = [(each, {turn for _, turn, _ in rows}) for each, rows in read]
         if any(each.held_out is None for each in self.sources):
-            every = {turn for _, rows in read for _, turn, _ in rows}
+            every = set[bytes]().union(*(found for _, found in own))
             turns |= {turn for turn in every if held_out_point(turn) < self.data.eval_fraction}
-        return turns.union(*(_at_least_one(turns, each, rows) for each, rows in read if each.held_out is None))
+        own += self._evaluated_turns()
+        return turns.union(*(_at_least_one(turns, each, found) for each, found in own if each.held_out is None))
+
+    def _evaluated_turns(self) -> Iterator[tuple[Source, set[bytes]]]:
+        """Yield the sources of evaluation prompts that the stage does not read, with their first turns.
+
+        Data sets of the hub are left out: they are large, so the share by hash holds some of their rows out.
+        """
+        kinds = {kind for each in self.sources for kind in each.config.stages}
+        kind = next(kind for kind in EVALUATED if kind in kinds)
+        sources = [] if kind == self.kind else [each for each in self.sources if kind in each.config.stages]
+        for each in sources:
+            if each.held_out is None and not is_remote(each.config):
+                used = (table for table in each.tables(kind) if kind in self._form_stages(each, table))
+                yield each, set[bytes]().union(*(table.turns() for table in used))
 
     def _split(self, each: Source, rows: list[_Row], turns: set[bytes]) -> tuple[list[_Row], list[Record]]:
         """Return the training rows and the held-out records of one source."""
@@ -252,9 +267,8 @@ def _every_held_out(each: Source) -> Iterator[RecordTable]:
         yield from each.tables(stage, held_out=True)
 
 
-def _at_least_one(held_out: Set[bytes], each: Source, rows: Sequence[_Row]) -> set[bytes]:
-    """Return the first turn with the smallest hash if none of the rows is held out, otherwise an empty set."""
-    turns = {turn for _, turn, _ in rows}
+def _at_least_one(held_out: Set[bytes], each: Source, turns: set[bytes]) -> set[bytes]:
+    """Return the first turn with the smallest hash if none of `turns` is held out, otherwise an empty set."""
     if not turns or turns & held_out:
         return set()
     if len(turns) == 1:

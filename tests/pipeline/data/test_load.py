@@ -174,6 +174,18 @@ def test_the_held_out_prompt_of_a_tiny_file_is_removed_from_other_sources(tmp_pa
     assert not prompts(records.train) & prompts(records.held_out)
 
 
+@pytest.mark.parametrize("evaluated", ["ppo", "sft"])
+def test_the_evaluation_prompt_of_a_tiny_file_is_trained_by_no_stage(evaluated: str, tmp_path: Path) -> None:
+    numbers = [n for n, row in enumerate(chats(range(1000))) if held_out_point(digest_of_question(row)) > 0.5][:8]
+    tiny = write(tmp_path / "a.jsonl", [chats(range(1000))[n] for n in numbers])
+    large = write(tmp_path / "b.jsonl", pairs(range(1000)))
+    others = ["sft", "reward"] if evaluated == "ppo" else ["reward"]
+    data = of({"path": tiny, "stages": [evaluated]}, {"path": large, "stages": others})
+    held_out = prompts(DataReader(data, seed=1).held_out())
+    for stage in others:
+        assert held_out and not held_out & prompts(load_stage(data, stage, seed=1).train)
+
+
 def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
     rows = [row for row in chats(range(1000)) if held_out_point(digest_of_question(row)) > 0.5][:8]
     data = of({"path": write(tmp_path / "a.jsonl", rows), "stages": ["sft"]})
