@@ -74,7 +74,7 @@ def _recipe_line(recipe: Recipe, keys: Set[str]) -> str:
 
     keys: those of the command line
     """
-    line = f"recipe={recipe.name}: {recipe.reason} (settings on the command line win; ~recipe uses none)"
+    line = f"recipe={recipe.name}: {recipe.reason} (the command line overrides it; ~recipe removes it)"
     if keys & {"actor", "model", "model.path", "model.hub"} or not keys & {"data.path", "data.sources"}:
         return line
     model = default_options()["model"]

@@ -40,8 +40,8 @@ class ModelConfig(Section):
     chat_template: FilePath | None = None
     """file with a Jinja chat template, instead of the tokenizer's own"""
     thinking: bool = False
-    """the model thinks before it answers: prompts leave the block of reasoning (`<think>`) to it, and reasoning in the
-    data is trained on; needs a chat template that writes or opens a block of reasoning"""
+    """the model writes its reasoning before the answer: prompts end where the reasoning (`<think>`) begins, and SFT
+    trains on the reasoning in the data; needs a chat template that writes or opens a block of reasoning"""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """attention implementation of transformers; auto: sdpa if the family supports it, else eager"""
     fused_kernels: Literal["auto", "liger", "none"] = "auto"
@@ -169,9 +169,9 @@ class EngineSettings(Section):
     loss_scale_window: int = Field(1000, ge=1)
     """fp16: steps without overflow before the loss scale doubles"""
     hang_seconds: float | None = Field(None, ge=1)
-    """seconds without progress of any rank after which a stage that takes steps ends with exit status 5; longer than a
-    micro-batch, a decode step and the update of the optimizer; null: 10 times the slowest step or phase so far, at
-    least 300 (docs/guides/resuming.md#when-a-run-hangs)"""
+    """a stage ends with exit status 5 if no rank makes progress for this number of seconds, while it takes steps. The
+    value must exceed the time of a micro-batch, a decode step and an optimizer step; null: 10 times the slowest step or
+    phase so far, at least 300 (docs/guides/resuming.md#when-a-run-hangs)"""
     memory_check: Literal["refuse", "warn"] = "refuse"
     """what happens before a stage whose predicted memory exceeds the GPU: refuse ends the run, warn prints the
     prediction and starts the stage"""
@@ -233,18 +233,19 @@ class RolloutSection(Section):
     park_optimizer: bool = False
     """move optimizer states to host memory during generation (GPU)"""
     parity_check_every: int = Field(50, ge=0)
-    """compare the generator with the model (parity check) in the first four generations and in every N-th one; rollouts
-    and evaluations count; 0: never"""
+    """compare the generator with the model (parity check) in the first four generations and in every N-th one; each
+    rollout and each evaluation is a generation; 0: never"""
 
 
 class EvaluationSection(Section):
     prompts: int = Field(128, ge=1)
-    """largest number of held-out prompts that the base, SFT and PPO (or DPO) models answer; one of each conversation"""
+    """largest number of held-out prompts that the base, SFT and PPO (or DPO) models answer; each conversation provides
+    one prompt"""
     temperatures: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(None, min_length=1)
     """sampling temperatures of the held-out answers, 0 for greedy decoding; null: rollout.temperature and 0"""
     best_of: int = Field(4, ge=1)
-    """number of SFT answers per prompt, sampled at the first of temperatures that is not 0; the report compares PPO
-    with the one that has the highest score; 1: no such comparison"""
+    """the report compares PPO with the best of this number of SFT answers per prompt, by the score with penalties;
+    the answers are sampled at the first of temperatures that is not 0; 1: no such comparison"""
     table_rows: int = Field(16, ge=1)
     """number of held-out prompts that the report shows"""
     judge: FilePath | None = None
@@ -271,7 +272,7 @@ class ProfileSection(Section):
     steps: list[Annotated[int, Field(ge=1)]] | None = None
     """first and last step of each stage to record with torch.profiler, into the stage's folder: profile.steps=[5,8]"""
     ranks: Literal["first", "all"] = "first"
-    """ranks that are recorded"""
+    """ranks that profile.steps records"""
 
 
 GpuName = Literal[
@@ -285,9 +286,9 @@ class PlanSection(Section):
     )
     """stage=plan: GPU to plan for, by its data sheet; null: measure this machine"""
     ranks: int = Field(1, ge=1)
-    """number of GPUs of plan.device (for this machine: ranks)"""
+    """stage=plan: number of GPUs of the type plan.device; a plan for this machine reads `ranks` instead"""
     price_per_gpu_hour: float | None = Field(None, ge=0)
-    """price of one GPU for one hour, in any currency"""
+    """stage=plan: price of one GPU for one hour, in any currency"""
 
 
 class RunConfig(Section):

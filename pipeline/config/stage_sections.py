@@ -55,7 +55,7 @@ class StageSection(Section):
     steps: int | None = Field(None, ge=1, le=1_000_000)
     """largest number of optimizer steps (ppo: rollouts); null: epochs set the number"""
     batch_size: int = Field(64, ge=1, le=1_000_000)
-    """conversations, pairs (kto: answers) or prompts per step, over all ranks"""
+    """examples per step over all ranks: conversations (sft), pairs (reward, dpo; kto: answers) or prompts (ppo)"""
     max_length: int = Field(1024, ge=8)
     """largest number of tokens in a sequence; longer ones are truncated, or dropped if no usable answer would remain"""
     micro_batch_tokens: int = Field(8192, ge=8)
@@ -85,10 +85,10 @@ class StageSection(Section):
     eval_every: int = Field(0, ge=0)
     """steps between evaluations; 0: evaluate at the end only"""
     save_every: int = Field(0, ge=0)
-    """steps between checkpoints; 0: save every 15 minutes, and checkpoints of at most 1 GiB about every tenth of the
-    stage"""
+    """steps between checkpoints; 0: one checkpoint every 15 minutes, and checkpoints of at most 1 GiB also about ten
+    times per stage"""
     keep_checkpoints: int = Field(2, ge=1)
-    """number of checkpoints to retain, the newest ones; a finished stage needs none"""
+    """number of newest checkpoints to retain; a finished stage needs none"""
     eval_examples: int = Field(256, ge=1)
     """held-out examples per evaluation"""
     export: Literal["last", "best"] = "last"
@@ -186,9 +186,9 @@ class PpoSection(StageSection):
     log-ratio; k3_weighted, k3 times the policy ratio, only in the loss (DeepSeek-V3.2; DeepSeek-AI, 2025); null: k1 if
     kl_in is reward, k3 if kl_in is loss"""
     reference: bool | None = None
-    """compute log-probabilities under the reference: the model that PPO starts from, or the teacher; null: if kl_coef
-    is above 0, the guard is on, or advantage is online_dpo or distill. With kl_coef=0, only online_dpo and distill
-    train with it; otherwise it serves the metric kl"""
+    """compute log-probabilities under the reference: the model that PPO starts from, or the teacher; null: true if
+    kl_coef is above 0, the guard is on, or advantage is online_dpo or distill. With kl_coef=0, only online_dpo and
+    distill train with the reference; for other estimators it serves the metric kl"""
     kl_target: float | None = Field(None, gt=0)
     """target KL in nats per sequence; kl_coef adapts to it (Ziegler et al., 2019); null: kl_coef is constant"""
     kl_horizon: int = Field(10000, ge=1)
@@ -199,7 +199,7 @@ class PpoSection(StageSection):
     """optimizer steps per pass over a rollout"""
     shared_forward: bool | None = None
     """with minibatches=1, the first update reuses the forward passes that scored the rollout, which holds their
-    activations in memory until then; null: if the predicted memory permits it"""
+    activations in memory until then; null: true if the predicted memory permits it"""
     reward_model: bool = True
     """score answers with a reward model; false: score with reward_function only, and skip the reward stage"""
     reward_function: FilePath | None = None
@@ -290,7 +290,8 @@ class PpoSection(StageSection):
     keep_tokens: bool = False
     """also write the log-probabilities, value, reward and advantage of each token to rollouts.jsonl"""
     ratio_tolerance: float | None = Field(None, gt=0)
-    """largest mean deviation of the ratio from 1 in the first minibatch; null: chosen by precision"""
+    """PPO stops if the ratio deviates from 1 in the first minibatch by more than this value, on average; null: the
+    precision determines the value"""
     actor_engine: dict[str, Any] = {}
     """engine keys for the actor only"""
     critic_engine: dict[str, Any] = {}
