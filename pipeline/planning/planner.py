@@ -168,7 +168,7 @@ def more_memory(config: RunConfig, stage: str, *, ranks: int, capacity: Capacity
     Each rank has `capacity`. Numbers that do not divide the batches or the groups of ranks are not tried. Ranks on CPUs
     divide the memory of their machine.
     """
-    others = f"adapters ({stage}.lora.rank=16) or a smaller model (model=NAME)"
+    others = _or(_remedies(config, stage, is_gpu=capacity.is_gpu))
     if not capacity.is_gpu:
         return f"use a machine with more memory, {others}"
     key = "ranks" if config.plan.device is None else "plan.ranks"
@@ -179,8 +179,21 @@ def more_memory(config: RunConfig, stage: str, *, ranks: int, capacity: Capacity
     each = f"ranks with {format_bytes(capacity.device)} each"
     if found is not None:
         return f"use {found} {each} ({key}={found}), {others}"
-    tried = " or ".join(filter(None, (", ".join(map(str, counts[:-1])), str(counts[-1]))))
-    return f"use {others}; {tried} {each} do not fit either"
+    return f"use {others}; {_or(list(map(str, counts)))} {each} do not fit either"
+
+
+def _remedies(config: RunConfig, stage: str, *, is_gpu: bool) -> list[str]:
+    """Return what needs less memory on the same ranks, without what the run uses already or would refuse."""
+    found = ["a smaller model (model=NAME)"]
+    rollout, excludes_stream = config.rollout, config.model.quantize != "none" or stage == "reward"
+    if is_gpu and rollout.generator == "engine" and rollout.tensor_parallel == 1 and not excludes_stream:
+        found[:0] = [] if rollout.stream else ["streamed generation (rollout.stream=true)"]
+    return [f"adapters ({stage}.lora.rank=16)", *found] if not getattr(config, stage).lora.rank else found
+
+
+def _or(words: Sequence[str]) -> str:
+    """Return "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _are_divisible(config: RunConfig, ranks: int) -> bool:

@@ -121,7 +121,8 @@ def test_the_remedy_names_the_smallest_number_of_ranks_that_fits() -> None:
 
     needed = {ranks: least_bytes(ranks) for ranks in (1, 2, 4, 8)}
     assert needed[1] > needed[2] > needed[4] > needed[8]
-    others = "adapters (ppo.lora.rank=16) or a smaller model (model=NAME)"
+    adapters, smaller_model = "adapters (ppo.lora.rank=16)", "a smaller model (model=NAME)"
+    others = f"{adapters}, streamed generation (rollout.stream=true) or {smaller_model}"
     for ranks, smaller in ((2, 1), (4, 2), (8, 4)):
         device_bytes = round((needed[ranks] + needed[smaller]) / 2 / 0.92)
         size = format_bytes(device_bytes)
@@ -131,7 +132,9 @@ def test_the_remedy_names_the_smallest_number_of_ranks_that_fits() -> None:
     assert advice(GIB // 100, ranks=8) == f"use more ranks (ranks=N), {others}"
     cpu = Capacity(GIB // 100, GIB // 100, GIB, is_gpu=False)  # more ranks would divide the memory of the machine
     on_cpu = suggest_changes(config, "ppo", PlanInputs(source()), ranks=1, capacity=cpu)
-    assert on_cpu == f"use a machine with more memory, {others}"
+    assert on_cpu == f"use a machine with more memory, {adapters} or {smaller_model}"
+    config = tiny_config(ppo={"minibatches": 1, "lora": {"rank": 4}}, rollout={"stream": True})
+    assert advice(GIB // 100, ranks=8) == f"use more ranks (ranks=N), {smaller_model}"
 
 
 def test_ppo_shares_forwards_if_those_of_a_step_fit() -> None:
