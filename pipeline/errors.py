@@ -1,6 +1,7 @@
 """The exceptions and the signals that end a stage, and the parser of the commands with options."""
 
 import argparse
+import errno
 import io
 import os
 import re
@@ -87,9 +88,38 @@ def print_any_text() -> None:
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def discard_output() -> None:
-    """Discard what is still written to stdout, whose reader has ended. Python flushes stdout once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def discard_output(descriptor: int = 1) -> None:
+    """Discard what is still written to a stream whose reader has ended. Python flushes stdout once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+class _Output(io.FileIO):
+    """Standard output or error of a run: an ended reader is a stop signal and no error of the write."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as problem:
+            if problem.errno not in (errno.EPIPE, errno.EIO):  # a pipe without a reader, a closed terminal
+                raise
+            discard_output(self.fileno())
+            signal.raise_signal(signal.SIGHUP)
+            return len(data)
+
+
+def stop_without_reader() -> None:
+    """Make this process receive SIGHUP when the reader of its output has ended. Its handler must be set.
+
+    Ctrl-C also ends the `tee` behind a pipe, and a closed terminal accepts no output. The ranks must still save their
+    step, and the launcher must wait for them.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # not a stream that replaces the standard one
+            stream.flush()
+            output = _Output(stream.fileno(), "w", closefd=False)
+            text = io.TextIOWrapper(output, stream.encoding, stream.errors, line_buffering=True, write_through=True)
+            setattr(sys, name, text)
 
 
 class SharedError(UserError):

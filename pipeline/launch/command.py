@@ -99,8 +99,7 @@ def _status_of(problem: BaseException) -> int:
         return STOPPED if isinstance(problem, Stopped) else INTERRUPTED
     if isinstance(problem, StageFailed):
         return problem.status
-    has_advice = isinstance(problem, UserError | OSError) and advise(problem) is not None
-    return USER_ERROR if has_advice and not isinstance(problem, BrokenPipeError) else CRASHED
+    return USER_ERROR if isinstance(problem, UserError | OSError) and advise(problem) is not None else CRASHED
 
 
 def _run(arguments: list[str], stage: str | None) -> int:

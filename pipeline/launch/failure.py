@@ -76,8 +76,6 @@ def advise(problem: BaseException) -> str | None:
         return str(problem)
     if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
         return in_keys(str(problem))
-    if isinstance(problem, BrokenPipeError):
-        return "the program that reads the output has ended; run the same command again to resume"
     text = str(problem)
     if "/dev/shm/nccl" in text:
         return (

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from pipeline.config.stages import STAGES
-from pipeline.errors import STOP_SIGNALS, handle_signals
+from pipeline.errors import STOP_SIGNALS, handle_signals, stop_without_reader
 from pipeline.installation import ROOT
 from pipeline.launch.failure import (
     ATTEMPT,
@@ -131,6 +131,7 @@ def launch_stage(
     signals, memory_kills = _Signals(), count_out_of_memory_kills()
     place = "" if ranks.local == ranks.world else f" (host {socket.gethostname()})"
     with handle_signals(signals.note, (signal.SIGINT, *STOP_SIGNALS)):
+        stop_without_reader()
         threads = thread_settings(ranks.local_world, os.environ)
         workers = [_start(stage, run_dir, ranks, number, shared_store, threads) for number in range(ranks.local)]
         try:

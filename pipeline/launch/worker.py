@@ -33,6 +33,7 @@ from pipeline.errors import (
     print_any_text,
     printable,
     raise_stopped,
+    stop_without_reader,
 )
 from pipeline.launch.failure import (
     ATTEMPT,
@@ -80,6 +81,7 @@ def run_worker(stage: str, run_dir: Path, module: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set SIGINT to ignored
     try:
         with handle_signals(raise_stopped):
+            stop_without_reader()
             _check_folder(run_dir / stage)
             config = read_config(run_dir / stage)
             if not config.debug:  # these warnings of libraries address programmers

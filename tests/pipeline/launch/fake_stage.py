@@ -59,7 +59,10 @@ def act(behaviour):
     if behaviour == "long":  # characters that end a line for str.splitlines, or take 4 bytes or JSON's escapes
         raise RuntimeError("\U0001f600" * 3900 + "\u2028\ud800" + '"' * 20_000)
     if behaviour == "unread":
-        raise BrokenPipeError
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+        print("lost", flush=True)
     if behaviour == "prints":
         print("\u7b54")
     if behaviour == "exit":

@@ -167,7 +167,7 @@ def test_ranks_on_gpus_use_segments_that_grow_unless_the_user_sets_the_allocator
     [
         ("user", 2, "data.path=x.jsonl: line 3 is not JSON$"),
         ("echo", 2, "data.path=x.jsonl: line 3 is not JSON$"),  # the cause, and not the crash of the other rank
-        ("unread:0", 2, "the program that reads the output has ended"),
+        ("unread:0", 143, ""),  # as after SIGHUP: a stage saves its step
         ("crash:1", 1, "rank 1: RuntimeError: a bug$"),
         ("kill:0", 1, "rank 0 was killed by SIGKILL"),
         ("loader:0", 1, "rank 0 ended with status 127$"),  # of glibc, without memory for a thread's data
@@ -206,7 +206,9 @@ def test_a_crash_prints_how_to_resume(tmp_path):
     assert save_traceback(StageEnd(2, "a mistake"), tmp_path) == ""
 
 
-def launch_and_exit(run_dir: Path, patience: float, grace: float, ignored: Sequence[int]) -> None:
+def launch_and_exit(run_dir: Path, patience: float, grace: float, ignored: Sequence[int], errors: Path | None) -> None:
+    if errors is not None:
+        os.dup2(os.open(errors, os.O_WRONLY), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -216,12 +218,19 @@ def launch_and_exit(run_dir: Path, patience: float, grace: float, ignored: Seque
 
 
 def _launcher(
-    run_dir: Path, behaviour: str, *, patience: float = 1.0, grace: float = 1.0, ignored: Sequence[int] = ()
+    run_dir: Path,
+    behaviour: str,
+    *,
+    patience: float = 1.0,
+    grace: float = 1.0,
+    ignored: Sequence[int] = (),
+    errors: Path | None = None,
 ) -> Worker:
     """Return a launcher process when both ranks have started."""
     for number in (0, 1):
         (run_dir / "sft" / f"rank-{number}.json").unlink(missing_ok=True)  # files of an earlier launcher
-    launcher = Worker(launch_and_exit, run_dir, patience, grace, ignored, environment={"FAKE_STAGE": behaviour})
+    settings = patience, grace, ignored, errors
+    launcher = Worker(launch_and_exit, run_dir, *settings, environment={"FAKE_STAGE": behaviour})
     deadline = time.monotonic() + 30
     while not all(_has_started(run_dir, rank) for rank in (0, 1)):
         assert time.monotonic() < deadline
@@ -267,6 +276,17 @@ def test_signals_reach_the_ranks(fake, number, status):
     launcher = _launcher(fake, "hang")
     launcher.send_signal(number)
     assert _status(launcher) == status
+    assert _gone_within(fake, 0.5)
+
+
+def test_ctrl_c_stops_the_ranks_after_their_step_if_it_also_ends_the_reader_of_the_output(fake):
+    """As in `python train.py 2>&1 | tee log`."""
+    os.mkfifo(fake / "pipe")
+    reader = os.open(fake / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    launcher = _launcher(fake, "hang", errors=fake / "pipe")
+    os.close(reader)
+    launcher.send_signal(signal.SIGINT)
+    assert _status(launcher) == 130
     assert _gone_within(fake, 0.5)
 
 
