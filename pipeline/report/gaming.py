@@ -19,7 +19,7 @@ from pipeline.evaluation.intervals import (
 )
 from pipeline.evaluation.samples import Sample
 from pipeline.report.axes import MINUS, format_interval, format_signed
-from pipeline.report.changes import FEWEST_PROMPTS, Outcome, change
+from pipeline.report.changes import FEWEST_PROMPTS, Change, Outcome, change
 from pipeline.report.charts import scatter_chart
 from pipeline.report.comparison import answer_card
 from pipeline.report.curves import line_chart
@@ -90,28 +90,33 @@ def check_last_step(found: BestAgainstLast | None, gain: float | None) -> Check:
     return Check("good" if excludes else "open", text)
 
 
-def gaming(reward_rise: float | None, checks: Sequence[Check], rewarder: str = "reward model") -> Verdict:
+def gaming(reward: Change | None, checks: Sequence[Check], rewarder: str = "reward model") -> Verdict:
     """Decide whether PPO over-optimized the reward at one temperature. The headline has no full stop.
 
-    reward_rise: the mean change of the held-out reward score with PPO; None without scores
+    reward: the change of the held-out reward score with PPO; None without scores
     checks: of the correlation, the paired change and the last step, in this order
     rewarder: the name of the source of the reward score
     """
     texts = " ".join(check.text for check in checks)
     correlation, paired, last = (check.outcome for check in checks)
-    if reward_rise is None:
+    if reward is None:
         return Verdict("open", "Unknown", f"The held-out answers have no reward scores of both models. {texts}")
-    if reward_rise <= 0:
-        reason = f"The held-out reward score did not rise ({format_signed(reward_rise)}), so it was not gamed. {texts}"
+    if reward.mean <= 0:
+        reason = f"The held-out reward score did not rise ({format_signed(reward.mean)}), so it was not gamed. {texts}"
         return Verdict("open", "No", reason)
+    rise = f"The reward score rose by {format_signed(reward.mean)}"
     if "bad" in (paired, last):
+        if not reward.low > 0:
+            return Verdict(
+                "open", "Possibly", f"{rise}, {_interval(reward.low, reward.high)}, perhaps by chance. {texts}"
+            )
         advice = f"The policy exploits errors of the {rewarder}. Stop earlier, or raise ppo.kl_coef."
-        return Verdict("bad", "Yes", f"The reward score rose by {format_signed(reward_rise)}. {texts} {advice}")
+        return Verdict("bad", "Yes", f"{rise}. {texts} {advice}")
     if correlation == paired == last == "good":
         return Verdict("good", "No sign of it", f"All three checks agree. {texts}")
     reason = (
-        f"The reward score rose by {format_signed(reward_rise)}, but not all three checks exclude gaming: the "
-        f"{rewarder} may reward something that the gold scorer does not measure. {texts}"
+        f"{rise}, but not all three checks exclude gaming: the {rewarder} may reward something that the gold scorer "
+        f"does not measure. {texts}"
     )
     return Verdict("open", "Possibly", reason)
 
@@ -123,7 +128,7 @@ def gaming_at(run: RunReading, temperature: float) -> Verdict:
     by_step = [(one.step, one.gold) for one in run.stage("ppo").grades if one.temperature == temperature and one.gold]
     last = check_last_step(best_against_last(by_step, fewest=FEWEST_PROMPTS), gold.mean if gold else None)
     checks = [check_correlation(samples), check_paired(samples), last]
-    return gaming(reward.mean if reward else None, checks, run.rewarder)
+    return gaming(reward, checks, run.rewarder)
 
 
 def gaming_section(run: RunReading) -> Markup | None:

@@ -9,6 +9,7 @@ import pytest
 from pipeline.data.records import Message
 from pipeline.evaluation.intervals import BestAgainstLast
 from pipeline.evaluation.samples import Sample
+from pipeline.report.changes import Change
 from pipeline.report.data import read_run
 from pipeline.report.gaming import (
     Check,
@@ -49,6 +50,7 @@ GOOD, OPEN, BAD = (Check(outcome, outcome) for outcome in ("good", "open", "bad"
         (1.0, (GOOD, GOOD, OPEN), "Possibly"),
         (1.0, (GOOD, GOOD, BAD), "Yes"),
         (1.0, (GOOD, BAD, GOOD), "Yes"),
+        (0.1, (GOOD, BAD, BAD), "Possibly"),  # the interval of the rise includes 0
         (-0.1, (GOOD, BAD, BAD), "No"),
         (None, (GOOD, GOOD, GOOD), "Unknown"),
     ],
@@ -56,7 +58,9 @@ GOOD, OPEN, BAD = (Check(outcome, outcome) for outcome in ("good", "open", "bad"
 def test_no_sign_of_gaming_needs_three_agreeing_checks(
     rise: float | None, checks: tuple[Check, ...], answer: str
 ) -> None:
-    assert gaming(rise, checks).headline == answer
+    """The interval of the reward's change is 0.5 wide on each side."""
+    reward = None if rise is None else Change(0.0, rise, rise, rise - 0.5, rise + 0.5, better=16, same=0, worse=0)
+    assert gaming(reward, checks).headline == answer
 
 
 def test_the_correlation_of_changes_has_an_interval() -> None:
