@@ -120,7 +120,7 @@ def _compose_job(overrides: Sequence[str], label: str = "") -> Job:
 
     inherited, replaced = _inherited(overrides)
     tokens = [*replaced, *overrides]
-    rewritten = rewrite([*tokens, *_real_data(tokens, skip="data" in inherited)])
+    rewritten = [*rewrite(tokens), *_real_data(tokens, skip="data" in inherited)]
     recipe = _find_recipe(tokens, inherited)
     store = ConfigStore.instance()
     store.store("schema", OmegaConf.merge(RunConfig.defaults(), inherited), provider="schema")

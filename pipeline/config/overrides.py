@@ -24,6 +24,8 @@ from pipeline.installation import CONF, TRAIN
 
 REPLACED_MAPPINGS = {"architecture", "tensor_plan", "options"}
 """Mappings that replace the mapping of the option file. Hydra would merge the two."""
+LOCATIONS = {"model": ("path", "hub"), "data": ("path", "sources"), "reward_model": ("path", "hub")}
+"""The keys that select a user's own model or data. The first one that is set gives the name."""
 PLAIN_VALUE = re.compile(r"[\w./\-+:@%]*", re.ASCII)
 
 
@@ -67,8 +69,8 @@ def split(token: str) -> tuple[str, str, str | None]:
 def rewrite(tokens: Sequence[str]) -> list[str]:
     """Return the tokens of one job as Hydra overrides.
 
-    Raises UserError for a token that is not KEY=VALUE, for an option that a group does not have, and for two places of
-    data.
+    Raises UserError for a token that is not KEY=VALUE, an option that a group does not have, two places of data,
+    and a name without the selection of its model or data.
     """
     options = groups()
     values = {key: value for _, key, value in map(split, tokens)}
@@ -78,6 +80,14 @@ def rewrite(tokens: Sequence[str]) -> list[str]:
             f"data.path={values['data.path']} and data.sources are both set, but data.path replaces data.sources: "
             "remove one of them, or add the file to data.sources as {path: FILE}"
         )
+    sections = {".".join(key.split(".")[:2]) for key in values}
+    for group, locations in LOCATIONS.items():
+        name = values.get(f"{group}.name")
+        others = (f"{group}.{key}" for key in (*locations, "architecture"))
+        if name and sections.isdisjoint((group, f"model@{group}", "actor", *others)):
+            own = " or ".join(f"{group}.{key}={key.upper()}" for key in locations)
+            remedy = f"{group}={name}" if name in options["data" if group == "data" else "model"] else own
+            raise UserError(f"{group}.name={name} is only a name and selects nothing: set {remedy}")
     rewritten = [new for token in tokens for new in (*_clear_mapping(token), _rewrite_token(token, options))]
     return rewritten + _implied(tokens, values.keys())
 
@@ -118,8 +128,7 @@ def _implied(tokens: Iterable[str], keys: Collection[str]) -> list[str]:
     """
     values = {key: value for _, key, value in map(split, tokens) if value}
     extra = ["ppo=distill"] if values.get("method") == "distill" and "ppo" not in keys else []
-    locations = {"model": ("path", "hub"), "data": ("path", "sources"), "reward_model": ("path", "hub")}
-    for group, names in locations.items():
+    for group, names in LOCATIONS.items():
         own = next((values[f"{group}.{name}"] for name in names if f"{group}.{name}" in values), None)
         if own is None or group in keys:
             continue

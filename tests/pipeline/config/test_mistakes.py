@@ -162,6 +162,20 @@ def test_a_word_that_hydra_cannot_read_is_refused(word: str, expected: str) -> N
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.name=opt-1.3b"], "model.name=opt-1.3b is only a name and selects nothing: set model=opt-1.3b"),
+        (["model.name=a/b"], "set model.path=PATH or model.hub=HUB"),
+        (["reward_model.name=opt-350m"], "set reward_model=opt-350m"),
+        (["model=opt-1.3b", "data.name=gsm8k"], "set data=gsm8k"),
+    ],
+)
+def test_a_name_of_what_is_not_selected_is_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        compose(words)
+
+
 @pytest.mark.parametrize("flags", [[], ["-m"]])
 @pytest.mark.parametrize("value", ["1" * 5000, f"[1,{'1' * 5000}]"])
 def test_a_number_of_thousands_of_digits_is_too_large(flags: list[str], value: str) -> None:
