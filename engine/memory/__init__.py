@@ -9,12 +9,11 @@ and `training_bytes` predict bytes by owner. `CostModel` predicts seconds from t
 from engine.generation.kv_cache import VLLM_SEQUENCES
 from engine.host_memory import host_memory
 from engine.memory.cost_model import CostModel
-from engine.memory.model_shape import ModelShape, measure_shape
+from engine.memory.model_shape import ModelShape, largest_pipeline_stage, measure_shape
 from engine.memory.phases import (
     RETAINED,
     GenerationLoad,
     generation_bytes,
-    pipeline_training_bytes,
     resting_bytes,
     scoring_bytes,
     training_bytes,
@@ -47,10 +46,10 @@ __all__ = [
     "frozen_states",
     "generation_bytes",
     "host_memory",
+    "largest_pipeline_stage",
     "measure_rates",
     "measure_shape",
     "model_bytes",
-    "pipeline_training_bytes",
     "resting_bytes",
     "scoring_bytes",
     "tabulated_rates",

@@ -27,14 +27,13 @@ class CostModel:
         """Return the seconds of forward and backward over all tokens, in `updates` optimizer steps.
 
         `head_share` is the share of tokens whose log-probabilities are computed. A pipeline of p stages takes
-        n + p - 1 turns for n micro-batches.
+        n + p - 1 turns for n micro-batches; `shape` is then that of one stage.
         """
         forwards = 2 if self.work.config.activation_checkpointing else 1
         compute = forwards * self._forward_seconds()
         compute += self._rank_tokens * (self._block_parameters * self.rates.backward + self._head_rate(head_share))
-        stages, count = self.work.config.pipeline_parallel, self._micro_batches
-        compute *= (count + stages - 1) / (count * stages)
-        communication = self._communication_seconds(updates) / stages
+        compute *= 1 + (self.work.config.pipeline_parallel - 1) / self._micro_batches
+        communication = self._communication_seconds(updates)
         return compute + communication if self.work.is_cpu else max(compute, communication)
 
     def scoring_seconds(self, *, head_share: float = 0.0) -> float:
@@ -57,7 +56,7 @@ class CostModel:
     def optimizer_seconds(self) -> float:
         """Return the seconds of one optimizer step."""
         config = self.work.config
-        trained = self.work.trained(self.shape) / (self.work.shards * config.pipeline_parallel)
+        trained = self.work.trained(self.shape) / self.work.shards
         if config.offload_optimizer == "none":
             return trained * self.rates.adam
         on_host = trained * (self.rates.host_adam + 2 * BYTES[config.dtype] * self.rates.copy)

@@ -143,23 +143,17 @@ def measure_shape(
     )
 
 
-def pipeline_stages(shape: ModelShape, ranks: int) -> tuple[ModelShape, ...]:
-    """Return the shape of each pipeline stage: embeddings on the first, norm and head on the last, blocks on all.
+def largest_pipeline_stage(shape: ModelShape, ranks: int) -> ModelShape:
+    """Return an upper bound of the stages of a pipeline: the larger end of the model, and its share of the blocks.
 
-    A tied embedding counts on the first and on the last stage. Raises ValueError for fewer blocks than ranks.
+    The first stage has the embeddings, the last one norm and head, with a tied embedding once more. Raises ValueError
+    for fewer blocks than ranks.
     """
     if shape.blocks < ranks:
         raise ValueError(f"pipeline_parallel={ranks} is more than the {shape.blocks} blocks of {shape.name}")
-    stages = []
-    for rank in range(ranks):
-        blocks = shape.blocks // ranks + (rank < shape.blocks % ranks)
-        first, last = rank == 0, rank == ranks - 1
-        embedding, head = first * shape.embedding, last * shape.head
-        root = embedding + last * (shape.root - shape.embedding) + shape.is_tied * head
-        total, vocabulary = root + blocks * shape.block, last * shape.vocabulary
-        stage = replace(shape, parameters=total, root=root, blocks=blocks, vocabulary=vocabulary)
-        stages.append(replace(stage, embedding=embedding, head=head))
-    return tuple(stages)
+    blocks = math.ceil(shape.blocks / ranks)
+    root = max(shape.embedding, shape.root - shape.embedding + shape.is_tied * shape.head)
+    return replace(shape, parameters=root + blocks * shape.block, root=root, blocks=blocks, embedding=0, head=0)
 
 
 def _parameters(module: nn.Module, ranks: int = 1) -> int:

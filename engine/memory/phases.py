@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.config import TORCH_DTYPE
 from engine.generation.decode_loop import PREFILL_TOKENS
@@ -10,8 +10,8 @@ from engine.generation.kv_cache import CacheDemand
 from engine.generation.prepacked_linears import copies_weights
 from engine.kernels.token_logprobs import BLOCK_ELEMENTS
 from engine.memory.activations import activations
-from engine.memory.model_shape import ModelShape, pipeline_stages
-from engine.memory.states import BYTES, ModelStates, Owners, Workload, trained_states
+from engine.memory.model_shape import ModelShape
+from engine.memory.states import BYTES, ModelStates, Owners, Workload
 
 # Owners that `GenerationLoad.keep` holds between calls.
 RETAINED = ("inference_model", "prepacked_linears", "cache")
@@ -44,7 +44,11 @@ def resting_bytes(states: ModelStates) -> Owners:
 
 
 def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, forwards: int = 1) -> Owners:
-    """Return the bytes that training adds, where `forwards` micro-batches wait for their backward."""
+    """Return the bytes that training adds, where `forwards` micro-batches wait for their backward.
+
+    In a pipeline of P stages, P micro-batches wait on the first stage. Messages between stages are not counted.
+    """
+    forwards = max(forwards, min(work.micro_batches, work.config.pipeline_parallel))
     saved = activations(shape, work, tokens=work.rank_tokens, length=work.max_length)
     block, recomputed = saved.block, 0
     if work.config.activation_checkpointing:  # the input of each block is saved
@@ -65,19 +69,6 @@ def training_bytes(shape: ModelShape, work: Workload, states: ModelStates, *, fo
 def scoring_bytes(shape: ModelShape, work: Workload, states: ModelStates) -> Owners:
     """Return the bytes that scoring adds: gathered parameters, a block of logits and its softmax."""
     return _gathered_bytes(states) | {"logits": 8 * _logits(shape, work)}
-
-
-def pipeline_training_bytes(shape: ModelShape, work: Workload) -> list[Owners]:
-    """Return the bytes of each pipeline stage at the peak of training, without the messages between stages.
-
-    Of P stages, stage p holds the activations of P - p micro-batches.
-    """
-    ranks, peaks = work.config.pipeline_parallel, list[Owners]()
-    for rank, stage in enumerate(pipeline_stages(shape, ranks)):
-        states = trained_states(stage, replace(work, adapters=work.adapters * stage.blocks // shape.blocks))
-        forwards = min(work.micro_batches, ranks - rank)
-        peaks.append(resting_bytes(states) | training_bytes(stage, work, states, forwards=forwards))
-    return peaks
 
 
 def generation_bytes(

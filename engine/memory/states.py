@@ -154,7 +154,7 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
 def checkpoint_bytes(shape: ModelShape, work: Workload) -> int:
     """Return the bytes of a model that trains in a checkpoint, over all ranks: masters, moments and average."""
     each = bytes_per_trained_parameter(work.config, work.optimizer, has_average=work.has_average)
-    return each * work.trained(shape) * shape.tensor
+    return each * work.trained(shape) * shape.tensor * work.config.pipeline_parallel
 
 
 def bytes_per_trained_parameter(config: EngineConfig, optimizer: OptimizerConfig, *, has_average: bool) -> int:

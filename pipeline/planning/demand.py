@@ -19,7 +19,6 @@ from engine.memory import (
     checkpoint_bytes,
     generation_bytes,
     model_bytes,
-    pipeline_training_bytes,
     resting_bytes,
     scoring_bytes,
     training_bytes,
@@ -78,23 +77,19 @@ def predict_bytes(task: StageTask, *, free_bytes: int | None = None, shares_forw
     """Predict a stage. `free_bytes` is the device's memory, which bounds the key-value cache.
 
     With `shares_forward` the forwards of all of a step's micro-batches wait for their backward, the critic's while the
-    actor trains. With pipeline parallelism each pipeline stage trains its blocks, and the full model generates.
+    actor trains.
     """
     policy, work, load, is_ppo = task.policy.shape, task.policy.work, task.load, task.stage == "ppo"
     states = {name: model.states for name, model in task.models.items()}
     first = next(iter(states.values()))
-    resting, stages = resting_bytes(first), list[Owners]()
+    resting = resting_bytes(first)
     if is_ppo:
         resting = {name: states[name].resting for name, model in task.models.items() if model.kind != "shared"}
-    elif work.config.pipeline_parallel > 1:
-        stages = pipeline_training_bytes(policy, work)
-        resting = {owner: max(stage[owner] for stage in stages) for owner in resting}
     phases, offloaded, busy = dict[str, Owners](), _offloaded(states.values()), resting
     if task.stage != "reward":
         parked = first.optimizer if load.park_optimizer and work.config.offload_optimizer == "none" else 0
         others = sum(resting.values()) - parked
-        shape = task.generates or policy
-        generation = generation_bytes(shape, work, load, resident=others, free_bytes=free_bytes)
+        generation = generation_bytes(task.generated, work, load, resident=others, free_bytes=free_bytes)
         phases["generate"] = resting | generation | offloaded
         if parked:
             owner = next(iter(task.models)) if is_ppo else "optimizer"
@@ -102,10 +97,6 @@ def predict_bytes(task: StageTask, *, free_bytes: int | None = None, shares_forw
             phases["generate"] |= {owner: resting[owner] - parked, "host": host}
         if (is_ppo and load.keep) or (load.uses_vllm and work.is_cpu):  # on a CPU, vLLM cannot free its memory
             busy = resting | {owner: generation.get(owner, 0) for owner in RETAINED}
-    for number, stage in enumerate(stages, 1):
-        phases[f"train, stage {number}" if number > 1 else "train"] = stage
-    if stages:
-        return Demand(phases)
     widest = max(states.values(), key=lambda each: each.gathered)
     phases["score"] = busy | scoring_bytes(policy, work, widest) | offloaded
     for name, model in task.models.items():
@@ -158,7 +149,7 @@ def predict_seconds(task: StageTask, rates: Rates, *, shares_forward: bool = Fal
 def stage_seconds(task: StageTask, rates: Rates, seconds: Mapping[str, float]) -> float:
     """Predict the seconds of a stage, given those of a step by phase: all steps, and all evaluations."""
     work, load = task.policy.work, task.load
-    policy = CostModel(task.policy.shape, work, rates, math.ceil(task.scored * task.length / work.ranks))
+    policy = CostModel(task.generated, work, rates, math.ceil(task.scored * task.length / work.ranks))
     rounds = task.answered / work.ranks / load.slots
     answers = policy.generation_seconds(steps=rounds * load.response, slots=load.slots, prompt_share=0.0)
     return task.steps * sum(seconds.values()) + answers + policy.scoring_seconds(head_share=float(task.scored > 0))
@@ -184,7 +175,7 @@ def run_bytes(config: RunConfig, tasks: Mapping[str, StageTask], seconds: Mappin
     """Return the use of the disk by the run folder when its last stage ends. `seconds`: those of each stage."""
     most = {stage: most_checkpoints(config, task, seconds[stage]) for stage, task in tasks.items()}
     return sum(
-        most[stage] * stage_checkpoint(task) + model_bytes(task.policy.shape, task.policy.work)
+        most[stage] * stage_checkpoint(task) + model_bytes(task.generated, task.policy.work)
         for stage, task in tasks.items()
     )
 
@@ -197,7 +188,7 @@ def warn_of_disk(config: RunConfig, task: StageTask, folder: Path, seconds: floa
     stage, size, most = task.stage, stage_checkpoint(task), most_checkpoints(config, task, seconds)
     present = len(list((folder / "checkpoints").glob("step-*[0-9]")))
     free = shutil.disk_usage(folder).free
-    needed = max(0, most - present) * size + model_bytes(task.policy.shape, task.policy.work)
+    needed = max(0, most - present) * size + model_bytes(task.generated, task.policy.work)
     if needed <= free:
         return []
     fewer = f"set {stage}.keep_checkpoints=1, " if getattr(config, stage).keep_checkpoints > 1 else ""

@@ -14,6 +14,7 @@ from engine.memory import (
     ModelStates,
     Workload,
     frozen_states,
+    largest_pipeline_stage,
     measure_shape,
     trained_states,
 )
@@ -53,7 +54,8 @@ class StageModel:
 class StageTask:
     """A stage ("sft", "reward", "dpo" or "ppo") as the planner sees it.
 
-    The first of `models` is the policy; `generates` is its shape as it is split for generation (default: the same).
+    The first of `models` is the policy, in a pipeline its largest stage. `generates` is the policy's shape as it is
+    split for generation (default: the same).
     A step has `sequences` over all ranks, `passes` over them, and `updates` optimizer steps a pass. `shares_forward`:
     PPO keeps its forwards from scoring to the first update; None decides by memory. `fills_memory`: memory decides how
     many sequences decode at a time. The stage has `steps` steps. A sequence has `tokens` tokens on average and an
@@ -79,6 +81,11 @@ class StageTask:
     @property
     def policy(self) -> StageModel:
         return next(iter(self.models.values()))
+
+    @property
+    def generated(self) -> ModelShape:
+        """The shape of the policy as it generates."""
+        return self.generates or self.policy.shape
 
     @property
     def work(self) -> Workload:
@@ -135,6 +142,9 @@ def stage_task(config: RunConfig, stage: str, inputs: PlanInputs, *, ranks: int,
     if is_ppo:
         models = _ppo_models(config, ranks, shape, layout, reward, is_cpu=is_cpu)
     else:
+        if (pipeline := config.engine.pipeline_parallel) > 1:  # a rank trains its stage, and generates with all blocks
+            generates, shape = generates or shape, largest_pipeline_stage(shape, pipeline)
+            layout = layout | {"adapters": math.ceil(layout["adapters"] / pipeline)}
         models = {"policy": StageModel(shape, workload(config, stage, ranks, config.engine, layout, is_cpu=is_cpu))}
     load = _generation_load(config, stage, ranks)
     may_share = is_ppo and ppo.minibatches == 1 and config.engine.pipeline_parallel == 1

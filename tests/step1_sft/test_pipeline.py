@@ -50,7 +50,6 @@ def test_two_pipeline_ranks_train_evaluate_and_export_like_one_rank(tmp_path: Pa
     assert all(set(each) == {"base", "sft"} for each in samples(tmp_path / "two"))
     summary = json.loads((tmp_path / "two/sft/summary.json").read_text())
     predicted, measured = summary["memory"]["predicted"], summary["memory"]["measured"]
-    assert predicted["train, stage 2"]["logits"] > predicted["train"]["logits"] == 0
     assert measured["train"]["optimizer"] == pytest.approx(predicted["train"]["optimizer"], rel=0.02)
     weights, expected = (load_file(tmp_path / name / "sft/model/model.safetensors") for name in ("two", "one"))
     assert weights.keys() == expected.keys()

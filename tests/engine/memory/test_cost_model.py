@@ -15,6 +15,7 @@ from engine.memory import (
     ModelShape,
     Rates,
     Workload,
+    largest_pipeline_stage,
     measure_rates,
     measure_shape,
     rates,
@@ -82,9 +83,10 @@ def test_sequence_groups_share_tokens_and_pipelines_share_blocks() -> None:
     blocks, once = 4 * shape.block * 3e-9, 4 * shape.parameters * 1e-9
     groups = model(shape, ranks=4, sequence_parallel=2)
     assert groups.training_seconds() == pytest.approx(200 * (blocks + 1e-4) + once)
-    pipeline = model(shape, pipeline_parallel=2)
-    assert pipeline.training_seconds() == pytest.approx(5 / 4 * 400 * (blocks + 1e-4) / 2)
-    assert pipeline.optimizer_seconds() == pytest.approx(shape.parameters / 2 * 1e-9)
+    stage = largest_pipeline_stage(shape, 2)  # two of four blocks
+    pipeline = model(stage, pipeline_parallel=2)
+    assert pipeline.training_seconds() == pytest.approx(5 / 4 * 400 * (blocks / 2 + 1e-4))
+    assert pipeline.optimizer_seconds() == pytest.approx(stage.parameters * 1e-9)
 
 
 def test_the_measurement_of_the_disk_leaves_no_file(tmp_path: Path) -> None:

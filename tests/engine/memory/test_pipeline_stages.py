@@ -1,4 +1,4 @@
-"""Predicted bytes of a pipeline rank against sums by hand and against the tracker's measurements in training."""
+"""The predicted bound of a pipeline rank against sums by hand and against the tracker's measurements in training."""
 
 from typing import Any
 
@@ -8,9 +8,16 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from engine import EngineConfig, OptimizerConfig, initialize
-from engine.memory import ModelShape, Workload, measure_shape, pipeline_training_bytes
+from engine.memory import (
+    ModelShape,
+    Workload,
+    largest_pipeline_stage,
+    measure_shape,
+    resting_bytes,
+    trained_states,
+    training_bytes,
+)
 from engine.memory.activations import activations
-from engine.memory.model_shape import pipeline_stages
 from tests.engine.parallel.test_pipeline import loss_of
 from tests.ranks import run_ranks
 
@@ -39,8 +46,10 @@ def work(layout: dict[str, Any]) -> Workload:
     return Workload(config, micro_batch_tokens=ROWS * LENGTH, step_tokens=MANY * ROWS * LENGTH, max_length=LENGTH)
 
 
-def predicted(family: str, layout: dict[str, Any]) -> list[dict[str, int]]:
-    return pipeline_training_bytes(shape(family), work(layout))
+def predicted(family: str, layout: dict[str, Any]) -> dict[str, int]:
+    stage = largest_pipeline_stage(shape(family), 2)
+    states = trained_states(stage, work(layout))
+    return resting_bytes(states) | training_bytes(stage, work(layout), states)
 
 
 def measure_peaks() -> list[dict[str, int]]:
@@ -56,37 +65,29 @@ def measure_peaks() -> list[dict[str, int]]:
     return results
 
 
-def test_stages_by_hand() -> None:
-    for family in CONFIGS:
+def test_the_largest_stage_by_hand() -> None:
+    """Tokens and positions of OPT, with two reserved rows; head and norm of Llama."""
+    for family, root in (("opt", (96 + 82) * 64), ("llama", (96 + 1) * 64)):
         full = shape(family)
-        first, last = pipeline_stages(full, 2)
-        tied = 96 * 64 if family == "opt" else 0
-        assert first.parameters + last.parameters == full.parameters + tied
-        assert (first.blocks, last.blocks, first.block) == (3, 2, full.block)
-        assert first.parameters - 3 * first.block == first.root and first.root >= 96 * 64
-        assert (first.vocabulary, last.vocabulary) == (0, 96)
+        largest = largest_pipeline_stage(full, 2)
+        assert (largest.blocks, largest.block, largest.root) == (3, full.block, root)
+        assert largest.parameters == root + 3 * full.block
     with pytest.raises(ValueError, match="pipeline_parallel=6 is more than the 5 blocks of opt"):
-        pipeline_stages(shape("opt"), 6)
+        largest_pipeline_stage(shape("opt"), 6)
 
 
-def test_first_ranks_hold_more_micro_batches() -> None:
-    first, last = predicted("llama", {})
+def test_the_first_rank_holds_a_micro_batch_for_each_stage() -> None:
     one = activations(shape("llama"), work({}), tokens=ROWS * LENGTH, length=LENGTH)
-    assert first["activations"] == 2 * (one.outside + 3 * one.block)  # two micro-batches, three blocks
-    assert last["activations"] == one.outside + 2 * one.block
-    assert predicted("llama", {"activation_checkpointing": True})[0]["activations"] < first["activations"]
-    assert first["logits"] == 0 < last["logits"]
+    assert predicted("llama", {})["activations"] == 2 * (one.outside + 3 * one.block)
+    recomputed = predicted("llama", {"activation_checkpointing": True})["activations"]
+    assert recomputed < predicted("llama", {})["activations"]
 
 
-def test_two_ranks_hold_what_is_predicted() -> None:
-    for rank, actual in enumerate(run_ranks(measure_peaks, 2)):
-        for (family, layout), held in zip(CASES, actual, strict=True):
-            expected = predicted(family, layout)[rank]
-            where = f"{family} {layout} rank {rank}: {held} {expected}"
-            assert held["parameters"] == pytest.approx(expected["parameters"], rel=0.02), where
-            assert held["optimizer"] == pytest.approx(expected["optimizer"], rel=0.02), where
-            assert held["gradients"] == pytest.approx(expected["gradients"], rel=0.05), where
-            assert held.get("gathered", 0) == pytest.approx(expected["gathered"], rel=0.02), where
-            softmax = ROWS * (LENGTH - 1) * 96 * 4  # saved by this test's loss, not by the model
-            saved = expected["activations"] + (softmax if rank else 0)
-            assert held["activations"] == pytest.approx(saved, rel=0.2), where
+def test_two_ranks_hold_at_most_what_is_predicted() -> None:
+    first, last = run_ranks(measure_peaks, 2)
+    for (family, layout), *held in zip(CASES, first, last, strict=True):
+        expected, where = predicted(family, layout), f"{family} {layout}: {held}"
+        for owner in ("parameters", "optimizer", "gradients", "gathered"):
+            assert max(each.get(owner, 0) for each in held) == pytest.approx(expected[owner], rel=0.05), (owner, where)
+        assert held[0]["activations"] == pytest.approx(expected["activations"], rel=0.2), where
+        assert held[1]["activations"] < expected["activations"], where
