@@ -155,8 +155,8 @@ class ChatTokenizer:
 
     @property
     def model_pad_id(self) -> int | None:
-        """The padding id for the configuration of a model; None if the padding token is also an end token."""
-        return None if self.pad_id in self.end_ids else self.pad_id
+        """The padding id for the configuration of a model; None if the padding token also ends answers."""
+        return None if self.pad_id == self.end_id else self.pad_id
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and its chat template in Hugging Face format."""

@@ -1,5 +1,6 @@
 """The text that ends a run: metrics of each stage, verdict, paths of model and report, and the chat command."""
 
+import os
 import shlex
 import sys
 import textwrap
@@ -119,8 +120,11 @@ def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]
     notices, recorded = changed_evaluation(config, stage_dir), read_settings(stage_dir).get("evaluation") or {}
     for key in ("judge", "pair_judge") if stage_dir.name in POLICIES else ():
         judge = getattr(config.evaluation, key)
-        is_known, is_changed = recorded.get(key) == judge, f"evaluation.{key}" in changed
-        if judge is None or (is_known and not is_changed):
+        if judge is None:
+            continue
+        is_known = os.path.abspath(recorded.get(key) or "") == os.path.abspath(judge)
+        is_changed = f"evaluation.{key}" in changed
+        if is_known and not is_changed:
             continue
         state = "has changed since it judged its answers" if is_known else "has not judged its answers"
         notices.append(f"evaluation.{key}={judge} {state}")

@@ -111,13 +111,13 @@ def build_scorer(
 
     A value head that the source lacks is sampled with mean 0 and standard deviation 1 / sqrt(D + 1). With `zero_head`
     the head is zero instead. `shift` and `scale` change every value, see `Scorer`. `pad_id` is written to the exported
-    configuration. It is None if the padding token is an end token: other tools then refuse padded batches instead of
+    configuration. It is None if the padding token ends answers: other tools then refuse padded batches instead of
     scoring the wrong token. Raises UserError if the model's family has no linear head named score, or if the source is
     a classifier with several labels.
     """
     _check_labels(source)
     source.config.num_labels = 1
-    source.config.pad_token_id = pad_id
+    source.config.pad_token_id = source.config.get_text_config().pad_token_id = pad_id
     model = _on_meta(source, AutoModelForSequenceClassification, choice)
     _check_head(model)
     return Engine(

@@ -160,6 +160,13 @@ def test_padding_falls_back_to_the_end_token(trained: ChatTokenizer) -> None:
     assert ChatTokenizer(tokenizer(None, pad_token="</s>")).pad_id == without.hf.eos_token_id
 
 
+def test_a_model_pads_with_eos_if_another_token_ends_answers() -> None:
+    """transformers scores the last token that is not padding, which must not be the end of an answer."""
+    qwen = ChatTokenizer(tokenizer(CHATML, "<|im_start|>", "<|im_end|>", pad_token="</s>"))
+    assert qwen.model_pad_id == qwen.hf.eos_token_id != qwen.end_id
+    assert ChatTokenizer(tokenizer(None, pad_token="</s>")).model_pad_id is None
+
+
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     hf = tokenizer(None)
     hf.eos_token = None

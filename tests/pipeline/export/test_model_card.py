@@ -59,6 +59,16 @@ def test_the_stages_of_a_model_are_those_that_it_depends_on(tmp_path: Path) -> N
     assert found.adapter_base == str(ppo / "model")  # a folder that peft can load
 
 
+def test_a_stage_finds_its_models_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, reward = finished(tmp_path / "x" / "sft"), finished(tmp_path / "x" / "reward")
+    monkeypatch.chdir(tmp_path)  # where the command of training was typed
+    ppo = finished(tmp_path / "y" / "ppo", actor="x/sft", reward_path="x/reward")
+    monkeypatch.chdir(tmp_path / "y")
+    found = find_stage(ppo)
+    assert [stage.folder for stage in found.history] == [actor, reward, ppo]
+    assert found.adapter_base == str(actor / "model")
+
+
 def test_a_reward_model_of_two_policies_is_listed_once(tmp_path: Path) -> None:
     first, reward = finished(tmp_path / "x" / "ppo"), finished(tmp_path / "x" / "reward")
     second = finished(tmp_path / "y" / "ppo", actor=str(first), reward_path=str(reward))

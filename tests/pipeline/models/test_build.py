@@ -289,7 +289,9 @@ def test_families_that_cannot_score(config: PretrainedConfig, what: str) -> None
 def test_a_scorer_has_the_weights_of_a_multimodal_checkpoint(family: str, tmp_path: Path) -> None:
     model = multimodal_model(family)
     model.save_pretrained(tmp_path)  # the names in the files are not those of the parameters
-    engine = build_scorer(resolve(ModelConfig(name="tiny", path=str(tmp_path)), 1), frozen(), pad_id=0)
+    source = resolve(ModelConfig(name="tiny", path=str(tmp_path)), 1)
+    engine = build_scorer(source, frozen(), pad_id=5)
+    assert source.config.get_text_config().pad_token_id == 5  # the one that transformers reads
     parameters = {name.removeprefix("model."): value for name, value in engine.full_parameters()}
     del parameters["score.weight"]
     assert set(parameters) == {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
