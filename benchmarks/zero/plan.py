@@ -161,7 +161,7 @@ def predict(run_dir: Path, stage: str) -> dict[str, float]:
     world = dist.world()
     is_cpu = world.device.type == "cpu"
     task = stage_task(config, stage, PlanInputs(policy, reward), ranks=world.size, is_cpu=is_cpu)
-    rates = measure_machine(config, task)
+    rates = measure_machine(task)
     if length is not None:
         task = replace(task, tokens=length)
     return predict_seconds(task, rates)

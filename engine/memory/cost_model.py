@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from engine.memory.model_shape import ModelShape
-from engine.memory.rates import Rates
+from engine.memory.rates import DISK, PCIE, Rates
 from engine.memory.states import BYTES, Workload
 
 
@@ -59,9 +59,9 @@ class CostModel:
         trained = self.work.trained(self.shape) / self.work.shards
         if config.offload_optimizer == "none":
             return trained * self.rates.adam
-        on_host = trained * (self.rates.host_adam + 2 * BYTES[config.dtype] * self.rates.copy)
+        on_host = trained * (self.rates.host_adam + 2 * BYTES[config.dtype] * self._copy_rate)
         # Masters and two moments are read and written.
-        return on_host if config.offload_optimizer == "cpu" else max(on_host, trained * 24 * self.rates.disk)
+        return on_host if config.offload_optimizer == "cpu" else max(on_host, trained * 24 * DISK)
 
     @property
     def _rank_tokens(self) -> int:
@@ -74,6 +74,10 @@ class CostModel:
     @property
     def _block_parameters(self) -> int:
         return self.shape.blocks * self.shape.block
+
+    @property
+    def _copy_rate(self) -> float:
+        return 0.0 if self.work.is_cpu else PCIE
 
     def _head_rate(self, share: float) -> float:
         return share * self.rates.head if self.shape.vocabulary else 0.0
@@ -97,5 +101,5 @@ class CostModel:
 
     def _offloaded_read_seconds(self, count: int) -> float:
         """Return the seconds of `count` reads of this rank's offloaded parameters."""
-        rate = {"none": 0.0, "cpu": self.rates.copy, "nvme": self.rates.disk}[self.work.config.offload_parameters]
+        rate = {"none": 0.0, "cpu": self._copy_rate, "nvme": DISK}[self.work.config.offload_parameters]
         return count * rate * BYTES[self.work.config.dtype] * self.shape.parameters / self.work.shards

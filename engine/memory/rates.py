@@ -2,9 +2,9 @@
 
 The measurement runs a block of a Llama model of the same width, at most `WIDEST`, so that it takes about a second for
 every model. Products of larger matrices are not faster. A GPU gets sizes that take longer than the host needs to launch
-them, and its decode step is not measured: a CUDA graph replays the step without the host. The table has the peak
-figures of data sheets, of which a training run reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, report
-0.46 for a large model).
+them, and its decode step is not measured: a CUDA graph replays the step without the host. Copies to host memory and
+files have the usual speeds `PCIE` and `DISK`. The table has the peak figures of data sheets, of which a training run
+reaches `UTILISATION` (Chowdhery et al., 2022, arXiv:2204.02311, report 0.46 for a large model).
 """
 
 import math
@@ -29,7 +29,6 @@ HEAD_ROWS = {"cpu": 2**13, "cuda": 2**15}  # the vocabulary of the measured head
 TOKENS = {"cpu": 512, "cuda": 4096}  # the largest micro-batch of the measurement
 PARAMETERS = {"cpu": 2**21, "cuda": 2**26}  # of the measured optimizer step
 MESSAGE_BYTES = {"cpu": 2**22, "cuda": 2**26}
-FILE_BYTES = 2**24
 RUNS = 2
 ADAM_BYTES = 28  # that AdamW reads and writes for each parameter
 UTILISATION = 0.4  # of the peak products, in training
@@ -43,7 +42,7 @@ class Rates:
 
     Of a token and a block's parameter: `forward`, `backward`. Of a token: `head`, forward and backward. `decode`: one
     step of all sequences, of a block's parameter. Of a parameter: AdamW on the device (`adam`) and on the host
-    (`host_adam`). Of a byte: `all_reduce`, `copy` between host and device, `disk`, and `read` of device memory.
+    (`host_adam`). Of a byte: `all_reduce`, and `read` of device memory.
     """
 
     forward: float
@@ -53,8 +52,6 @@ class Rates:
     adam: float
     host_adam: float
     all_reduce: float
-    copy: float
-    disk: float
 
     @property
     def read(self) -> float:
@@ -89,7 +86,8 @@ GPUS = {  # NVIDIA's data sheets; links are NVLink, or PCIe
     "t4": Gpu(65, 16, 320, 16, has_bf16=False),
 }
 NETWORK, RANKS_OF_A_MACHINE = 50, 8  # GB/s of a rank between machines; ranks of one machine
-PCIE, HOST, DISK = 25, 20, 3  # GB/s of a rank: copies to the host, the host's memory, an NVMe disk
+HOST = 20  # GB/s of a rank: the host's memory
+PCIE, DISK = 1e-9 / 25, 1e-9 / 3  # seconds of a byte of a rank: copies between host and device, an NVMe disk
 
 
 def tabulated_rates(gpu: Gpu, shape: ModelShape, *, dtype: Precision, ranks: int) -> Rates:
@@ -108,18 +106,14 @@ def tabulated_rates(gpu: Gpu, shape: ModelShape, *, dtype: Precision, ranks: int
         adam=ADAM_BYTES * read,
         host_adam=ADAM_BYTES * 1e-9 / HOST,
         all_reduce=2e-9 / (gpu.link if ranks <= RANKS_OF_A_MACHINE else min(gpu.link, NETWORK)),
-        copy=1e-9 / PCIE,
-        disk=1e-9 / DISK,
     )
 
 
-def measure_rates(
-    shape: ModelShape, *, dtype: Precision, length: int, rows: int, folder: str | None = None, has_files: bool = True
-) -> Rates:
+def measure_rates(shape: ModelShape, *, dtype: Precision, length: int, rows: int) -> Rates:
     """Measure this machine for a model; every rank calls. `length` tokens a sequence, `rows` sequences decode together.
 
-    `folder` is on the disk of the NVMe tiers, which is measured if `has_files`. Sequences longer than `TOKENS`,
-    compiled blocks, and the communication of tensor and sequence groups inside of blocks are not measured.
+    Sequences longer than `TOKENS`, compiled blocks, and the communication of tensor and sequence groups inside of
+    blocks are not measured.
     """
     device = dist.world().device
     forward, backward, decode = _block_seconds(shape, dtype, device, length, rows)
@@ -133,8 +127,6 @@ def measure_rates(
         adam=adam,
         host_adam=adam if device.type == "cpu" else _adam_seconds(torch.device("cpu")),
         all_reduce=_all_reduce_seconds(device) if dist.world().size > 1 else 0.0,
-        copy=_copy_seconds(device) if device.type == "cuda" else 0.0,
-        disk=_disk_seconds(folder) if has_files else 0.0,
     )
 
 
@@ -204,24 +196,6 @@ def _adam_seconds(device: torch.device) -> float:
 def _all_reduce_seconds(device: torch.device) -> float:
     message = torch.zeros(MESSAGE_BYTES[device.type] // 4, device=device)
     return _seconds(lambda: collectives.all_reduce(message)) / message.nbytes
-
-
-def _copy_seconds(device: torch.device) -> float:
-    on_device = torch.zeros(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
-    on_host = torch.zeros_like(on_device, device="cpu").pin_memory()
-    return _seconds(lambda: on_host.copy_(on_device)) / on_host.nbytes
-
-
-def _disk_seconds(folder: str | None) -> float:
-    """Write and read a file as the NVMe tiers do, which bypasses the page cache."""
-    from engine.host_memory import page_aligned  # for machines with offload to files only
-    from engine.offload.scratch_file import ScratchFile
-
-    data, file = page_aligned(FILE_BYTES, torch.uint8), ScratchFile(folder, FILE_BYTES)
-    start = time.perf_counter()
-    file.write(data, 0)
-    file.read(data, 0)
-    return (time.perf_counter() - start) / (2 * FILE_BYTES)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

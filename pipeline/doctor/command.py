@@ -124,7 +124,7 @@ def _predictions(config: RunConfig, facts: Facts, ranks: int) -> Iterator[str]:
         size = replace(each.size, answer=each.size.answer or answer)
         try:
             planned = plan(config, each.stage, PlanInputs(facts.policy, facts.reward, size), ranks=ranks)
-            rates = rates or measure(config, planned.task, has_files=False)
+            rates = rates or measure(planned.task)
             seconds = predict(planned.task, planned.capacity, rates).stage_seconds
         except Exception as problem:  # a model that cannot be counted trains without a prediction
             yield f"{each.stage}: no prediction ({kind_and_line(problem)})"

@@ -48,10 +48,10 @@ class Machine:
             return f"{self.ranks} x {self.gpu}, {size}"
         return f"this machine, {counted} on {distributed.world().device.type}, {size}"
 
-    def rates(self, config: RunConfig, task: StageTask) -> Rates:
+    def rates(self, task: StageTask) -> Rates:
         """Return the speed for the models of a stage; every rank calls."""
         if self.gpu is None:
-            return measure(config, task)
+            return measure(task)
         return tabulated_rates(GPUS[self.gpu], task.policy.shape, dtype=task.work.config.dtype, ranks=self.ranks)
 
     def speed(self, dtype: str) -> str:
@@ -90,7 +90,7 @@ def _machine(config: RunConfig) -> Machine:
 def describe(config: RunConfig, machine: Machine, sizes: Mapping[str, DataSize]) -> list[str]:
     """Return the lines of the plan; every rank calls. Raises UserError for a model that cannot be counted."""
     tasks = _tasks(config, machine, sizes)
-    rates: Rates = distributed.broadcast_object(machine.rates(config, next(iter(tasks.values()))))
+    rates: Rates = distributed.broadcast_object(machine.rates(next(iter(tasks.values()))))
     configured = {stage: predict(task, machine.capacity, rates) for stage, task in tasks.items()}
     settings = _settings(tasks, machine.capacity, rates)
     choices = worth_choosing([*([configured] if _fits(configured) else []), *settings])

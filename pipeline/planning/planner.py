@@ -105,8 +105,7 @@ def _with_predicted_sizes(config: RunConfig, planned: Prediction) -> RunConfig:
 def _expected_seconds(config: RunConfig, planned: Prediction, inputs: PlanInputs) -> dict[str, Any]:
     """Return the predicted seconds of a step by phase, of the stage, and of the later stages of the run."""
     task, capacity = planned.task, planned.capacity
-    has_files = "nvme" in (task.work.config.offload_optimizer, task.work.config.offload_parameters)
-    rates = measure(config, task, has_files=has_files)
+    rates = measure(task)
     expected = predict(task, capacity, rates)
     assert inputs.size is not None
     stages, own = _later_stages(config, task.stage), inputs.size
@@ -207,16 +206,10 @@ def _are_divisible(config: RunConfig, ranks: int) -> bool:
     return True
 
 
-def measure(config: RunConfig, task: StageTask, *, has_files: bool = True) -> Rates:
-    """Measure the speed of this machine for a stage's model; every rank calls. `has_files` includes the disk."""
-    return measure_rates(
-        task.policy.shape,
-        dtype=task.work.config.dtype,
-        length=task.work.max_length,
-        rows=min(task.load.slots, 32),
-        folder=config.engine.nvme_path,
-        has_files=has_files,
-    )
+def measure(task: StageTask) -> Rates:
+    """Measure the speed of this machine for a stage's model; every rank calls."""
+    rows = min(task.load.slots, 32)
+    return measure_rates(task.policy.shape, dtype=task.work.config.dtype, length=task.work.max_length, rows=rows)
 
 
 def _choose_setting(
@@ -228,7 +221,7 @@ def _choose_setting(
         return _configured(config, stage, record), record
     ranks = distributed.world().size
     planned = _tightest(distributed.gather_objects(plan(config, stage, inputs, ranks=ranks)))
-    rates = measure(config, planned.task)
+    rates = measure(planned.task)
     best: Prediction | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
     if best is None:
         device_size = format_bytes(planned.capacity.device)

@@ -1,6 +1,5 @@
 """Predicted seconds against sums by hand, rates of the GPU table, and measured rates."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +20,10 @@ from engine.memory import (
     rates,
     tabulated_rates,
 )
-from engine.memory.rates import _disk_seconds
 from tests.ranks import run_ranks
 
 RATES = Rates(
-    forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
-    disk=1e-9,
+    forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9,
 )  # fmt: skip
 
 
@@ -59,10 +56,12 @@ def test_offloaded_states_are_read_and_written() -> None:
     shape = llama()
     files = model(shape, zero_stage=3, dtype="bf16", offload_optimizer="nvme", offload_parameters="nvme")
     compute = 400 * (4 * shape.block * 3e-9 + 1e-4)
-    assert files.training_seconds() == pytest.approx(compute + 4 * 2 * 2 * shape.parameters * 1e-9)
-    assert files.optimizer_seconds() == pytest.approx(shape.parameters * 24 * 1e-9)
+    assert files.training_seconds() == pytest.approx(compute + 4 * 2 * 2 * shape.parameters / 3e9)
+    assert files.optimizer_seconds() == pytest.approx(shape.parameters * 24 / 3e9)
     host = model(shape, zero_stage=2, dtype="bf16", offload_optimizer="cpu")
-    assert host.optimizer_seconds() == pytest.approx(shape.parameters * (4e-9 + 2 * 2 * 1e-10))
+    assert host.optimizer_seconds() == pytest.approx(shape.parameters * 4e-9)
+    copied = model(shape, is_gpu=True, zero_stage=2, dtype="bf16", offload_optimizer="cpu")
+    assert copied.optimizer_seconds() == pytest.approx(shape.parameters * (4e-9 + 2 * 2 / 25e9))
 
 
 def test_checkpointing_scoring_and_generation() -> None:
@@ -89,21 +88,15 @@ def test_sequence_groups_share_tokens_and_pipelines_share_blocks() -> None:
     assert pipeline.optimizer_seconds() == pytest.approx(stage.parameters * 1e-9)
 
 
-def test_the_measurement_of_the_disk_leaves_no_file(tmp_path: Path) -> None:
-    assert _disk_seconds(str(tmp_path)) > 0
-    assert not list(tmp_path.iterdir())
-
-
 def measured() -> dict[str, Any]:
     torch.set_num_threads(1)
-    rates.PARAMETERS["cpu"], rates.FILE_BYTES = 2**16, 2**20
+    rates.PARAMETERS["cpu"] = 2**16
     return vars(measure_rates(llama(), dtype="fp32", length=32, rows=2))
 
 
 def test_rates_are_measured_on_two_ranks() -> None:
     first, second = run_ranks(measured, 2)
-    assert all(first[name] > 0 for name in ("forward", "backward", "decode", "head", "adam", "all_reduce", "disk"))
-    assert first["copy"] == 0
+    assert all(first[name] > 0 for name in ("forward", "backward", "decode", "head", "adam", "all_reduce"))
     assert first["forward"] == second["forward"], "every rank must use the rates of the slowest rank"
 
 
@@ -117,7 +110,6 @@ def test_measurements_of_a_gpu_take_longer_than_the_launches() -> None:
         "head": h100.head * tokens / 4,
         "adam": h100.adam * rates.PARAMETERS["cuda"],
         "all_reduce": h100.all_reduce * rates.MESSAGE_BYTES["cuda"],
-        "copy": h100.copy * rates.MESSAGE_BYTES["cuda"],
     }
     assert min(seconds.values()) > 2e-4, seconds
 
@@ -133,8 +125,7 @@ def test_a_decode_step_of_a_gpu_does_not_wait_for_the_host(
     monkeypatch.setattr(rates, "_block_seconds", lambda *_: (1e-13, 2e-13, launched_by_the_host))
     monkeypatch.setattr(rates, "_adam_seconds", lambda device: 28e-12)
     monkeypatch.setattr(rates, "_head_seconds", lambda *_: 0.0)
-    monkeypatch.setattr(rates, "_copy_seconds", lambda _: 0.0)
-    measured = measure_rates(llama(), dtype="bf16", length=32, rows=rows, has_files=False)
+    measured = measure_rates(llama(), dtype="bf16", length=32, rows=rows)
     assert measured.decode == pytest.approx(decode, rel=1e-6, abs=0)
 
 

@@ -21,8 +21,7 @@ from tests.ranks import run_ranks
 from tests.tiny import tiny_config
 
 RATES = Rates(
-    forward=3e-12, backward=6e-12, decode=3e-10, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
-    disk=1e-9,
+    forward=3e-12, backward=6e-12, decode=3e-10, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9,
 )  # fmt: skip
 
 

@@ -184,8 +184,7 @@ def test_vllm_has_weights_and_pages_of_its_own(llama: ModelShape) -> None:
 
 def test_seconds_by_hand(llama: ModelShape) -> None:
     rates = Rates(
-        forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9, copy=1e-10,
-        disk=1e-9,
+        forward=1e-9, backward=2e-9, decode=1e-7, head=1e-4, adam=1e-9, host_adam=4e-9, all_reduce=1e-9,
     )  # fmt: skip
     layout = work(
         2,
