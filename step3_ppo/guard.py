@@ -24,6 +24,7 @@ from engine import distributed
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import GuardAction, PpoSection
 from pipeline.evaluation.evaluator import Evaluation, Evaluations
+from pipeline.evaluation.intervals import paired_difference
 from pipeline.stages.restart import Rollback, read_rollbacks, roll_back
 from pipeline.stages.stage_run import StageRun
 from step3_ppo.guard_rules import (
@@ -141,8 +142,8 @@ class Guard:
             return []  # without a judge, a step with a higher reward may be outside of the KL budget
         last = next(reversed(self.evaluations.values()))
         before, now = (_mean_of_temperatures(each, "scores") for each in (self.evaluations[self.best_step], last))
-        rise = None if before is None or now is None else statistics.fmean(now) - statistics.fmean(before)
-        finding = fall_at_the_end(history, rise, judged=self.has_judge)
+        reward = None if before is None or now is None else paired_difference(before, now)
+        finding = fall_at_the_end(history, reward, judged=self.has_judge)
         return [] if finding is None else [finding]
 
     def may_be_best(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> bool:

@@ -35,6 +35,8 @@ LOST_AT_THE_END = 0.1  # of this gain, at the last step
 
 Row = Mapping[str, float]
 """The metrics of one rollout by their names in metrics.jsonl, and `answers`, the number of its answers."""
+Difference = tuple[float, float, float]
+"""A mean difference over prompts, and the ends of its interval."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +138,11 @@ def fall(
         if not _loses(decides, gain, share):
             return None
     text = f"the {name} at temperature {temperature:g} {_below(step, decides[0], decides[2], f'{CONFIDENCE:.1%}')}"
-    return _fallen(text, None if gold is None or reward is None else reward[0], judged=gold is not None)
+    return _fallen(text, reward, judged=gold is not None)
 
 
 def fall_at_the_end(
-    history: Sequence[tuple[int, Sequence[float]]], reward_rise: float | None, *, judged: bool
+    history: Sequence[tuple[int, Sequence[float]]], reward: Difference | None, *, judged: bool
 ) -> Finding | None:
     """Find a last step that has lost more than `LOST_AT_THE_END` of the best step's gain over step 0.
 
@@ -149,7 +151,7 @@ def fall_at_the_end(
     costs no training, so that small losses count, and a rollback has nothing to gain.
 
     history: (step, one grade per prompt: the mean over the temperatures) of all evaluations, in the order of the steps
-    reward_rise: the mean change of the reward from the best to the last step; None if it is unknown
+    reward: the change of the reward from the best to the last step; None if it is unknown
     judged: whether the grades are gold scores; otherwise they are rewards
     """
     found = best_against_last(history, fewest=FEWEST_PROMPTS)
@@ -161,7 +163,7 @@ def fall_at_the_end(
     name = "gold score" if judged else "held-out reward"
     below = _below(found.best, found.mean, found.high, "95%")
     text = f"in the mean over the temperatures, the {name} of the last step {below}"
-    return replace(_fallen(text, reward_rise, judged=judged), lr_helps=False)
+    return replace(_fallen(text, reward, judged=judged), lr_helps=False)
 
 
 def _below(step: int, mean: float, high: float, confidence: str) -> str:
@@ -170,20 +172,20 @@ def _below(step: int, mean: float, high: float, confidence: str) -> str:
     return f"is below that of {model} by {-mean:.2f} (at least {-high:.2f} with {confidence} confidence)"
 
 
-def _fallen(text: str, reward_rise: float | None, *, judged: bool) -> Finding:
-    """Return the finding about grades that fell. A reward that rose meanwhile was over-optimized."""
-    if judged and reward_rise is not None and reward_rise > 0:
-        reason = f"while the mean reward rose by {reward_rise:.2f}: PPO exploits errors of the reward"
+def _fallen(text: str, reward: Difference | None, *, judged: bool) -> Finding:
+    """Return the finding about grades that fell. A reward that meanwhile rose beyond its noise was over-optimized."""
+    if judged and reward is not None and reward[1] > 0:
+        reason = f"while the mean reward rose by {reward[0]:.2f}: PPO exploits errors of the reward"
         return Finding("gaming", f"{text}, {reason}. Raise ppo.kl_coef, or improve the reward")
     return Finding("gold" if judged else "reward", f"{text}. Lower ppo.lr, or raise ppo.kl_coef")
 
 
-def _loses(change: tuple[float, float, float] | None, gain: tuple[float, float, float] | None, share: float) -> bool:
+def _loses(change: Difference | None, gain: Difference | None, share: float) -> bool:
     """Return whether a change is below 0 with its interval, and loses more than `share` of a gain (if it is known)."""
     return change is not None and change[2] < 0 and (gain is None or -change[0] > share * gain[0])
 
 
-def _change(before: Sequence[float] | None, now: Sequence[float] | None) -> tuple[float, float, float] | None:
+def _change(before: Sequence[float] | None, now: Sequence[float] | None) -> Difference | None:
     """Return the mean difference with its interval; None if a grade is missing or there are too few prompts."""
     if before is None or now is None or len(before) != len(now) or len(now) < FEWEST_PROMPTS:
         return None

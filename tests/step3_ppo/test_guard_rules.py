@@ -135,6 +135,8 @@ def test_a_fall_of_the_gold_score() -> None:
     assert "while the mean reward rose by 0.50" in actual.sentence
     lower = fall(before, Grades([-0.5] * 64, now.gold), 0, 1.0)
     assert lower is not None and lower.sign == "gold" and "that of the SFT model" in lower.sentence
+    unclear = fall(before, Grades([0.9, -0.5] * 32, now.gold), 4, 1.0)  # the mean reward rises by 0.2 +- 0.28
+    assert unclear is not None and unclear.sign == "gold"
     few = Grades([0.5] * 64, [0.0] * 8 + [1.0] * 56)  # mean -0.125, half width 0.1344
     assert fall(before, few, 4, 1.0) is None
     assert fall(Grades([0.0] * 31, [1.0] * 31), Grades([0.0] * 31, [0.0, 0.5] * 15 + [0.0]), 4, 1.0) is None
@@ -181,7 +183,7 @@ def test_a_second_fall_in_a_row_counts_if_both_lose_more_than_a_third_of_the_gai
 def test_a_small_fall_counts_at_the_last_step_if_it_is_clear(lost: int, is_found: bool) -> None:
     """Of 64 prompts, 3 or 4 lose 1: the mean change is -0.047 or -0.063, the half widths are 0.0532 and 0.0610."""
     history = [(0, graded_values(40)), (4, graded_values(64)), (8, graded_values(64 - lost))]
-    actual = fall_at_the_end(history, 0.5, judged=True)
+    actual = fall_at_the_end(history, (0.5, 0.1, 0.9), judged=True)
     assert bool(actual) is is_found
     if actual is not None:
         assert actual.sign == "gaming" and not actual.lr_helps
@@ -195,8 +197,9 @@ def test_a_fall_at_the_end_below_a_tenth_of_the_gain_is_not_a_sign() -> None:
     for first, is_found in ((0.5, False), (0.7, True)):
         history = [(0, [first] * 64), (4, [1.0] * 64), (8, [0.96] * 64)]
         assert bool(fall_at_the_end(history, None, judged=True)) is is_found
-    for rise, judged, sign in ((-0.5, True, "gold"), (None, True, "gold"), (0.5, False, "reward")):
-        actual = fall_at_the_end(history, rise, judged=judged)
+    rise, unclear = (0.5, 0.1, 0.9), (0.5, -0.1, 1.1)
+    for reward, judged, sign in ((unclear, True, "gold"), (None, True, "gold"), (rise, False, "reward")):
+        actual = fall_at_the_end(history, reward, judged=judged)
         assert actual is not None and actual.sign == sign
 
 
