@@ -136,9 +136,12 @@ def online_dpo(scores: Tensor, log_ratios: Tensor, samples: int, *, beta: float)
 
 
 def is_uniform(scores: Tensor, samples: int) -> Tensor:
-    """Return (B / samples,) bool: whether all answers to a prompt have the same score, so that none is preferred."""
+    """Return (B / samples,) bool: whether all answers to a prompt have the same score, so that none is preferred.
+
+    Scores with penalties are sums in fp32. Scores that differ by the rounding of such a sum are the same.
+    """
     groups = scores.view(-1, samples)
-    return groups.amax(1) == groups.amin(1)
+    return torch.isclose(groups.amax(1), groups.amin(1), rtol=1e-6, atol=1e-6)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -8,10 +8,13 @@ import torch
 
 from step3_ppo.advantages import (
     KlController,
+    RewardShaping,
     ScoredRollout,
+    answer_scores,
     estimate_distill,
     gae,
     grpo,
+    is_uniform,
     kl_k1,
     kl_k2,
     kl_k3,
@@ -117,6 +120,15 @@ def test_online_dpo_by_hand() -> None:
     weight = 0.4 / (1 + math.exp(0.4 * (-0.5 - 1.0)))
     actual = online_dpo(scores, ratios, 3, beta=0.4)
     assert actual.tolist() == pytest.approx([0.0, weight, -weight, 0.0, 0.0, 0.0])
+
+
+def test_scores_that_differ_by_rounding_are_equal() -> None:
+    """Answers score 0.1, or 0.4 less 0.01 for each of 30 tokens. A difference of 0.0001 is no rounding."""
+    lengths, shaping = torch.tensor([5, 35, 5, 5]), RewardShaping(length_penalty=0.01, length_free=5)
+    scores = answer_scores(torch.tensor([0.1, 0.4, 0.1, 0.1001]), torch.ones(4, dtype=torch.bool), lengths, shaping)
+    assert scores[0] != scores[1]
+    assert is_uniform(scores, 2).tolist() == [True, False]
+    assert online_dpo(scores, torch.zeros(4), 2, beta=0.4).tolist() == pytest.approx([0.0, 0.0, -0.2, 0.2])
 
 
 def test_a_policy_gradient_step_towards_the_teacher_lowers_the_reverse_kl() -> None:
