@@ -25,7 +25,7 @@ from pipeline.models.export import export_policy
 from pipeline.stages.stage_run import StageRun
 from pipeline.stages.start import build_evaluator
 from pipeline.tracking import metrics
-from step3_ppo.advantages import answer_scores
+from step3_ppo.advantages import RewardShaping, answer_scores
 from step3_ppo.guard import Guard, evaluation_metrics
 from step3_ppo.guard_rules import Finding
 from step3_ppo.log import ROLLOUTS
@@ -45,14 +45,15 @@ def ppo_evaluator(
     It plays episodes if the reward function takes turns. `folder` is RUN/ppo.
     """
     keep, candidates = config.rollout.keep, config.evaluation.best_of
+    shaping = reward_shaping(config.ppo, unit=models.score_unit)
     evaluator = replace(build_evaluator(config, tokenizer, prompts), keep=keep, candidates=candidates)
     if models.takes_turns:
-        played = PlayedEpisodes(models, prompts, folder)
-        return replace(evaluator, score=played.scores, answer=played.answer)
+        played = PlayedEpisodes(models, prompts, folder, shaping)
+        return replace(evaluator, score=played.scores, shape=played.shaped_scores, answer=played.answer)
     if not models.has_rewards:
         return evaluator
     token_ids = [tokenizer.encode_prompt(prompt.messages) for prompt in prompts]
-    longest, shaping = config.rollout.max_new_tokens, reward_shaping(config.ppo, unit=models.score_unit)
+    longest = config.rollout.max_new_tokens
 
     def score(answers: Sequence[str]) -> tuple[list[float], list[float] | None]:
         # As in a rollout, the end token replaces the last token of a cut answer.
@@ -79,9 +80,10 @@ class PlayedEpisodes:
     The scores of the newest episodes are in memory. Those of earlier ones are read from samples.jsonl in `folder`.
     """
 
-    def __init__(self, models: Models, prompts: Sequence[Prompt], folder: Path) -> None:
-        self._models, self._prompts, self._file = models, prompts, folder / SAMPLES
+    def __init__(self, models: Models, prompts: Sequence[Prompt], folder: Path, shaping: RewardShaping) -> None:
+        self._models, self._prompts, self._file, self._shaping = models, prompts, folder / SAMPLES, shaping
         self._newest: dict[tuple[Any, str], float] = {}
+        self._shaped: dict[tuple[Any, str], float] = {}
 
     def answer(
         self,
@@ -99,19 +101,30 @@ class PlayedEpisodes:
         rows = [prompt.row or {} for prompt in prompts]
         assert self._models.function is not None
         played = play_episodes(engine, self._models.function, tokenizer, token_ids, rows, settings, keep=keep)
-        self._newest = {}
+        self._newest, self._shaped = {}, {}
         for episodes in played:
             rewards = [episode.rewards for episode in episodes]
             scores = score_answers(self._models, [], [], pad_id=0, budget=1, played=rewards).total
-            for prompt, episode, score in zip(self._prompts, episodes, scores, strict=True):
-                self._newest[prompt.messages, episode.text] = score
+            finished = torch.tensor([episode.finished for episode in episodes])
+            lengths = torch.tensor([len(episode.logprobs) for episode in episodes])  # without messages
+            shaped = answer_scores(torch.tensor(scores), finished, lengths, self._shaping).tolist()
+            keys = self._keys([episode.text for episode in episodes])
+            self._newest |= zip(keys, scores, strict=True)
+            self._shaped |= zip(keys, shaped, strict=True)
         return [[episode.text for episode in episodes] for episodes in played]
 
     def scores(self, texts: Sequence[str]) -> tuple[list[float] | None, None]:
         """Return the score of each text; None if any text is not that of a recorded episode."""
-        keys = [(prompt.messages, text) for prompt, text in zip(self._prompts, texts, strict=True)]
+        keys = self._keys(texts)
         scores = self._newest if all(key in self._newest for key in keys) else self._newest | self._recorded()
         return ([scores[key] for key in keys] if all(key in scores for key in keys) else None), None
+
+    def shaped_scores(self, texts: Sequence[str], _: Sequence[float]) -> list[float]:
+        """Return the score of each of the newest episodes, less the penalties of PPO."""
+        return [self._shaped[key] for key in self._keys(texts)]
+
+    def _keys(self, texts: Sequence[str]) -> list[tuple[Any, str]]:
+        return [(prompt.messages, text) for prompt, text in zip(self._prompts, texts, strict=True)]
 
     def _recorded(self) -> dict[tuple[Any, str], float]:
         """Return the scores in samples.jsonl."""

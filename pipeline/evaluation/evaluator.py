@@ -141,11 +141,13 @@ class Evaluator:
         ]
         first = evaluations[temperature]
         assert first.scores is not None
+        shape = self.shape or (lambda _, scores: scores)
+        shaped = [shape(first.answers, first.scores)]  # before others are sampled: episodes remember the newest only
         others = self.answer(engine, self.tokenizer, self.prompts, settings, keep=self.keep)
         candidates = [first.answers, *others]
         graded = [(first.scores, first.function), *map(self.score, others)]
         columns = [scores for scores, _ in graded if scores is not None]
-        shaped = columns if self.shape is None else [*map(self.shape, candidates, columns)]
+        shaped += map(shape, others, columns[1:])
         best = [max(range(count), key=column.__getitem__) for column in zip(*shaped, strict=True)]
 
         def select(columns: Sequence[Sequence[Any]]) -> list[Any]:

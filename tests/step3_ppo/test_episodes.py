@@ -274,6 +274,23 @@ def test_held_out_episodes_are_played_and_scored(tmp_path: Path) -> None:
     assert evaluator().grade(["unknown", found[1.0].answers[1]]).scores is None
 
 
+@pytest.mark.parametrize(("penalty", "best"), [(0.0, "some words mor"), (100.0, "words")])
+def test_a_cut_episode_is_the_best_only_if_its_penalty_permits_it(penalty: float, best: str, tmp_path: Path) -> None:
+    """The reward is the length of the answer. The first answer is complete, the second one is longer and cut."""
+    write_run(tmp_path)
+    text = "def talk(answer, row):\n    if row['number']:\n        yield ''\n    return len(answer)\n"
+    made = setting(tmp_path, text, missing_end_penalty=penalty)
+    evaluation = made.evaluation.model_copy(update={"temperatures": [1.0], "best_of": 2})
+    ppo, _ = ppo_of(tmp_path, text)
+    prompts = [Prompt((Message("user", "some"),), "made", {"number": 0})]
+    made = made.model_copy(update={"evaluation": evaluation})
+    evaluator = ppo_evaluator(made, ppo.models, ppo.tokenizer, prompts, tmp_path)
+    engine: Any = ScriptedEngine(ppo.tokenizer, ["words", "some words more"])
+    found = evaluator.evaluate(engine)
+    engine.cut = True
+    assert evaluator.evaluate_best(engine, found)[1.0].answers == [best]
+
+
 def test_settings_that_do_not_support_messages_are_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TEXT)
     where = f"ppo.reward_function={tmp_path}/mine.py:talk"
