@@ -31,7 +31,10 @@ def speed_section(run: RunReading) -> Markup | None:
     if not rows and not charts:
         return None
     head = ("Stage", "Steps", "Time", "Tokens", "Tokens per second")
-    lead = "Wall time, and tokens of all ranks. Tokens per second exclude evaluation, saving and export."
+    lead = (
+        "Wall time, and tokens of all ranks: of complete sequences, and for PPO of answers. Tokens per second exclude "
+        "the time of evaluation, saving and export."
+    )
     stages = table(head, rows, numbers=range(1, 5)) if rows else None
     return section("speed", "Speed", lead, stages, charts, phases_table(run))
 

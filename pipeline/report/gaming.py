@@ -77,10 +77,13 @@ def check_last_step(found: BestAgainstLast | None, gain: float | None) -> Check:
             "of single prompts, or too few prompts. A lower ppo.eval_every gives more evaluations.",
         )
     last = f"; at the last evaluation, rollout {found.last}, it is {_plain(found.last_mean)}"
-    text = (
-        f"Gold was best at rollout {found.best} ({_plain(found.best_mean)})"
-        f"{', the last evaluation' if found.best == found.last else last}. On prompts that did not select the best "
-        f"step, the last step differs from it by {format_signed(found.mean)}, {_interval(found.low, found.high)}."
+    best = f"Gold was best at rollout {found.best} ({_plain(found.best_mean)})"
+    text = f"{best}{', the last evaluation' if found.best == found.last else last}."
+    if found.best == found.last and found.low == found.high == 0:  # both halves of the prompts select the last step
+        return Check("good", text)
+    text += (
+        " If half of the prompts select the best step, the last step differs from it on the other half by "
+        f"{format_signed(found.mean)}, {_interval(found.low, found.high)}."
     )
     if found.high < 0:
         return Check("bad", text)

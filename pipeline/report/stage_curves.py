@@ -90,12 +90,11 @@ DPO_PLOTS = (
         "Per pair (KTO: per answer). The sigmoid loss begins at 0.69, that of KTO at 0.5. A rising held-out loss with "
         "a falling training loss means overfitting.",
         {"loss": TRAINING, "eval_loss": HELD_OUT},
-        (0, None),
     ),
     Plot(
         "Accuracy",
-        "Share of pairs whose chosen answer has gained more probability than the rejected one; 0.5 is a random choice. "
-        "In the first step the model is unchanged, so rounding decides.",
+        "Share of pairs whose chosen answer has the higher reward; 0.5 is a random choice. With a reference, all "
+        "rewards are 0 in the first step, so rounding decides.",
         {"accuracy": TRAINING, "eval_accuracy": HELD_OUT},
         (None, 1),
         0.5,
@@ -158,13 +157,13 @@ PPO_PLOTS = (
     ),
     Plot("Spread of the score", "Standard deviation within a rollout.", one("score_std"), (0, None)),
     Plot(
-        "KL to the reference, nats per sequence",
-        "Distance of the policy from the model that PPO started from.",
+        "KL to the reference, nats per answer",
+        "Distance of the policy from the model that PPO started from; with distillation, from the teacher.",
         one("kl"),
     ),
     Plot(
         "Prompts without a signal",
-        "Share of prompts whose answers all have the same score: they give no gradient.",
+        "Share of prompts whose answers all have the same score, which gives no answer an advantage.",
         one("alike_prompts"),
         (0, 1),
     ),
@@ -197,7 +196,8 @@ PPO_PLOTS = (
     ),
     Plot(
         "Clipped tokens",
-        "Share of tokens that are clipped. Above about 0.3 for the policy, steps are too large.",
+        "Share of tokens that are clipped. Above 0.35 for the policy, steps are too large. With ppo.ratio=sequence, "
+        "a larger share is normal.",
         {"clip_fraction": Series("policy"), "value_clip_fraction": CRITIC},
         (0, None),
     ),

@@ -22,12 +22,12 @@ from pipeline.report.data import RunReading, StageReading, read_run
 from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, pool_wins
 
 ONE_RUN = (
-    "The intervals are paired t-intervals over the prompts of this one run. Another training seed would change the "
-    "figures too: compare several runs before relying on a small difference."
+    "The intervals cover the choice of held-out prompts, but not other training seeds. Compare several seeds before "
+    "relying on a small difference."
 )
 SEVERAL_RUNS = (
-    "The model is y = mean + seed + prompt + error, where seeds and prompts are random samples. The intervals are 95% "
-    "t-intervals from its mean squares, and cover other seeds and other prompts (Searle, Casella & McCulloch, 1992)."
+    "The 95% intervals cover other seeds and other prompts: both are random samples of the model y = mean + seed + "
+    "prompt + error (Searle, Casella & McCulloch, 1992)."
 )
 BIAS = "which biases the result upwards."
 SELECTED = "The same prompts selected the model, so a gain is not proven."

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.records import Message
-from pipeline.evaluation.intervals import BestAgainstLast
+from pipeline.evaluation.intervals import BestAgainstLast, best_against_last
 from pipeline.evaluation.samples import Sample
 from pipeline.report.changes import Change
 from pipeline.report.data import read_run
@@ -98,7 +98,10 @@ def test_a_last_step_below_the_best_is_a_sign(high: float, gain: float | None, o
 
 def test_a_last_step_that_is_the_best_is_named_once() -> None:
     text = check_last_step(BestAgainstLast(9, 9, 0.8, 0.8, 0.0, -0.1, 0.1), 0.5).text
-    assert text.startswith("Gold was best at rollout 9 (0.80), the last evaluation. On prompts")
+    assert text.startswith("Gold was best at rollout 9 (0.80), the last evaluation. If half of the prompts select")
+    steps = [(step, [0.1 * step] * 16) for step in range(4)]
+    expected = Check("good", "Gold was best at rollout 3 (0.30), the last evaluation.")  # on each half of the prompts
+    assert check_last_step(best_against_last(steps, fewest=8), 0.3) == expected
 
 
 def test_the_answers_that_reward_and_gold_rank_differently_come_first() -> None:

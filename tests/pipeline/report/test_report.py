@@ -223,12 +223,13 @@ def test_long_answers_are_truncated_and_many_ranks_summarized(tmp_path: Path) ->
 def test_dpo_shows_rewards_of_held_out_pairs_and_which_it_ranks(tmp_path: Path) -> None:
     rows = [
         {"step": step, "chosen_reward": -step, "rejected_reward": -2 * step, "eval_chosen_reward": -3.25 * step}
+        | {"loss": -0.5 * step}  # robust DPO has no lower bound
         for step in (1, 2)
     ]
     shares = {"eval_accuracy": 0.71, "eval_accuracy_chosen_longer": 0.9, "eval_accuracy_rejected_longer": 0.4321}
     write_stage(tmp_path / "dpo", rows, {**shares, "eval_pairs": 64, "eval_accuracy_by_source": {"mine": 0.71}})
     actual = check(render_report(read_run(tmp_path)))
-    for words in ("held-out", "−6.50", "64 pairs.", "source mine", "0.71", "0.43"):
+    for words in ("held-out", "−6.50", "64 pairs.", "source mine", "0.71", "0.43", "−0.8"):
         assert words in actual.text, words
 
 

@@ -51,7 +51,7 @@ def test_gold_decides(gain: float, reward: float | None, outcome: str, headline:
     verdict = judge(run_of(samples(SPREAD, [value + gain for value in SPREAD], reward=reward)))
     assert (verdict.outcome, verdict.headline) == (outcome, headline)
     assert "40 held-out prompts" in verdict.evidence
-    assert "Another training seed" in verdict.caveat
+    assert "not other training seeds" in verdict.caveat
 
 
 @pytest.mark.parametrize(
