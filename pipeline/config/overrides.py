@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from pipeline.config.messages import closest, inner_section, is_text
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.errors import UserError
+from pipeline.files import load_yaml
 from pipeline.installation import CONF, TRAIN
 
 REPLACED_MAPPINGS = {"architecture", "tensor_plan", "options"}
@@ -55,7 +55,7 @@ def default_options() -> dict[str, str | None]:
 @cache
 def read_option(file: Path) -> dict[str, Any]:
     """Return the content of a file of `conf/`. Each process reads a file once; do not change the result."""
-    content: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    content: dict[str, Any] = load_yaml(file.read_text(encoding="utf-8"))
     return content
 
 

@@ -35,6 +35,7 @@ from pipeline.errors import (
     raise_stopped,
     stop_without_reader,
 )
+from pipeline.files import load_yaml
 from pipeline.launch.failure import (
     ATTEMPT,
     CRASHED,
@@ -138,9 +139,7 @@ def _check_folder(stage_dir: Path) -> None:
 
 def read_config(stage_dir: Path) -> RunConfig:
     """Return the configuration that the launcher wrote for a stage."""
-    import yaml
-
-    return RunConfig.model_validate(yaml.safe_load((stage_dir / "config.yaml").read_text(encoding="utf-8")))
+    return RunConfig.model_validate(load_yaml((stage_dir / "config.yaml").read_text(encoding="utf-8")))
 
 
 def _report(problem: BaseException) -> int:
