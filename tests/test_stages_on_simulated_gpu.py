@@ -48,7 +48,7 @@ def run_on_cpu(folder: str, in_bf16: str) -> None:
 
 @pytest.fixture(scope="module")
 def cpu_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The reference runs on the CPU, without what is not compared: all stages in fp32, and a reward model in bf16 from the SFT model of fp32.
+    """The reference runs on the CPU: all stages in fp32, and a reward model in bf16 from the SFT model of fp32.
 
     Rounding to bf16 may move the first norm of the reward model by 1.2 %.
     """
