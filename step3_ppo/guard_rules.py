@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.evaluation.evaluator import Evaluation, Evaluations
-from pipeline.evaluation.intervals import best_against_last, paired_difference, rank_correlation
+from pipeline.evaluation.intervals import best_against_last, correlation_interval, paired_difference, rank_correlation
 
 WINDOW = 3
 FEWEST_ANSWERS = 64  # of a window; with fewer answers, noise is too large
@@ -88,9 +88,6 @@ def against_judge(now: Evaluation, temperature: float, initial: Evaluation | Non
 
     A gold score that has clearly risen above that of the evaluation `initial` of step 0 excludes this finding. The
     answers of a trained policy differ little in quality, so the reward's preferences between prompts decide the ranks.
-
-    The interval is Fisher's: atanh of the correlation has a standard error of 1 / sqrt(n - 3). For ranks the variance
-    is larger by a factor of 1.06 (Fieller, Hartley & Pearson, 1957).
     """
     correlation, count = judge_correlation(now), len(now.gold or ())
     if correlation is None or count < FEWEST_PROMPTS:
@@ -98,8 +95,7 @@ def against_judge(now: Evaluation, temperature: float, initial: Evaluation | Non
     gain = _change(initial.gold, now.gold) if initial is not None else None
     if gain is not None and gain[1] > 0:
         return None
-    half = Z * math.sqrt(1.06 / (count - 3))
-    if correlation >= -math.tanh(half):
+    if correlation_interval(correlation, count, confidence=CONFIDENCE)[1] >= 0:
         return None
     return Finding(
         "judge",

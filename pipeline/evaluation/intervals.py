@@ -246,8 +246,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     return statistics.correlation(ranks(x), ranks(y))
 
 
-def correlation_interval(correlation: float, count: int) -> tuple[float, float]:
-    """Return the ends of the 95% interval of a rank correlation over `count` pairs, -1 and 1 for fewer than four.
+def correlation_interval(correlation: float, count: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the ends of the interval of a rank correlation over `count` pairs, -1 and 1 for fewer than four.
 
     Fisher's transformation with the variance 1.06 / (n - 3) (Fieller, Hartley & Pearson, 1957,
     doi:10.1093/biomet/44.3-4.470).
@@ -255,7 +255,7 @@ def correlation_interval(correlation: float, count: int) -> tuple[float, float]:
     if count < 4:
         return -1.0, 1.0
     middle = math.atanh(max(-0.999999, min(0.999999, correlation)))
-    half = Z * math.sqrt(1.06 / (count - 3))
+    half = statistics.NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(1.06 / (count - 3))
     return math.tanh(middle - half), math.tanh(middle + half)
 
 
