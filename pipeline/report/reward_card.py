@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.report.axes import format_interval, format_number
+from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.charts import Interval, interval_chart
 from pipeline.report.data import StageReading
 from pipeline.report.html import Markup, element, grid, table
@@ -90,7 +90,9 @@ def _length_chart(groups: Sequence[Mapping[str, Any]]) -> Markup | None:
     return interval_chart(
         "Margin by difference in length",
         [
-            Interval(f"{each['extra_tokens']:+.1f} tokens", each["margin"], each["low"], each["high"], "plain")
+            Interval(
+                f"{format_signed(each['extra_tokens'], 1)} tokens", each["margin"], each["low"], each["high"], "plain"
+            )
             for each in groups
             if each["low"] is not None
         ],

@@ -63,7 +63,7 @@ REWARD_PLOTS = (
     Plot(
         "Loss, nats per pair",
         "0.69 is the loss of a random choice.",
-        {"loss": TRAINING, "eval_loss": HELD_OUT},
+        one("loss"),
         (0, None),
         0.6931,
     ),
@@ -152,7 +152,7 @@ PPO_PLOTS = (
     ),
     Plot(
         "Total reward",
-        "Mean over answers of the score, its penalties, and the KL if ppo.kl_in=reward.",
+        "Mean over answers of the score less its penalties, and less the weighted KL if ppo.kl_in=reward.",
         one("reward"),
     ),
     Plot("Spread of the score", "Standard deviation within a rollout.", one("score_std"), (0, None)),
@@ -178,8 +178,8 @@ PPO_PLOTS = (
     ),
     Plot(
         "Reward and judge",
-        "Rank correlation over held-out answers, at the first and at the other temperatures. Below 0, the reward "
-        "contradicts the judge.",
+        "Rank correlation over held-out answers, at the first temperature and greedy. Below 0, the reward contradicts "
+        "the judge.",
         {
             "judge_correlation": Series("first", sparse=True),
             "judge_correlation_at_0": Series("greedy", tone="strong", sparse=True),
@@ -201,7 +201,11 @@ PPO_PLOTS = (
         {"clip_fraction": Series("policy"), "value_clip_fraction": CRITIC},
         (0, None),
     ),
-    Plot("KL of an update, nats per token", "Between the policy before and after the update.", one("approx_kl")),
+    Plot(
+        "KL of an update, nats per token",
+        "To the policy that sampled the rollout: mean over the optimizer steps, each time before the step.",
+        one("approx_kl"),
+    ),
     Plot("Policy loss", "Clipped surrogate. Its level has no meaning.", one("policy_loss")),
     Plot("Value loss", "Half the squared error of the critic, clipped.", one("value_loss"), (0, None)),
     Plot(

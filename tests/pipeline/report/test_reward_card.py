@@ -34,7 +34,7 @@ def test_the_page_shows_each_part(tmp_path: Path) -> None:
     text = check(render_report(read_run(tmp_path))).text
     for words in (
         "Report card", "Held-out accuracy", "source mine", "chosen is longer", "55% sure",
-        "Expected calibration error: 0.042.", "-4.5 tokens", "rank correlation 0.62, 95% interval +0.47 to +0.73",
+        "Expected calibration error: 0.042.", "−4.5 tokens", "rank correlation 0.62, 95% interval +0.47 to +0.73",
         "over 90 answers of the SFT model at temperature 0.7, score",
         "Of 40 pairs of answers to the same prompt at temperatures 0.7 and 0",
         "answers of the SFT model, temperatures 0.7 and 0", "75% as the judge does (61% to 86%)",
