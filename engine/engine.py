@@ -53,6 +53,7 @@ class Engine:
         self.step_count = 0
         self._micro_batches = 0
         self._step_follows = False
+        sharding.check_parameters(module, has_fill=fill is not None)
         blueprint = copy.deepcopy(module.get_submodule(rollout_path)) if rollout_path is not None else None
         initial_values = sharding.parameter_values(module) if sharding.uses_offload(config, optimizer) else {}
         self.module, self._nvme_parameters = module, sharding.apply(module, config, optimizer)
@@ -212,6 +213,7 @@ class Engine:
         """
         self._require_optimizer()
         dist.check_unchanged(self._world)
+        dist.require_equal(f"{len(micro_batches)} micro-batches", "Pass equally many to update on every rank")
         sent_before = collectives.bytes_sent()
         try:
             results = self._passes.train(micro_batches, loss_fn, count)
@@ -222,6 +224,7 @@ class Engine:
         total_loss, totals = add_up(results, maxima)
         metrics = totals | {"loss": total_loss}
         summed, highest = sorted(metrics.keys() - set(maxima)), sorted(maxima)
+        dist.require_equal(f"the metrics {', '.join(summed)}", "Return the same ones from loss_fn on every rank")
         values = ([metrics[name] for name in names] for names in (summed, highest))
         numbers, largest, squared_norm, unused = self._reduce(*values)
         sums = dict(zip(summed, numbers, strict=True))

@@ -6,6 +6,7 @@ It also accepts the arguments of `deepspeed.initialize`, and then returns its fo
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def initialize(
     `config` is an `EngineConfig`, or a DeepSpeed configuration as a dictionary or a JSON file. With a DeepSpeed
     configuration, `optimizer` and `scheduler` fill keys that are "auto" or absent. Without any optimizer, the engine is
     frozen and only computes. `optimizer` is an `OptimizerConfig`, or an optimizer of torch.optim over the trainable
-    parameters, of which the engine takes class and settings. `scheduler` maps the optimizer step (from 0) to its rate.
+    parameters, of which the engine takes class and settings; with an `EngineConfig`, gradients are then not clipped.
+    `scheduler` maps the optimizer step (from 0) to its rate.
 
     `fill(module)` gives values to a module on the meta device, after it was sharded. `rollout_path` names the submodule
     that generates text, for `generating` ("" is the model itself). Joins the process group that the environment names
@@ -91,6 +93,8 @@ def initialize(
         optimizer = optimizer_config(optimizer, model)
     if config is None or isinstance(config, EngineConfig):
         layout = config or EngineConfig()
+        if optimizer is not None and overrides:
+            optimizer = replace(optimizer, max_grad_norm=0.0)  # torch and FSDP2 do not clip
         return Engine(model, layout, optimizer=optimizer, scheduler=scheduler, fill=fill, rollout_path=rollout_path)
     parsed = parse(config, ranks=dist.world().size, optimizer=optimizer, overrides=overrides)
     for line in parsed.ignored if dist.is_rank_zero() else ():

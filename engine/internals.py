@@ -42,6 +42,11 @@ def interleaved_shard(dim: int, matrices: int) -> Placement:
     return _StridedShard(dim, split_factor=matrices)
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether hooks read or change the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def allow_compilations(number: int) -> None:
     """Raise the number of times that `torch.compile` compiles one function for different inputs."""
     config: Any = torch._dynamo.config

@@ -50,8 +50,6 @@ class Passes:
         """Add the gradient of `factor` times a loss, averaged over ranks. `last` means the last one of a step."""
         zero.before_backward(self.module, stage=self.config.zero_stage, last=last)
         (loss * (factor * self.scaler.scale)).backward()
-        if last:
-            zero.release(self.module)
         dist.note_work()
 
     def train(self, micro_batches: Sequence[Any], loss_fn: LossFn[Any], count: float) -> list[LossAndMetrics]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from engine import optim
 from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig, Precision
 from engine.host_memory import pinned
-from engine.internals import allow_compilations
+from engine.internals import allow_compilations, has_hooks
 from engine.kernels.products import widen_linears
 from engine.loading import copy_local
 from engine.parallel import collectives, dist, dtensors, meshes, tensor, zero
@@ -32,7 +32,7 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
 
     Trained parameters are fp32 masters, except with an offloaded optimizer (which has the masters) or `states="bf16"`.
     All others are in compute precision, also the frozen parameters under adapters. Meta parameters get memory, but no
-    values; all others get those of rank 0. Raises ValueError for a layout that is not possible.
+    values; all others, and buffers, get those of rank 0. Raises ValueError for a layout that is not possible.
     """
     _broadcast_values(module)
     is_trained, has_tier = optimizer is not None, uses_offload(config, optimizer)
@@ -72,13 +72,27 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     return None
 
 
+def check_parameters(module: nn.Module, *, has_fill: bool) -> None:
+    """Raise ValueError for a parameter that would get no values, or whose hooks would not run."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and not has_fill:
+            raise ValueError(f"{name} has no values, because it is on the meta device. Pass initialize(..., fill=...)")
+        if has_hooks(parameter):
+            raise ValueError(
+                f"{name} has a gradient hook, which would not run: the engine trains shards or copies of parameters. "
+                "Remove the hook, and change the gradient in a torch.autograd.Function of the forward"
+            )
+
+
 def _broadcast_values(module: nn.Module) -> None:
-    """Give all ranks the parameters of rank 0, as DeepSpeed does: each rank may have drawn random values of its own."""
-    for parameter in module.parameters() if dist.world().size > 1 else ():
-        if not parameter.is_meta:
-            values = parameter.detach().to(dist.world().device).flatten()
+    """Give all ranks the parameters and buffers of rank 0: each rank may have drawn random values of its own."""
+    for value in (*module.parameters(), *module.buffers()) if dist.world().size > 1 else ():
+        if not value.is_meta:
+            values = value.detach().to(dist.world().device).flatten()
             collectives.broadcast(values.view(torch.uint8), source=0)  # no backend sends all types
-            parameter.detach().copy_(values.view_as(parameter))
+            values = values.view_as(value).to(value.device)
+            if not torch.equal(values, value):  # an expanded buffer cannot be written
+                value.detach().copy_(values)
 
 
 def parameter_values(module: nn.Module) -> dict[str, Tensor]:

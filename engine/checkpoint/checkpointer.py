@@ -82,10 +82,12 @@ class Checkpointer:
         if dist.is_rank_zero():
             values["state.json"] = text
         tensors = {f"{n}.{key}": c for n, engine in self.engines.items() for key, c in _tensors(engine).items()}
+        if dist.world().data_rank != 0:  # running statistics differ between ranks, and DCP would mix them
+            tensors = {name: chunks for name, chunks in tensors.items() if not _is_buffer(name)}
         can_copy = self._can_copy(tensors)
         for name, chunks in tensors.items():
             # Buffers may share memory, which safetensors refuses to write.
-            if can_copy or name.partition(".")[2].startswith(BUFFER):
+            if can_copy or _is_buffer(name):
                 tensors[name] = chunks.copy_to_host()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -166,6 +168,11 @@ class Checkpointer:
             )  # fmt: skip
             self._has_warned = True
         return False
+
+
+def _is_buffer(name: str) -> bool:
+    """Return whether a tensor of a checkpoint, "engine.kind.name", is a buffer."""
+    return name.partition(".")[2].startswith(BUFFER)
 
 
 def complete(parent: Path) -> list[Path]:

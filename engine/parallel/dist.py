@@ -9,6 +9,7 @@ collectives of torch.
 
 import os
 import socket
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -108,7 +109,7 @@ def note_work() -> None:
 
 
 def start(namespace: str = "zerochat", device: str | None = None) -> World:
-    """Join the process group.
+    """Join the process group. If the caller has initialized torch's default group, use that one.
 
     `namespace` prefixes the keys in the rendezvous store, so that one store serves several groups in turn. Torchrun's
     store also outlives a restart of the ranks, so its restart count is part of the prefix. `device` is "cpu" or "cuda";
@@ -117,7 +118,6 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     global _world
     if _world is not None:
         return _world
-    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     own_device = torch.device(kind)
@@ -132,8 +132,19 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         # cuDNN's attention would build an execution plan for each new shape. Almost every micro-batch has one.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # From torch 2.15, "nccl" is an implementation without a pipe for the flight recorder, unless this is 0.
-        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    if not dist.is_initialized():
+        _init_process_group(namespace, own_device)
+        _cache["is_own"] = True
+    _cache["checkpoints"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    _cache["objects"] = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)
+    _world = World(dist.get_rank(), dist.get_world_size(), local_rank, own_device)
+    return _world
+
+
+def _init_process_group(namespace: str, device: torch.device) -> None:
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    # From torch 2.15, "nccl" is an implementation without a pipe for the flight recorder, unless this is 0.
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     store: dist.Store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", rank, size))[0]
     if rank == size - 1:  # the other ranks wait for this one in `_choose_interface`
         _delete_dump_signal(store)
@@ -141,18 +152,14 @@ def start(namespace: str = "zerochat", device: str | None = None) -> World:
     store = dist.PrefixStore(namespace, store)
     _choose_interface(store, rank, size)
     dist.init_process_group(
-        backend="nccl" if kind == "cuda" else "gloo",
+        backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
         # NCCL connects the ranks now. One rank would get a communicator that takes memory and fails on some machines.
-        device_id=own_device if kind == "cuda" and size > 1 else None,
+        device_id=device if device.type == "cuda" and size > 1 else None,
     )
-    _cache["checkpoints"] = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    _cache["objects"] = dist.new_group(backend="gloo", timeout=RANK_ZERO_TIMEOUT)
-    _world = World(rank, size, local_rank, own_device)
-    return _world
 
 
 def _delete_dump_signal(store: dist.Store) -> None:
@@ -202,11 +209,11 @@ def release_before_stop(graphs: Any) -> None:
 
 
 def stop() -> None:
-    """Leave the process group. A second call does nothing."""
+    """Leave the process group; one that the caller has initialized stays. A second call does nothing."""
     global _world, _stop_requested_here, _stop_requested
     for graphs in _cache.get("graphs", ()):
         graphs.release()
-    if _world is not None and dist.is_initialized():
+    if _cache.get("is_own") and dist.is_initialized():
         dist.destroy_process_group()
     _world = None
     _stop_requested_here = _stop_requested = False
@@ -308,6 +315,18 @@ def sum_over_ranks(value: float) -> float:
 def max_over_ranks(value: float) -> float:
     """Return the largest of one number per rank."""
     return reduce_over_ranks([], [value])[1][0]
+
+
+def require_equal(value: str, remedy: str) -> None:
+    """Raise ValueError on every rank if a text differs between ranks. The ranks compare checksums on the host."""
+    if world().size == 1:
+        return
+    checksum = zlib.crc32(value.encode())
+    bounds = torch.tensor([checksum, -checksum])
+    with observed("require_equal", bounds.shape):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, _cache["objects"], async_op=True).wait(TIMEOUT)
+    if bounds.sum() != 0:
+        raise ValueError(f"ranks differ: {value} on rank {world().rank}. {remedy}")
 
 
 def gather_objects(value: Any) -> list[Any]:

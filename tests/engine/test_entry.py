@@ -127,7 +127,7 @@ def test_an_engine_configuration_takes_a_torch_optimizer() -> None:
     engine = initialize(model, EngineConfig(dtype="fp32"), optimizer=torch.optim.AdamW(groups_of(model), lr=0.1))
     assert isinstance(engine, Engine)
     assert engine.optimizer_config == OptimizerConfig(
-        lr=0.1, schedule="constant", betas=(0.9, 0.999), weight_decay=0.1, decay="matrices"
+        lr=0.1, schedule="constant", betas=(0.9, 0.999), weight_decay=0.1, decay="matrices", max_grad_norm=0.0
     )
 
 

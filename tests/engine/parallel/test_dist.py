@@ -49,6 +49,7 @@ def test_nccl_connects_several_ranks_at_the_start(
     monkeypatch.setattr(torch.distributed, "init_process_group", join)
     monkeypatch.setattr(dist, "_choose_interface", lambda *_: None)
     monkeypatch.setattr(dist, "_world", None)  # an earlier test of the process may have joined a group
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(ConnectionError):
         dist.start(device="cuda")
     assert bound == [expected]
