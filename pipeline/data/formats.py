@@ -302,7 +302,10 @@ def _sides(row: Row) -> tuple[tuple[Message, ...], Message, Message]:
 def _dialogue(value: Any, what: str) -> tuple[Message, ...]:
     """Return a conversation that ends with the answer, from Human:/Assistant: text or a message list."""
     value = list_in(value)
-    messages = turns_of(text_of(value, what)) if value is None or isinstance(value, str) else messages_of(value)
+    if value is None or isinstance(value, str):
+        messages = turns_of(text_of(value, what), f"no prompt (columns {', '.join(PROMPT_COLUMNS)}), and {what}")
+    else:
+        messages = messages_of(value)
     if messages[-1].role != "assistant":
         raise BadRow("empty answer" if isinstance(value, str) else "answer does not end with the assistant's turn")
     return messages

@@ -202,12 +202,12 @@ def list_in(value: Any) -> Any:
     return _list_of(value) if isinstance(value, str) and _MESSAGES.fullmatch(value) else value
 
 
-def turns_of(text: str) -> tuple[Message, ...]:
+def turns_of(text: str, what: str = "text") -> tuple[Message, ...]:
     """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..." (the form of hh-rlhf). An empty last "Assistant:" is ignored."""
     text = replace_surrogates(text).strip()
     parts = _SPEAKER.split(text)
     if len(parts) < 3 or parts[0].strip():
-        raise BadRow("text without Human: and Assistant: turns")
+        raise BadRow(f"{what} without Human: and Assistant: turns")
     turns = [(ROLES[name.lower()], content.strip()) for name, content in zip(parts[1::2], parts[2::2], strict=True)]
     if len(turns) > 1 and turns[-1] == ("assistant", ""):
         turns.pop()

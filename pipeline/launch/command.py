@@ -25,7 +25,7 @@ from pipeline.config.document import help_text
 from pipeline.config.recipes import compare_rates, rate_warnings
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
-from pipeline.errors import Stopped, UserError, exit_status, handle_signals, raise_stopped
+from pipeline.errors import UserError, exit_status, handle_signals, raise_stopped
 from pipeline.evaluation.samples import SAMPLES
 from pipeline.files import ends_within, write_atomically
 from pipeline.installation import TRAIN
@@ -36,13 +36,13 @@ from pipeline.launch.failure import (
     DISK_TIMEOUT,
     ENDED_EARLY,
     HUNG,
-    INTERRUPTED,
     RESTART,
-    STOPPED,
     USER_ERROR,
     StageEnd,
+    StageFailed,
     advise,
     save_traceback,
+    status_of,
 )
 from pipeline.launch.folder import open_folder, with_stage_shares
 from pipeline.launch.manifest import Decision, Manifest
@@ -57,14 +57,6 @@ from pipeline.launch.summary import (
     report_verdict,
     summarize_run,
 )
-
-
-class StageFailed(Exception):
-    """A stage failed, and its message has been printed."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
 
 
 def main(argv: Sequence[str] | None = None, stage: str | None = None) -> int:
@@ -90,16 +82,7 @@ def _run_or_stop(arguments: list[str], stage: str | None) -> int:
         return problem.status
     except KeyboardInterrupt as problem:
         print("stopped; run the same command again to resume", file=sys.stderr)
-        return _status_of(problem)
-
-
-def _status_of(problem: BaseException) -> int:
-    """Return the exit status of a run that ends with an exception."""
-    if isinstance(problem, KeyboardInterrupt):
-        return STOPPED if isinstance(problem, Stopped) else INTERRUPTED
-    if isinstance(problem, StageFailed):
-        return problem.status
-    return USER_ERROR if isinstance(problem, UserError | OSError) and advise(problem) is not None else CRASHED
+        return status_of(problem)
 
 
 def _run(arguments: list[str], stage: str | None) -> int:
@@ -131,7 +114,7 @@ def _run(arguments: list[str], stage: str | None) -> int:
             print(f"warning: {line}", file=sys.stderr)
         status = _lead(jobs, configs, ranks, control)
     except BaseException as problem:
-        control.finish(_status_of(problem))
+        control.finish(status_of(problem))
         raise
     control.finish(status)
     return status
@@ -175,7 +158,7 @@ def _lead(jobs: list[Job], configs: list[RunConfig], ranks: Ranks, control: Cont
             runs[job.label] = last, _run_job(config, job.label, ranks, control)
             statuses.append(0)
         except (UserError, OSError, StageFailed) as problem:
-            status = _status_of(problem)
+            status = status_of(problem)
             is_bug = isinstance(problem, OSError) and status != USER_ERROR
             if len(jobs) == 1 or is_bug or status in ENDED_EARLY or not control.is_complete:
                 raise
@@ -255,8 +238,10 @@ def _run_stage(config: RunConfig, manifest: Manifest, stage: str, ranks: Ranks, 
     if evaluation and (samples := stage_dir / SAMPLES).exists():
         samples.write_text("")  # the stage answers the held-out prompts again
     because = "; ".join(filter(None, (decision.because, judged, *evaluation)))
-    reason = f" ({because})" if decision.action == "resume" and because else ""
-    print(f"{stage}: {'resumes' if decision.action == 'resume' else 'starts'}, {processes}{reason}", flush=True)
+    if decision.action == "resume":
+        print(f"{stage}: resumes, {processes}{f' ({because})' if because else ''}", flush=True)
+    else:
+        print(f"{stage}: starts, {processes}", flush=True)
     manifest.begin(stage, consumed, judges)
     stage_dir.mkdir(exist_ok=True)
     resolved = config.model_copy(update={"name": run_dir.name, "run_dir": str(run_dir.resolve())})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.messages import in_keys
-from pipeline.errors import UserError
+from pipeline.errors import Stopped, UserError
 from pipeline.files import ends_within
 
 FAILURE_PIPE = "ZEROCHAT_FAILURE_PIPE"
@@ -62,6 +62,23 @@ class StageEnd:
     stop_status: int = 0
     order: int = END_ORDER["fine"]
     time: float = 0.0
+
+
+class StageFailed(Exception):
+    """A stage failed, and its message has been printed."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def status_of(problem: BaseException) -> int:
+    """Return the exit status of a run that ends with an exception."""
+    if isinstance(problem, KeyboardInterrupt):
+        return STOPPED if isinstance(problem, Stopped) else INTERRUPTED
+    if isinstance(problem, StageFailed):
+        return problem.status
+    return USER_ERROR if isinstance(problem, UserError | OSError) and advise(problem) is not None else CRASHED
 
 
 def merge_ends(ends: Sequence[StageEnd]) -> StageEnd:

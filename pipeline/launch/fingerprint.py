@@ -31,13 +31,9 @@ PPO_SELECTION_KEYS = (
     "evaluation.temperatures",
 )
 """Keys of the evaluations that PPO's training guard and export=best read."""
-PTX_KEYS = ("sft.max_length", "sft.loss_on")  # keys of the SFT loss that ppo.ptx_coef adds
 EXECUTION_KEYS = {"micro_batch_tokens", "reward_threads", "shared_forward"}
 ROLLOUT_EXECUTION_KEYS = {"batch_size", "cache_bytes", "tensor_parallel", "stream", "keep", "park_optimizer"}
-ROLLOUT_EXECUTION_KEYS |= {
-    "parity_check_every",
-    "selfcheck_every",
-}  # selfcheck_every is the former name of parity_check_every
+ROLLOUT_EXECUTION_KEYS |= {"parity_check_every"}
 MODEL_EXECUTION_KEYS = {"fused_kernels", "trust_remote_code", "tensor_plan"}
 MODEL_EXECUTION_KEYS |= {"name", "hub", "path", "weights", "architecture"}  # `model_source` identifies the model
 ENGINE_KEYS = ("dtype", "compress", "states", "loss_scale_power", "loss_scale_window")
@@ -184,6 +180,31 @@ def data_source(data: DataConfig) -> dict[str, Any]:
     for source in sources:
         source["path"], source["eval_path"] = _absolute(source["path"]), _absolute(source["eval_path"])
     return {"sources": [{key: value for key, value in source.items() if value is not None} for source in sources]}
+
+
+def run_identity(config: RunConfig) -> dict[str, Any]:
+    """Return the model and the data set that a run folder belongs to, with their names and sources."""
+    return {
+        "model": {"name": config.model.name, "source": model_source(config.model)},
+        "data": {"name": config.data.name, "source": data_source(config.data)},
+    }
+
+
+def hash_request(config: RunConfig, stages: list[str]) -> str:
+    """Return a hash of the stages and settings of a command, to find an unfinished run of the same command.
+
+    Settings at their defaults are left out, so that a new key of a later version does not change the hash.
+    """
+    default_settings = flatten(RunConfig.defaults())
+    settings = {
+        stage: {
+            key: value for key, value in stage_settings(config, stage).items() if value != default_settings.get(key)
+        }
+        for stage in stages
+    }
+    models = {"actor": config.actor, "reward": config.reward_path}
+    models |= {} if config.teacher is None else {"teacher": config.teacher}
+    return digest({"stages": settings, **models})
 
 
 def _data_settings(data: DataConfig) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from pipeline.config.stages import STAGES
 from pipeline.data.sources import configured_sources
 from pipeline.errors import UserError
 from pipeline.files import read_settings
-from pipeline.launch.fingerprint import data_source
-from pipeline.launch.manifest import Manifest, hash_request
+from pipeline.launch.fingerprint import data_source, hash_request
+from pipeline.launch.manifest import Manifest
 
 RUNS = Path("runs")
 

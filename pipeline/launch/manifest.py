@@ -25,14 +25,12 @@ from pipeline.errors import UserError
 from pipeline.files import read_object, read_plan, read_record, write_json
 from pipeline.launch.fingerprint import (
     PPO_SELECTION_KEYS,
-    PTX_KEYS,
     ROLLOUT_EXECUTION_KEYS,
-    data_source,
     digest,
     flatten,
+    hash_request,
     hash_tree,
-    model_source,
-    stage_settings,
+    run_identity,
     with_selected,
 )
 
@@ -288,20 +286,14 @@ def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return recorded inputs in the form of the current version, so that an update does not run stages again.
 
     Keys that are newer than the record get their defaults, which change no result. Keys that no longer count are
-    removed. An old record has neither the files of the data, of the tokenizer and of the judge nor the keys of PPO's
-    evaluations and of its SFT loss; they count as unchanged.
+    removed.
     """
     default_settings = flatten(RunConfig.defaults())
     added = {
         key: default_settings[key] for key in new["settings"] if key in default_settings and key not in old["settings"]
     }
-    if "evaluation.prompts" not in old["settings"]:
-        added |= {key: new["settings"][key] for key in PPO_SELECTION_KEYS if key in added}
-    if "ppo.ptx_coef" in old["settings"]:
-        added |= {key: new["settings"][key] for key in PTX_KEYS if key in added}
     removed = {f"rollout.{key}" for key in ROLLOUT_EXECUTION_KEYS} & old["settings"].keys()
     settings = {key: value for key, value in {**old["settings"], **added}.items() if key not in removed}
-    old = {key: new[key] for key in ("files", "tokenizer", "judge") if key in new} | old
     return {**old, "settings": settings, "config": digest(settings)} if added or removed else old
 
 
@@ -328,35 +320,10 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(changes) or "its settings changed"
 
 
-def run_identity(config: RunConfig) -> dict[str, Any]:
-    """Return the model and the data set that a run folder belongs to, with their names and sources."""
-    return {
-        "model": {"name": config.model.name, "source": model_source(config.model)},
-        "data": {"name": config.data.name, "source": data_source(config.data)},
-    }
-
-
 def _described(kind: str, identity: dict[str, Any]) -> str:
     """Return the name of a model or data set, with its path if it has one: two files may have the same name."""
     path = identity.get("source", {}).get("path")
     return f"{kind}={identity.get('name')}" + (f" ({path})" if path else "")
-
-
-def hash_request(config: RunConfig, stages: list[str]) -> str:
-    """Return a hash of the stages and settings of a command, to find an unfinished run of the same command.
-
-    Settings at their defaults are left out, so that a new key of a later version does not change the hash.
-    """
-    default_settings = flatten(RunConfig.defaults())
-    settings = {
-        stage: {
-            key: value for key, value in stage_settings(config, stage).items() if value != default_settings.get(key)
-        }
-        for stage in stages
-    }
-    models = {"actor": config.actor, "reward": config.reward_path}
-    models |= {} if config.teacher is None else {"teacher": config.teacher}
-    return digest({"stages": settings, **models})
 
 
 def move_aside(folder: Path) -> Path:
