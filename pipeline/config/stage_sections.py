@@ -195,7 +195,7 @@ class PpoSection(StageSection):
     kl_coef: float = Field(0.05, ge=0)
     """weight of the KL divergence per token to the reference"""
     guard: Annotated[GuardAction, BeforeValidator(lambda value: "off" if value is False else value)] = "stop"
-    """reaction of the training guard to a sign that PPO has gone wrong (docs/guides/did-it-help.md lists the signs).
+    """reaction of the training guard to a sign that PPO has gone wrong (docs/guides/watch_a_run.md lists the signs).
     off: no checks; warn: print the sign and continue; stop: end the stage and export the best step; rollback: restart
     from the best step with 0.3 times the learning rates, at most twice, then stop"""
     kl_budget: float = Field(10.0, gt=0)
