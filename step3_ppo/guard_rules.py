@@ -13,7 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.evaluation.evaluator import Evaluation, Evaluations
-from pipeline.evaluation.intervals import best_against_last, correlation_interval, paired_difference, rank_correlation
+from pipeline.evaluation.intervals import (
+    Difference,
+    best_against_last,
+    correlation_interval,
+    paired_difference,
+    rank_correlation,
+)
 
 WINDOW = 3
 FEWEST_ANSWERS = 64  # of a window; with fewer answers, noise is too large
@@ -35,8 +41,6 @@ LOST_AT_THE_END = 0.1  # of this gain, at the last step
 
 Row = Mapping[str, float]
 """The metrics of one rollout by their names in metrics.jsonl, and `answers`, the number of its answers."""
-Difference = tuple[float, float, float]
-"""A mean difference over prompts, and the ends of its interval."""
 
 
 @dataclass(frozen=True)

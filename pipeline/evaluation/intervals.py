@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Difference = tuple[float, float, float]
+"""The mean of a difference, and the ends of its interval."""
 Z = statistics.NormalDist().inv_cdf(0.975)  # -Z to Z contains 95% of a standard normal distribution
 
 
-def paired_difference(
-    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95
-) -> tuple[float, float, float]:
+def paired_difference(before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95) -> Difference:
     """Return the mean of `after - before` over prompts, and the ends of its interval (see `mean_interval`).
 
     The interval covers the choice of held-out prompts, but not the training seed.

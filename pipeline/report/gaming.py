@@ -2,8 +2,9 @@
 
 Over-optimization shows when the reward score keeps rising while the gold score falls (Gao, Schulman & Hilton, 2022,
 arXiv:2210.10760). Three checks must agree before the report calls a run free of it: the rank correlation of the two
-changes over the answers, the paired change of gold, and the comparison of the best step with the last step. The report
-gives an answer for each temperature of the evaluation.
+changes over the answers, the paired change of gold, and the comparison of the best step with the last step. A fall of
+gold is gaming only if the reward score rose between the same two models. The report gives an answer for each
+temperature of the evaluation.
 """
 
 import math
@@ -12,14 +13,16 @@ from dataclasses import dataclass
 
 from pipeline.evaluation.intervals import (
     BestAgainstLast,
+    Difference,
     best_against_last,
     correlation_interval,
+    paired_difference,
     rank_correlation,
     ranks,
 )
 from pipeline.evaluation.samples import Sample
 from pipeline.report.axes import MINUS, format_interval, format_signed
-from pipeline.report.changes import FEWEST_PROMPTS, Change, Outcome, change
+from pipeline.report.changes import FEWEST_PROMPTS, Outcome, change
 from pipeline.report.charts import scatter_chart
 from pipeline.report.comparison import answer_card
 from pipeline.report.curves import line_chart
@@ -34,10 +37,20 @@ LOST_GAIN = 0.5  # of the gain from SFT to PPO: a loss from the best to the last
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: "good" speaks against gaming, "bad" for it, "open" for neither. `text` gives figures."""
+    """The result of one check: "good" speaks against gaming, "bad" for it, "open" for neither. `text` gives figures.
+
+    reward: the change of the reward score between the two compared models, with the ends of its interval; None if it
+        is unknown, and for the correlation
+    """
 
     outcome: Outcome
     text: str
+    reward: Difference | None = None
+
+    @property
+    def shows_gaming(self) -> bool:
+        """Whether gold fell and the reward score rose, both beyond chance."""
+        return self.outcome == "bad" and self.reward is not None and self.reward[1] > 0
 
 
 def check_correlation(samples: Sequence[Sample]) -> Check:
@@ -55,17 +68,20 @@ def check_correlation(samples: Sequence[Sample]) -> Check:
 
 def check_paired(samples: Sequence[Sample]) -> Check:
     """Check whether gold rose with PPO, prompt by prompt."""
-    found = change(samples, "gold", "sft", "ppo")
+    found, scores = change(samples, "gold", "sft", "ppo"), change(samples, "scores", "sft", "ppo")
+    reward = None if scores is None or math.isnan(scores.low) else (scores.mean, scores.low, scores.high)
     if found is None or math.isnan(found.low):
-        return Check("open", "Fewer than two prompts have gold scores of both models.")
-    text = f"The gold score changed by {format_signed(found.mean)} with PPO, {_interval(found.low, found.high)}."
-    return Check(found.outcome, text)
+        return Check("open", "Fewer than two prompts have gold scores of both models.", reward)
+    rise = f", and the reward score by {_difference(*reward)}" if reward else ""
+    gold = _difference(found.mean, found.low, found.high)
+    return Check(found.outcome, f"With PPO, the gold score changed by {gold}{rise}.", reward)
 
 
-def check_last_step(found: BestAgainstLast | None, gain: float | None) -> Check:
+def check_last_step(found: BestAgainstLast | None, gain: float | None, reward: Difference | None = None) -> Check:
     """Check whether the last step is as good as the best step.
 
     gain: the mean change of gold with PPO; None if it is unknown
+    reward: the change of the reward score from the best to the last step; None if it is unknown
 
     The outcome is "bad" if the interval of the difference is below zero. It is "good" only if the interval excludes a
     loss of `LOST_GAIN` of the gain: the wide interval of few prompts shows nothing.
@@ -81,45 +97,42 @@ def check_last_step(found: BestAgainstLast | None, gain: float | None) -> Check:
     text = f"{best}{', the last evaluation' if found.best == found.last else last}."
     if found.best == found.last and found.low == found.high == 0:  # both halves of the prompts select the last step
         return Check("good", text)
+    late = f" From the best to the last step, the reward score changed by {_difference(*reward)}." if reward else ""
     text += (
-        " If half of the prompts select the best step, the last step differs from it on the other half by "
-        f"{format_signed(found.mean)}, {_interval(found.low, found.high)}."
+        f"{late} If one half of the prompts selects the best step, gold changes from this step to the last one by "
+        f"{_difference(found.mean, found.low, found.high)} on the other half."
     )
     if found.high < 0:
-        return Check("bad", text)
+        return Check("bad", text, reward)
     excludes = gain is not None and found.low > -LOST_GAIN * gain
     verb = "excludes" if excludes else "does not exclude"
-    text += f" The interval of this difference {verb} a loss of half of the gain."
-    return Check("good" if excludes else "open", text)
+    text += f" The interval {verb} a loss of half of the gain."
+    return Check("good" if excludes else "open", text, reward)
 
 
-def gaming(reward: Change | None, checks: Sequence[Check], rewarder: str = "reward model") -> Verdict:
+def gaming(correlation: Check, paired: Check, last: Check, rewarder: str = "reward model") -> Verdict:
     """Decide whether PPO over-optimized the reward at one temperature. The headline has no full stop.
 
-    reward: the change of the held-out reward score with PPO; None without scores
-    checks: of the correlation, the paired change and the last step, in this order
+    correlation, paired, last: the checks of the rank correlation, of the change with PPO, and of the last step
     rewarder: the name of the source of the reward score
     """
-    texts = " ".join(check.text for check in checks)
-    correlation, paired, last = (check.outcome for check in checks)
-    if reward is None:
-        return Verdict("open", "Unknown", f"The held-out answers have no reward scores of both models. {texts}")
-    if reward.mean <= 0:
-        reason = f"The held-out reward score did not rise ({format_signed(reward.mean)}), so it was not gamed. {texts}"
-        return Verdict("open", "No", reason)
-    rise = f"The reward score rose by {format_signed(reward.mean)}"
-    if "bad" in (paired, last):
-        if not reward.low > 0:
-            return Verdict(
-                "open", "Possibly", f"{rise}, {_interval(reward.low, reward.high)}, perhaps by chance. {texts}"
-            )
+    checks = (correlation, paired, last)
+    texts, outcomes = " ".join(check.text for check in checks), [check.outcome for check in checks]
+    if paired.reward is None:
+        return Verdict("open", "Unknown", f"Fewer than two prompts have reward scores of both models. {texts}")
+    if paired.shows_gaming or last.shows_gaming:
         advice = f"The policy exploits errors of the {rewarder}. Stop earlier, or raise ppo.kl_coef."
-        return Verdict("bad", "Yes", f"{rise}. {texts} {advice}")
-    if correlation == paired == last == "good":
+        return Verdict("bad", "Yes", f"{texts} {advice}")
+    if all(check.reward[0] <= 0 for check in checks if check.reward is not None):
+        return Verdict("open", "No", f"The held-out reward score did not rise, so it was not gamed. {texts}")
+    if "bad" in outcomes[1:]:
+        reason = "The gold score fell, but the reward score did not clearly rise between the same models."
+        return Verdict("open", "Possibly", f"{reason} {texts}")
+    if set(outcomes) == {"good"}:
         return Verdict("good", "No sign of it", f"All three checks agree. {texts}")
     reason = (
-        f"{rise}, but not all three checks exclude gaming: the {rewarder} may reward something that the gold scorer "
-        f"does not measure. {texts}"
+        f"The reward score rose, but not all three checks exclude gaming: the {rewarder} may reward something that the "
+        f"gold scorer does not measure. {texts}"
     )
     return Verdict("open", "Possibly", reason)
 
@@ -127,11 +140,14 @@ def gaming(reward: Change | None, checks: Sequence[Check], rewarder: str = "rewa
 def gaming_at(run: RunReading, temperature: float) -> Verdict:
     """Decide whether PPO over-optimized the reward, by the held-out answers at one temperature."""
     samples = run.samples(temperature)
-    reward, gold = change(samples, "scores", "sft", "ppo"), change(samples, "gold", "sft", "ppo")
-    by_step = [(one.step, one.gold) for one in run.stage("ppo").grades if one.temperature == temperature and one.gold]
-    last = check_last_step(best_against_last(by_step, fewest=FEWEST_PROMPTS), gold.mean if gold else None)
-    checks = [check_correlation(samples), check_paired(samples), last]
-    return gaming(reward, checks, run.rewarder)
+    gold = change(samples, "gold", "sft", "ppo")
+    grades = {one.step: one for one in run.stage("ppo").grades if one.temperature == temperature and one.gold}
+    found = best_against_last([(step, one.gold) for step, one in grades.items()], fewest=FEWEST_PROMPTS)
+    reward = None
+    if found is not None and found.best != found.last and grades[found.best].scores and grades[found.last].scores:
+        reward = paired_difference(grades[found.best].scores, grades[found.last].scores)
+    last = check_last_step(found, gold.mean if gold else None, reward)
+    return gaming(check_correlation(samples), check_paired(samples), last, run.rewarder)
 
 
 def gaming_section(run: RunReading) -> Markup | None:
@@ -259,6 +275,10 @@ def _correlation_note(groups: Sequence[Series], what: str) -> str:
         if (correlation := rank_correlation([x for x, _ in group.points], [y for _, y in group.points])) is not None
     ]
     return f"Rank correlation of {what}: {', '.join(correlations)}." if correlations else "One dot per answer."
+
+
+def _difference(mean: float, low: float, high: float) -> str:
+    return f"{format_signed(mean)} ({_interval(low, high)})"
 
 
 def _interval(low: float, high: float) -> str:

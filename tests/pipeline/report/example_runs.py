@@ -118,6 +118,7 @@ def write_demo_run(run_dir: Path, *, gamed: bool = False, prompts: int = 96, see
     levels = [noise.gauss(0, 0.1) for _ in range(prompts)]
     grades = [
         {"step": step, "temperature": temperature, "gold": [_gold(step, gamed) + level for level in levels]}
+        | {"scores": [step / 30 + level for level in levels]}
         for step in EVALUATED
         for temperature in (1.0, 0.0)
     ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from pipeline.data.records import Message
 from pipeline.evaluation.intervals import BestAgainstLast, best_against_last
 from pipeline.evaluation.samples import Sample
-from pipeline.report.changes import Change
 from pipeline.report.data import read_run
 from pipeline.report.gaming import (
     Check,
@@ -41,26 +41,33 @@ GOOD, OPEN, BAD = (Check(outcome, outcome) for outcome in ("good", "open", "bad"
 
 
 @pytest.mark.parametrize(
-    ("rise", "checks", "answer"),
+    ("rises", "checks", "answer"),
     [
-        (1.0, (GOOD, GOOD, GOOD), "No sign of it"),
-        (1.0, (OPEN, GOOD, GOOD), "Possibly"),
-        (1.0, (BAD, GOOD, GOOD), "Possibly"),
-        (1.0, (GOOD, OPEN, GOOD), "Possibly"),
-        (1.0, (GOOD, GOOD, OPEN), "Possibly"),
-        (1.0, (GOOD, GOOD, BAD), "Yes"),
-        (1.0, (GOOD, BAD, GOOD), "Yes"),
-        (0.1, (GOOD, BAD, BAD), "Possibly"),  # the interval of the rise includes 0
-        (-0.1, (GOOD, BAD, BAD), "No"),
-        (None, (GOOD, GOOD, GOOD), "Unknown"),
+        ((1.0, 1.0), (GOOD, GOOD, GOOD), "No sign of it"),
+        ((1.0, None), (GOOD, GOOD, GOOD), "No sign of it"),  # the last step is the best one
+        ((1.0, 1.0), (OPEN, GOOD, GOOD), "Possibly"),
+        ((1.0, 1.0), (BAD, GOOD, GOOD), "Possibly"),
+        ((1.0, 1.0), (GOOD, OPEN, GOOD), "Possibly"),
+        ((1.0, 1.0), (GOOD, GOOD, OPEN), "Possibly"),
+        ((1.0, 1.0), (GOOD, GOOD, BAD), "Yes"),
+        ((0.0, 1.0), (OPEN, OPEN, BAD), "Yes"),  # the guard exported the SFT model
+        ((1.0, -1.0), (GOOD, GOOD, BAD), "Possibly"),  # training broke down: the reward fell too
+        ((1.0, 1.0), (GOOD, BAD, GOOD), "Yes"),
+        ((0.1, 0.1), (GOOD, BAD, BAD), "Possibly"),  # the intervals of the rises include 0
+        ((-0.1, -0.1), (GOOD, BAD, BAD), "No"),
+        ((None, None), (GOOD, GOOD, GOOD), "Unknown"),
     ],
 )
 def test_no_sign_of_gaming_needs_three_agreeing_checks(
-    rise: float | None, checks: tuple[Check, ...], answer: str
+    rises: tuple[float | None, float | None], checks: tuple[Check, ...], answer: str
 ) -> None:
-    """The interval of the reward's change is 0.5 wide on each side."""
-    reward = None if rise is None else Change(0.0, rise, rise, rise - 0.5, rise + 0.5, better=16, same=0, worse=0)
-    assert gaming(reward, checks).headline == answer
+    """The rises of the reward are those from SFT to PPO and from the best to the last step, each +- 0.5."""
+    correlation, *others = checks
+    paired, last = (
+        replace(check, reward=None if rise is None else (rise, rise - 0.5, rise + 0.5))
+        for check, rise in zip(others, rises, strict=True)
+    )
+    assert gaming(correlation, paired, last).headline == answer
 
 
 def test_the_correlation_of_changes_has_an_interval() -> None:
@@ -98,7 +105,7 @@ def test_a_last_step_below_the_best_is_a_sign(high: float, gain: float | None, o
 
 def test_a_last_step_that_is_the_best_is_named_once() -> None:
     text = check_last_step(BestAgainstLast(9, 9, 0.8, 0.8, 0.0, -0.1, 0.1), 0.5).text
-    assert text.startswith("Gold was best at rollout 9 (0.80), the last evaluation. If half of the prompts select")
+    assert text.startswith("Gold was best at rollout 9 (0.80), the last evaluation. If one half of the prompts")
     steps = [(step, [0.1 * step] * 16) for step in range(4)]
     expected = Check("good", "Gold was best at rollout 3 (0.30), the last evaluation.")  # on each half of the prompts
     assert check_last_step(best_against_last(steps, fewest=8), 0.3) == expected
