@@ -247,7 +247,8 @@ def stage_section(stage: StageReading, title: str, lead: str, wanted: Sequence[P
         notes.append(f"Unfinished: the last logged step is {stage.last_step}.")
     exported, steps = stage.number("exported_step"), stage.number("steps")
     if exported is not None and exported != steps:
-        notes.append(f"The exported model is that of step {exported:.0f}, the best of the evaluations.")
+        step = f"{STAGES[stage.name].step} {exported:.0f}"
+        notes.append(f"The exported model is that of {step}, the best of the evaluations.")
         if exported:
             notes.append("Its held-out figures look better than they are, because they selected the model.")
     text = " ".join([lead, *notes])

@@ -71,9 +71,10 @@ def judge(run: RunReading) -> Verdict:
         return _unfinished(run)
     verdict = _judge([run]) or _without_grades(policy, run.rewarder)
     step, guard, start = policy.number("exported_step"), policy.guard, run.labels["sft"]
-    if step == 0 and policy.name != "dpo" and guard.get("stopped_step") is None:
-        text = f"ppo.export=best selected no rollout, so the exported model is the {start} model."
-        verdict = replace(verdict, evidence=f"{verdict.evidence} {text}")
+    if step == 0 and policy.name != "dpo":  # all differences are 0
+        reason = "ppo.export=best" if guard.get("stopped_step") is None else "The guard"
+        text = f"{reason} selected no rollout: the exported model is the unchanged {start} model."
+        verdict = replace(verdict, evidence=text)
     if run.trained_again:
         earlier = f"{policy.name.upper()} started from earlier models of {' and '.join(run.trained_again)}"
         verdict = replace(

@@ -103,7 +103,7 @@ def test_a_model_selected_on_these_prompts_is_named(export: str, gain: float, ou
 
 def test_an_exported_start_model_is_named() -> None:
     run = run_of(samples(SPREAD, SPREAD), {"ppo": {"export": "best"}}, exported_step=0)
-    assert judge(run).evidence.endswith("ppo.export=best selected no rollout, so the exported model is the SFT model.")
+    assert judge(run).evidence == "ppo.export=best selected no rollout: the exported model is the unchanged SFT model."
 
 
 @pytest.mark.parametrize(
