@@ -25,6 +25,7 @@ OTHER_NAMES = {
     "wandb": TRACKING,
     "dataset": "data=NAME, or data.path=FILE",
     "model_name_or_path": "model.path=FOLDER, or model.hub=NAME",
+    "data.eval_path": '"data.sources=[{path: FILE, eval_path: FILE}]" instead of data.path',
     "dataset_name": "data.path=FILE, or data.sources=[{hub: NAME}]",
     "report_to": TRACKING,
     "use_vllm": "rollout.generator=vllm",

@@ -250,11 +250,10 @@ def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[s
         owned = rows + records.skipped.get(OVERWEIGHT, 0)
         share = f"{owned / max(1, owned + reserved):.0%}"
         lines.append(_SHARE_ROW.format(stage, f"{rows:,}", share, keys).rstrip())
-    held_out = max(len(records.held_out) for records in loaded.values())
-    return [
-        *lines,
-        _SHARE_ROW.format("held out", f"{held_out:,}", "", f"data.eval_fraction={config.data.eval_fraction:g}"),
-    ]
+    held_out, sources = max(len(records.held_out) for records in loaded.values()), config.data.sources
+    have_own = bool(sources) and all(source.eval_path or source.eval_split for source in sources)
+    key = "eval_path or eval_split" if have_own else f"data.eval_fraction={config.data.eval_fraction:g}"
+    return [*lines, _SHARE_ROW.format("held out", f"{held_out:,}", "", key)]
 
 
 def held_out_prompts(reader: DataReader) -> list[Prompt]:

@@ -34,6 +34,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ppo.max_completion_length=64", "did you mean rollout.max_new_tokens?"),
         ("ppo.beta=0.04", "the weight of the KL is ppo.kl_coef"),
         ("resume=true", "resume: there is no such key: run the same command again to resume"),
+        ("data.eval_path=x.jsonl", 'there is no such key: "data.sources=[{path: FILE, eval_path: FILE}]" instead of'),
         ("enginee=zero3", "enginee: there is no such key; did you mean engine?"),
         ("sft.batch_size=0", "sft.batch_size=0: must be >= 1"),
         ("sft.lr=fast", "sft.lr=fast: write a number"),

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from engine import distributed
-from pipeline.config.schema import DataConfig, RolloutSection, RunConfig
+from pipeline.config.schema import DataConfig, RolloutSection, RunConfig, SourceConfig
 from pipeline.data import sources
 from pipeline.data.encode import encode_conversations
 from pipeline.data.files import Table, read_table
@@ -399,3 +399,14 @@ def test_the_first_rank_reads_and_encodes_for_all(tmp_path: Path) -> None:
     assert first.pop("records") == len(first["items"]) > 5 and second.pop("records") == 0
     assert max(first["sent"]) == 4 and sum(first["sent"]) == len(first["items"])
     assert first == second and first["notes"]["cut to max_length"] > 0 and first["skipped"]["empty answer"] == 1
+
+
+def test_the_table_names_the_keys_of_a_held_out_file(tmp_path: Path) -> None:
+    for name, count in (("train", 9), ("test", 2)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"{name} {n}?", "completion": "a"}) + "\n" for n in range(count))
+        )
+    source = SourceConfig(path=f"{tmp_path}/train.jsonl", eval_path=f"{tmp_path}/test.jsonl")
+    config = tiny_config().model_copy(update={"data": DataConfig(name="mine", sources=[source])})
+    records = {"sft": stage_data.stage_records(config, "sft", stage_data.open_data(config))}
+    assert stage_data.share_table(config, records)[-1].split() == ["held", "out", "2", "eval_path", "or", "eval_split"]
