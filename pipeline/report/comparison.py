@@ -68,7 +68,7 @@ def changes_section(run: RunReading) -> Markup | None:
     if changes is None:
         return section("changes", "What each stage changed", WINS_LEAD, wins) if wins else None
     lead = (
-        f"The same {_prompts(run)} held-out prompts, answered by each model with the same sampling noise. "
+        f"Each model answers the same held-out prompts ({_prompts(run)}) with the same sampling noise. "
         "Differences are paired by prompt, so they can be clear although the intervals of the models overlap."
     )
     more = [element("p", WINS_LEAD, class_="lead"), wins] if wins else None

@@ -60,7 +60,8 @@ def check_correlation(samples: Sequence[Sample]) -> Check:
     gold = [sample.gold["ppo"] - sample.gold["sft"] for sample in both]
     found = rank_correlation(rewards, gold) if len(both) >= FEWEST_PROMPTS else None
     if found is None:
-        return Check("open", "The rank correlation of the two changes is undefined: too few answers changed.")
+        needs = f"at least {FEWEST_PROMPTS} prompts with both scores, and changes that differ"
+        return Check("open", f"The rank correlation of the two changes is undefined: it needs {needs}.")
     low, high = correlation_interval(found, len(both))
     text = f"The rank correlation of the two changes per prompt is {_plain(found)}, {_interval(low, high)}."
     return Check("good" if low > 0 else "bad" if high < 0 else "open", text)
