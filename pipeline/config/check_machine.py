@@ -7,7 +7,7 @@ from pipeline.config.check_engine import shard_ranks
 from pipeline.config.messages import indivisible, no_divisor
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import ANSWERING, POLICIES, STAGES, stages_to_run
-from pipeline.data.files import find, missing
+from pipeline.data.files import missing
 from pipeline.data.hub import describe_hub_data
 from pipeline.data.sources import configured_sources, is_absent, is_remote
 from pipeline.errors import UserError
@@ -67,7 +67,7 @@ def check_paths(config: RunConfig) -> None:
         if model.chat_template is not None and not Path(model.chat_template).is_file():
             raise UserError(f"{key}.chat_template={model.chat_template}: there is no such file")
     for key, location in _data_paths(config.data, {STAGES[stage].reads for stage in stages_to_run(config)}):
-        if find(location) is None:
+        if not Path(location).exists():
             raise UserError(missing(location, key))
     if config.ppo.reward_function is not None and "ppo" in stages_to_run(config):
         _check_turns(config, load_function(config.ppo.reward_function))

@@ -15,23 +15,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-
-def _as_stored(path: str) -> str:
-    """Return a path for config.yaml, whose readers may have another current folder: absolute if the file exists here.
-
-    FILE.py:NAME is stored with the path of its file. A data file may exist in the checkout only, or on the hub.
-    """
-    file = path.rpartition(":")[0] if ".py:" in path else path
-    return os.path.abspath(path) if os.path.exists(file) else path
-
-
 FilePath = Annotated[
     str,
     Field(min_length=1),
     AfterValidator(os.path.expanduser),
-    PlainSerializer(_as_stored, return_type=str, when_used="json"),
+    PlainSerializer(os.path.abspath, return_type=str, when_used="json"),
 ]
-"""A path, with a leading ~ expanded."""
+"""A path, with a leading ~ expanded. Files have it absolute, because their readers may have another current folder."""
 
 
 class Section(BaseModel):

@@ -22,7 +22,6 @@ from typing import IO, Any
 
 from pipeline.data.records import Row
 from pipeline.errors import UserError
-from pipeline.installation import ROOT
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
@@ -63,18 +62,10 @@ class Table:
         return {**row, **{new: row.get(name) for name, new in self.new_names.items()}} if self.new_names else row
 
 
-def find(path: str) -> Path | None:
-    """Return the file or folder at `path`, relative to the current folder or to the checkout, or None."""
-    for candidate in (Path(os.path.expanduser(path)), ROOT / path):
-        if candidate.exists():
-            return candidate
-    return None
-
-
 def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
     """Return the training files and held-out files of a file or folder. Error messages call the path `key`."""
-    found = find(path)
-    if found is None:
+    found = Path(path)
+    if not found.exists():
         raise UserError(missing(path, key))
     if found.is_file():
         return [found], []
@@ -108,8 +99,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 def missing(path: str, key: str) -> str:
     """Return the error message for a path that does not exist. `key` is the configuration key."""
-    folders = " and ".join(dict.fromkeys([str(Path.cwd()), str(ROOT)]))
-    message = f"{key}={path}: there is no such file or folder (searched in {folders})."
+    message = f"{key}={path}: there is no such file or folder (relative paths start at {Path.cwd()})."
     if "://" in path:
         return f"{message} URLs are not supported: download the file, and set {key} to its path."
     if re.search(r"[*?,]", path):

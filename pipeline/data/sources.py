@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.data.files import Table, data_files, find, read_table, table_of
+from pipeline.data.files import Table, data_files, read_table, table_of
 from pipeline.data.formats import GREETING, Record, detect, for_stage, parse_row
 from pipeline.data.records import BadRow, Conversation, Document, LabelledAnswer, Message, Preference, Prompt, UnusedRow
 from pipeline.errors import UserError
@@ -156,12 +156,12 @@ def open_source(config: "SourceConfig", data: "DataConfig", *, seed: int, key: s
 
 def is_remote(config: "SourceConfig") -> bool:
     """Return whether a source is read from the hub: it has no path, or the path does not exist."""
-    return config.hub is not None and (config.path is None or find(config.path) is None)
+    return config.hub is not None and (config.path is None or not Path(config.path).exists())
 
 
 def is_absent(config: "SourceConfig") -> bool:
     """Return whether a source has only a local path, which does not exist."""
-    return config.path is not None and config.hub is None and find(config.path) is None
+    return config.path is not None and config.hub is None and not Path(config.path).exists()
 
 
 def _open_demo(config: "SourceConfig", examples: int, seed: int) -> Source:

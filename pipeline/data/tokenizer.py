@@ -16,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.data.files import find
 from pipeline.data.records import Message, Turn
 from pipeline.data.template import DEFAULT_TEMPLATE, THINKING, USER, ChatTemplate, Segment, content_of
 from pipeline.errors import UserError, kind_and_line
@@ -306,19 +305,20 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None, thin
     """
     from transformers import AutoTokenizer
 
-    folder = find(folder_or_hub)
-    if folder is None and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_hub) or folder_or_hub.startswith(".")):
+    folder = Path(folder_or_hub).expanduser()
+    is_local = folder.exists()
+    if not is_local and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_hub) or folder_or_hub.startswith(".")):
         raise UserError(f"{folder_or_hub}: there is no such folder. Set model.path or model.tokenizer to a folder.")
-    if folder is not None and not any(any(folder.glob(name)) for name in _VOCABULARIES):
+    if is_local and not any(any(folder.glob(name)) for name in _VOCABULARIES):
         raise UserError(
             f"{folder}: there is no tokenizer (searched for {', '.join(_VOCABULARIES)}). Copy the tokenizer's files "
             "into this folder, or set model.tokenizer=FOLDER."
         )
     try:
-        hf = AutoTokenizer.from_pretrained(str(folder or folder_or_hub), trust_remote_code=False)
+        hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # parsers of vocabularies raise errors of many types
         reason = kind_and_line(error).rstrip(".")
-        if folder is not None:
+        if is_local:
             remedy = "Set another tokenizer with model.tokenizer=FOLDER."
             raise UserError(f"{folder}: the tokenizer cannot be read: {reason}. {remedy}") from error
         raise UserError(

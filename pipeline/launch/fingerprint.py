@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config.schema import DataConfig, ModelConfig, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
-from pipeline.data.files import files_in, find
+from pipeline.data.files import files_in
 from pipeline.models.folder import model_folder
 
 MONITORING_KEYS = {"log_every", "eval_every", "save_every", "keep_checkpoints", "eval_examples", "ratio_tolerance"}
@@ -238,15 +238,15 @@ def tokenizer_content(model: ModelConfig) -> str | None:
     """
     files = {}
     if model.tokenizer is not None:
-        folder = None if model.tokenizer == "train" else find(model.tokenizer)
+        folder = None if model.tokenizer == "train" else Path(model.tokenizer).expanduser()
     else:
         folder = None if model.path is None else model_folder(model.path, "model.path")
-    if folder is not None:
+    if folder is not None and folder.exists():  # else it is on the hub
         weights = (".safetensors", ".safetensors.index.json")
         names = {name: file for name, file in _visible_files(folder).items() if not name.endswith(weights)}
         files["folder"] = digest({name: hash_file(file) for name, file in names.items()})
-    if model.chat_template is not None and (template := find(model.chat_template)) is not None:
-        files["chat_template"] = hash_file(template)
+    if model.chat_template is not None:
+        files["chat_template"] = hash_file(Path(model.chat_template))
     return digest(files) if files else None
 
 
@@ -259,4 +259,4 @@ def file_contents(data: DataConfig) -> list[str]:
     """Return the content hashes of the local files and folders of the data, in the order of the sources."""
     paths = [path for source in data.sources for path in (source.path, source.eval_path) if path is not None]
     paths = paths if data.path is None else [data.path]
-    return [hash_tree(local) for path in dict.fromkeys(paths) if (local := find(path)) is not None]
+    return [hash_tree(local) for path in dict.fromkeys(paths) if (local := Path(path)).exists()]

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pipeline.data.files import ROOT, data_files, read_table
+from pipeline.data.files import data_files, read_table
 from pipeline.errors import UserError
 from pipeline.launch.fingerprint import hash_tree
 
@@ -224,24 +224,12 @@ def test_invalid_paths_are_refused_with_the_correct_form(path: str, output: str)
 
 
 def test_a_missing_path_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=rf"data\.path=.*nowhere.*no such file or folder \(searched in {ROOT}\)\."):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"data\.path=.*nowhere.*no such file .*start at {tmp_path}\)\."):
         data_files(str(tmp_path / "nowhere"), "data.path")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="the folder has no"):
         data_files(str(tmp_path / "empty"), "data.path")
-
-
-def test_paths_are_relative_to_the_current_folder_then_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.data.files.ROOT", tmp_path / "checkout")
-    (tmp_path / "checkout").mkdir()
-    write(tmp_path / "checkout" / "a.jsonl", lines(ROWS))
-    assert data_files("a.jsonl", "data.path")[0] == [tmp_path / "checkout" / "a.jsonl"]
-    write(tmp_path / "a.jsonl", lines(ROWS))
-    assert data_files("a.jsonl", "data.path")[0] == [Path("a.jsonl")]
 
 
 def test_empty_lines_before_the_header_of_csv_are_skipped(tmp_path: Path) -> None:

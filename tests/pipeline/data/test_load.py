@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from pipeline.config.schema import DataConfig, SourceConfig
-from pipeline.data import files
 from pipeline.data.load import DataReader, held_out_point, load_stage
 from pipeline.data.records import Conversation, Document, LabelledAnswer, Message, Preference, Prompt
 from pipeline.data.sources import digest, first_turn
 from pipeline.errors import UserError
+from pipeline.installation import ROOT
 
 STAGES = ("sft", "reward", "ppo")
-CONF = Path(files.ROOT) / "conf" / "data"
+CONF = ROOT / "conf" / "data"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -314,7 +314,7 @@ def test_every_configuration_is_valid_and_serves_all_stages(path: Path) -> None:
 
 
 def test_gsm8k() -> None:
-    folder = files.ROOT.parent / "shared/data/gsm8k"
+    folder = ROOT.parent / "shared/data/gsm8k"
     if not folder.is_dir():
         pytest.skip("no shared/data/gsm8k beside this checkout")
     text = (CONF / "gsm8k.yaml").read_text()
