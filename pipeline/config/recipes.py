@@ -6,7 +6,6 @@ Its mapping `lora_lr` holds the learning rates of adapters, which the options `s
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from pipeline.config.overrides import default_options, groups, read_option
 from pipeline.config.stages import stages_to_run
 from pipeline.errors import UserError
 from pipeline.installation import CONF
+from pipeline.models.folder import model_folder
 
 if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
@@ -219,7 +219,7 @@ def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any
     try:
         for key in ("path", "hub"):
             settings[key] = (values.get(f"{group}.{key}") or settings.get(key) or "").strip("'\"")
-        file: Any = Path(os.path.expanduser(settings["path"])) / "config.json" if settings["path"] else None
+        file: Any = model_folder(settings["path"]) / "config.json" if settings["path"] else None
         if file is None and settings["hub"] and not settings.get("architecture"):
             file = try_to_load_from_cache(settings["hub"], "config.json")
         fields = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
@@ -229,7 +229,7 @@ def _architecture(values: Mapping[str, str | None], group: str) -> dict[str, Any
                 fields = yaml.safe_load(value or "{}")
             elif key.startswith(f"{group}.architecture."):
                 fields = {**(fields or {}), key.rsplit(".", 1)[1]: yaml.safe_load(value or "null")}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # later checks report an unusable model with advice
+    except (UserError, OSError, ValueError, RecursionError, yaml.YAMLError):  # later checks advise
         return {}
     return fields if isinstance(fields, dict | None) else {}
 

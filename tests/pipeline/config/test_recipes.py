@@ -126,6 +126,10 @@ def test_a_local_model_gets_a_recipe_by_its_config(tmp_path):
     unknown = job_of("model.hub=nobody/nothing")
     assert unknown.recipe.startswith("recipe=3b-to-15b: the size of the model is unknown without network")
     assert job_of("model=opt-30b", "~recipe").recipe == ""
+    stage = tmp_path / "run" / "sft"
+    (stage / "model").mkdir(parents=True)
+    (tmp_path / "config.json").rename(stage / "model" / "config.json")
+    assert job_of(f"model.path={stage}").recipe == job.recipe  # a stage folder is a model, too
 
 
 @pytest.mark.parametrize(
