@@ -140,17 +140,11 @@ def _create_numbered(config: RunConfig, suffix: str) -> RunFolder:
     """Create runs/MODEL-DATA-TIME. Append a number if the name exists."""
     names = [config.model.name, config.data.name, suffix, datetime.now().strftime("%Y%m%d-%H%M%S")]
     base = re.sub(r"[^\w.=,+-]+", "-", "-".join(name for name in names if name))
-    number = 1
-    while True:
-        path = RUNS / (base if number == 1 else f"{base}-{number}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-            return RunFolder(path, _lock(path), is_new=True)
-        except FileExistsError:
-            number += 1
-        except OSError as problem:
-            raise UserError(f"cannot create the run folder {path}: {problem.strerror}; set run_dir=FOLDER") from None
+    path, number = RUNS / base, 1
+    while not _create(path):
+        number += 1
+        path = RUNS / f"{base}-{number}"
+    return RunFolder(path, _lock(path), is_new=True)
 
 
 def _create(path: Path) -> bool:
@@ -162,12 +156,13 @@ def _create(path: Path) -> bool:
             f"{path} is the folder of the {absolute.name} stage of the run {run}: set run_dir={run} to continue that "
             "run, or another folder"
         )
-    is_new = not path.exists()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
     except OSError as problem:
         raise UserError(f"cannot create the run folder {path}: {problem.strerror}; set run_dir=FOLDER") from None
-    return is_new
+    return True
 
 
 def _lock(path: Path) -> IO[str]:

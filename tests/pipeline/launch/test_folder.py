@@ -117,3 +117,13 @@ def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
         open_folder(config, ["sft"])
     first.close()
     open_folder(config, ["sft"]).close()
+
+
+@pytest.mark.parametrize("name", ["x", None])
+def test_a_file_in_place_of_the_runs_is_refused(
+    name: str | None, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    with pytest.raises(UserError, match=r"cannot create the run folder runs/.*: Not a directory; set run_dir=FOLDER"):
+        open_folder(config.model_copy(update={"name": name, "run_dir": None}), ["sft"])
