@@ -81,7 +81,7 @@ def generation_bytes(
     counted: the tensors of decode steps that CUDA graphs hold, below 1 % of a peak.
 
     vLLM has full weights of its own. The weights that the sync gathers exist until vLLM has copied them
-    ("weight_sync"). Its cache has `cache_bytes`, or room for eight sequences.
+    ("weight_sync"). Its cache has `cache_bytes`, or pages for the slots.
     """
     tokens = min(PREFILL_TOKENS["cpu" if work.is_cpu else "cuda"], load.prompt * load.slots) + load.slots
     block = activations(shape, work, tokens=tokens, length=16).block  # attention over the cache has no (T, T) tensors
@@ -89,12 +89,12 @@ def generation_bytes(
     gathered = _weight_bytes(shape, work, load)
     if load.uses_vllm:
         number = BYTES[work.config.dtype]
-        eight = 8 * (load.prompt + load.response) * number * shape.cache_per_token
+        pages = load.slots * (load.prompt + load.response) * number * shape.cache_per_token
         return {
             "weight_sync": gathered,
             "inference_model": number * shape.parameters,
             **temporary,
-            "cache": eight if load.cache_bytes is None else load.cache_bytes,
+            "cache": pages if load.cache_bytes is None else load.cache_bytes,
         }
     owners = {
         "inference_model": gathered,

@@ -5,6 +5,7 @@ On a CPU host memory is the device's memory, so that only the NVMe tiers save me
 
 import os
 import shutil
+import sys
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.memory import Rates, host_memory
+from engine.memory import VLLM_SEQUENCES, Rates, host_memory
 from pipeline.config.messages import format_bytes
 from pipeline.config.schema import EngineSettings
 from pipeline.planning.demand import Demand, predict_bytes, predict_seconds, stage_seconds
-from pipeline.planning.stage_task import DECODE_BATCH, StageTask
+from pipeline.planning.stage_task import StageTask
 
 HEADROOM = 0.92  # the share of memory that a prediction may fill; fragmentation and libraries need the remainder
 
@@ -109,7 +110,7 @@ def predict(
     overrides = [f"engine.{key}={str(value).lower()}" for key, value in changes.items()]
     if tokens != task.work.micro_batch_tokens:
         overrides.append(f"{task.stage}.micro_batch_tokens={tokens}")
-    task = _with_paged_cache(_with_decode_batch(task.with_setting(engine, tokens), capacity), capacity)
+    task = _with_decode_batch(task.with_setting(engine, tokens), capacity)
     demand, seconds, total = _demand(task, capacity), dict[str, float](), 0.0
     if rates is not None:
         seconds = predict_seconds(task, rates, shares_forward=demand.shares_forward)
@@ -128,7 +129,7 @@ def _demand(task: StageTask, capacity: Capacity) -> Demand:
 def _with_decode_batch(task: StageTask, capacity: Capacity) -> StageTask:
     """Return the task with as many sequences decoding at a time as fit next to the other bytes of the stage.
 
-    The number is at least DECODE_BATCH, and at most that of a rank's sequences.
+    The number is at least that of the task, and at most that of a rank's sequences (vLLM: VLLM_SEQUENCES).
     """
     if not task.fills_memory:
         return task
@@ -136,7 +137,7 @@ def _with_decode_batch(task: StageTask, capacity: Capacity) -> StageTask:
     def with_slots(slots: int) -> StageTask:
         return replace(task, load=replace(task.load, slots=slots))
 
-    fewest, most = min(DECODE_BATCH, task.load.sequences), task.load.sequences
+    fewest, most = task.load.slots, min(task.load.sequences, VLLM_SEQUENCES if task.load.uses_vllm else sys.maxsize)
     shares = _demand(with_slots(fewest), capacity).shares_forward
 
     def exceeds(slots: int) -> bool:
@@ -144,22 +145,6 @@ def _with_decode_batch(task: StageTask, capacity: Capacity) -> StageTask:
         return not capacity.fits(predict_bytes(with_slots(slots), shares_forward=shares))
 
     return with_slots(fewest + bisect_left(range(fewest + 1, most + 1), True, key=exceeds))
-
-
-def _with_paged_cache(task: StageTask, capacity: Capacity) -> StageTask:
-    """Return the task with pages for all sequences of a rank, or with as many as fit next to the other bytes.
-
-    There are pages for eight sequences at least. Does nothing without vLLM, or if `cache_bytes` is configured.
-    """
-    load = task.load
-    if not load.uses_vllm or load.cache_bytes is not None or task.stage == "reward":
-        return task
-    demand = _demand(task, capacity)
-    least = demand.phases["generate"]["cache"]
-    held = max(demand.device_bytes(phase) for phase, owners in demand.phases.items() if "cache" in owners)
-    room = int(HEADROOM * capacity.device) - held - (0 if capacity.is_gpu else demand.host)
-    useful = least // 8 * max(8, load.sequences)
-    return replace(task, load=replace(load, cache_bytes=max(least, min(least + room, useful))))
 
 
 def candidates(task: StageTask, capacity: Capacity, rates: Rates | None = None) -> Iterator[Prediction]:

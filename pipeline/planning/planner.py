@@ -98,7 +98,7 @@ def _with_predicted_sizes(config: RunConfig, planned: Prediction) -> RunConfig:
         ppo = ppo.model_copy(update={"shared_forward": planned.demand.shares_forward})
         changes["batch_size"] = config.rollout.batch_size or max(load.slots, DECODE_BATCH)
     if load.uses_vllm:
-        changes["cache_bytes"] = load.cache_bytes
+        changes["cache_bytes"] = planned.demand.phases.get("generate", {}).get("cache")
     return config.model_copy(update={"ppo": ppo, "rollout": config.rollout.model_copy(update=changes)})
 
 

@@ -26,7 +26,8 @@ from pipeline.models.quantized import BYTES_PER_WEIGHT
 from pipeline.models.source import ModelSource
 from pipeline.planning.data_size import DataSize
 
-DECODE_BATCH = 64  # sequences that a rank decodes at a time, unless memory permits more
+# Sequences that a rank decodes at a time, unless memory permits more: in the decode loop, and for which vLLM has pages.
+DECODE_BATCH, PAGED_SEQUENCES = 64, 8
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def stage_task(config: RunConfig, stage: str, inputs: PlanInputs, *, ranks: int,
         load,
         generates,
         shares_forward=ppo.shared_forward if may_share else False,
-        fills_memory=config.rollout.batch_size is None and is_ppo and not is_cpu and not load.uses_vllm,
+        fills_memory=_fills_memory(config, stage, is_cpu=is_cpu),
         sequences=_rows(config, stage),
         passes=ppo.update_epochs if is_ppo else 1,
         updates=ppo.minibatches if is_ppo else 1,
@@ -284,7 +285,9 @@ def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
 
 def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoad:
     rollout, uses_vllm = config.rollout, config.rollout.generator == "vllm"
-    most = VLLM_SEQUENCES if uses_vllm else rollout.batch_size or DECODE_BATCH
+    most = rollout.batch_size or DECODE_BATCH
+    if uses_vllm:
+        most = VLLM_SEQUENCES if rollout.cache_bytes is not None else PAGED_SEQUENCES
     answers = _rows(config, stage) if stage == "ppo" else config.evaluation.prompts
     sequences = math.ceil(answers / data_ranks(config.engine, ranks)) * rollout.tensor_parallel
     return GenerationLoad(
@@ -299,6 +302,12 @@ def _generation_load(config: RunConfig, stage: str, ranks: int) -> GenerationLoa
         cache_bytes=rollout.cache_bytes,
         uses_vllm=uses_vllm,
     )
+
+
+def _fills_memory(config: RunConfig, stage: str, *, is_cpu: bool) -> bool:
+    if config.rollout.generator == "vllm":
+        return config.rollout.cache_bytes is None and stage != "reward"
+    return config.rollout.batch_size is None and stage == "ppo" and not is_cpu
 
 
 def _rows(config: RunConfig, stage: str) -> int:

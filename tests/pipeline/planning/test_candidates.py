@@ -104,7 +104,7 @@ def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
         engine={"dtype": "bf16"}, ppo={"batch_size": 2000, "micro_batch_tokens": 2048}, rollout=longest
     )
     task = stage_task(config, "ppo", PlanInputs(source()), ranks=1, is_cpu=False)
-    assert task.load.slots == 1024 and not task.fills_memory
+    assert task.load.slots == 8 and task.fills_memory
     sequence = 2048 * 2 * 2 * 8 * 512  # keys and values in bf16 of 8 layers
 
     def pages(size: int, cache_bytes: int | None = None, **rollout: bool) -> int | None:
@@ -113,11 +113,11 @@ def test_vllm_gets_pages_for_all_sequences_or_what_training_leaves(
         chosen, _ = fit_settings(config.model_copy(update={"rollout": section}), "ppo", tmp_path, PlanInputs(source()))
         return chosen.rollout.cache_bytes
 
-    assert pages(200 * GIB) == 2000 * sequence
+    assert pages(200 * GIB) == 1024 * sequence, "vLLM decodes no more sequences at a time"
     kept, freed = pages(16 * GIB) or 0, pages(16 * GIB, keep=False) or 0
     assert 8 * sequence < kept < freed < 16 * GIB, "freed pages leave their memory to training"
     demand = plan(config, "ppo", PlanInputs(source()), ranks=1, capacity=Capacity(16 * GIB, 0, 0, is_gpu=True)).demand
-    assert demand.peak == int(0.92 * 16 * GIB) and demand.peak_phase == "train actor"
+    assert 0 <= 0.92 * 16 * GIB - demand.peak < sequence and demand.peak_phase == "train actor"
     assert pages(GIB) == 8 * sequence and pages(16 * GIB, cache_bytes=12345) == 12345
 
 

@@ -174,7 +174,7 @@ def test_vllm_has_weights_and_pages_of_its_own(llama: ModelShape) -> None:
     owners = gpu.phases["generate"]
     assert owners["weight_sync"] == owners["inference_model"] == full, "the gathered copy, and vLLM's own weights"
     assert "cache" not in gpu.phases["train"]
-    assert owners["cache"] == 8 * (512 + 256) * 2 * llama.cache_per_token
+    assert owners["cache"] == 256 * (512 + 256) * 2 * llama.cache_per_token
     assert stage(work(2), cache_bytes=12345).phases["generate"]["cache"] == 12345
     assert stage(work(1, dtype="fp32")).phases["generate"]["weight_sync"] == 0, "vLLM copies the trained weights"
     cpu = stage(work(2, is_cpu=True))
