@@ -52,25 +52,23 @@ def fit_settings(
     (`pipeline.stages.restart`). With the `size` of the data, the predicted seconds are written to plan.json.
     """
     record, world = _earlier_record(folder), distributed.world()
+    # All ranks plan for the smallest device, so that they make the same choices.
+    capacity = min(distributed.gather_objects(measure_capacity(config.engine, world.size)), key=astuple)
+    planning = {"ranks": world.size, "capacity": capacity}
     try:
         if config.engine.auto:
-            config, record = _choose_setting(config, stage, record, inputs)
+            config, record = _choose_setting(config, stage, record, inputs, planning)
         config = within_limits(config, stage, folder)
-        planned, reason = plan(config, stage, inputs, ranks=world.size), ""
+        planned = plan(config, stage, inputs, **planning)
     except UserError:
         raise
     except Exception as problem:
+        reason = f"no prediction for {inputs.policy.name} ({kind_and_line(problem)})"
         if config.engine.auto:
-            reason = f"engine=auto: the memory of {inputs.policy.name} cannot be predicted ({problem})"
-            raise UserError(f"{reason}; choose a setting, such as engine=zero2") from problem
-        planned, reason = None, kind_and_line(problem)
-    plans, reasons = zip(*distributed.gather_objects((planned, reason)), strict=True)
-    failures = list(filter(None, reasons))  # a prediction may fail on some ranks only
-    if failures:
-        _print([f"memory: no prediction for {inputs.policy.name} ({failures[0]})"])
+            raise UserError(f"engine=auto: {reason}; choose a setting, such as engine=zero2") from problem
+        _print([f"memory: {reason}"])
         return config, {}
-    planned = _tightest(plans)
-    more = partial(suggest_changes, config, stage, inputs, ranks=world.size, capacity=planned.capacity)
+    more = partial(suggest_changes, config, stage, inputs, **planning)
     refuses = world.device.type == "cuda" and config.engine.memory_check == "refuse"
     _print(check_fit(planned, refuse=refuses, remedy=more))
     config = _with_predicted_sizes(config, planned)
@@ -84,11 +82,6 @@ def fit_settings(
     distributed.barrier()
     phases = planned.demand.phases.items()
     return config, {phase: {owner: size for owner, size in sizes.items() if size >= 0} for phase, sizes in phases}
-
-
-def _tightest(plans: Sequence[Prediction]) -> Prediction:
-    """Return the plan of the rank with the smallest device, so that all ranks make the same choices."""
-    return min(plans, key=lambda each: astuple(each.capacity))
 
 
 def _with_predicted_sizes(config: RunConfig, planned: Prediction) -> RunConfig:
@@ -213,19 +206,17 @@ def measure(task: StageTask) -> Rates:
 
 
 def _choose_setting(
-    config: RunConfig, stage: str, record: dict[str, Any], inputs: PlanInputs
+    config: RunConfig, stage: str, record: dict[str, Any], inputs: PlanInputs, planning: Mapping[str, Any]
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Return the configuration with the setting of an earlier start, or with the fastest one; and its record."""
     if "engine" in record:
         _print([f"engine=auto: the setting that this stage started with: {record['words']}"])
         return _configured(config, stage, record), record
-    ranks = distributed.world().size
-    planned = _tightest(distributed.gather_objects(plan(config, stage, inputs, ranks=ranks)))
-    rates = measure(planned.task)
-    best: Prediction | None = distributed.broadcast_object(fastest(candidates(planned.task, planned.capacity, rates)))
+    planned = plan(config, stage, inputs, **planning)
+    best = fastest(candidates(planned.task, planned.capacity, measure(planned.task)))
     if best is None:
         device_size = format_bytes(planned.capacity.device)
-        advice = suggest_changes(config, stage, inputs, ranks=ranks, capacity=planned.capacity)
+        advice = suggest_changes(config, stage, inputs, **planning)
         anyway = "To start one nevertheless: engine=zero3 engine.memory_check=warn"
         raise UserError(f"engine=auto: no setting fits in {device_size} per device; {advice}. {anyway}")
     peak, words = format_bytes(best.demand.peak), " ".join(best.changes) or "as configured"
