@@ -160,8 +160,6 @@ def strip_for_inference(module: nn.Module) -> nn.Module:
 
     An adapter over a packed weight remains: the packed weight is shared, and nothing can be merged into it.
     """
-    if hasattr(module, "get_base_model"):  # peft's wrapper
-        module = module.get_base_model()  # type: ignore[operator]
     for path, layer in [(path, child) for path, child in module.named_modules() if hasattr(child, "lora_A")]:
         if not zero.is_packed(layer.base_layer):  # type: ignore[arg-type]
             module.set_submodule(path, layer.base_layer)  # type: ignore[arg-type]

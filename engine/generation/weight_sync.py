@@ -10,7 +10,6 @@ inference model over ranks by the plan of training (`engine/parallel/tensor.py`)
 """
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from engine.parallel import dtensors, meshes, tensor, zero
 from engine.parallel.dtensors import Region
 
 ALIGNMENT = 64  # bytes
-WRAPPER = "base_model.model."  # the beginning of the names of a model in a peft wrapper
 WRAPPED = ".base_layer.weight"  # the end of the name of a weight with an adapter
 
 
@@ -42,29 +40,26 @@ class LiveParameter:
 def live_parameters(source: nn.Module) -> dict[str, LiveParameter]:
     """Return the live parameters of a training module under their names, and under their names without adapters.
 
-    Raises ValueError for an adapter that is not W + scaling * B @ A: an incomplete update would be wrong. If peft has
-    merged an adapter, its weight contains the update.
+    Raises ValueError for an adapter that is not W + scaling * B @ A, because an incomplete update would be wrong, and
+    for peft's wrapper of a model, which may train copies of other layers.
     """
+    if hasattr(source, "get_base_model"):
+        raise ValueError("the model is in a wrapper of peft: add adapters with peft.inject_adapter_in_model instead")
     lora = {path: layer for path, layer in source.named_modules(remove_duplicate=False) if hasattr(layer, "lora_A")}
     for path, layer in lora.items():
         _check_lora(path, layer)
     live: dict[str, LiveParameter] = {}
-    replaced = tuple(_replaced_copies(source))
     tied: dict[tuple[int, int], LiveParameter] = {}
     for name, parameter in source.named_parameters(remove_duplicate=False):
         layer = lora.get(name.removesuffix(WRAPPED)) if name.endswith(WRAPPED) else None
-        layer = None if layer is None or layer.merged else layer
         first = tied.setdefault((id(parameter), id(layer)), LiveParameter(parameter, layer))
-        live |= dict.fromkeys((name, name.removeprefix(WRAPPER)), first)
-        if not name.startswith(replaced):
-            live[base_name(name)] = first
+        live[name] = live[base_name(name)] = first
     return live
 
 
 def base_name(name: str) -> str:
-    """Return the name of a parameter or buffer without the wrappers of peft."""
-    name = name.removeprefix(WRAPPER).replace(".base_layer.", ".")
-    return re.sub(r"\.modules_to_save\.[^.]+", "", name)
+    """Return the name of a parameter or buffer without the layers of peft."""
+    return name.replace(".base_layer.", ".")
 
 
 @torch.no_grad()
@@ -117,9 +112,9 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     live parameter if that one is not sharded and has no adapter. A packed layer yields the result of `full_weight`.
     Raises ValueError like `live_parameters`.
     """
-    live, replaced = live_parameters(module), tuple(_replaced_copies(module))
+    live = live_parameters(module)
     for name, parameter in module.named_parameters():
-        if ".lora_" in name or name.startswith(replaced):
+        if ".lora_" in name:
             continue
         full = dtensors.full_tensor(parameter.detach())
         if (layer := live[name].lora) is not None:
@@ -158,20 +153,11 @@ def lora_update(layer: nn.Module, device: torch.device) -> Tensor:
     return total  # type: ignore[no-any-return]
 
 
-def _replaced_copies(module: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules that the copy of peft's active `modules_to_save` replaces."""
-    for path, wrapper in module.named_modules():
-        copies = getattr(wrapper, "modules_to_save", None)
-        if isinstance(copies, nn.ModuleDict):
-            yield f"{path}.original_module."
-            yield from (f"{path}.modules_to_save.{name}." for name in copies if name not in wrapper.active_adapters)  # type: ignore[operator]
-
-
 def _check_lora(path: str, layer: nn.Module) -> None:
     variant = bool(getattr(layer, "lora_variant", None)) or any(getattr(layer, "lora_bias", {}).values())
     variant = variant or getattr(layer, "parameter_name", "weight") != "weight"  # of experts, for example
-    if variant or not all(name in layer.lora_A for name in layer.active_adapters):  # type: ignore[operator, union-attr]
+    if variant or layer.merged or not all(name in layer.lora_A for name in layer.active_adapters):  # type: ignore[operator, union-attr]
         raise ValueError(
             f"the adapter of {path} cannot be merged: only plain LoRA on linear layers can, not DoRA, not LoRA with a "
-            "bias, not adapters of experts; use plain LoRA"
+            "bias, not adapters of experts, not adapters that peft has merged; use plain LoRA"
         )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -71,20 +71,11 @@ def test_precision_is_kept() -> None:
     assert torch.equal(results["linear.weight"], expected.to(torch.bfloat16))  # rounded once, at the end
 
 
-def test_merged_adapters_are_added_once() -> None:
+def test_merged_adapters_are_refused() -> None:
     module = adapted()
     layer: Any = module.linear
-    expected = by_hand(layer, 1.5, transposed=False)
     layer.merge()
-    torch.testing.assert_close(dict(full_parameters(module))["linear.weight"].double(), expected)
-
-
-def test_trained_copies_replace_the_layers_of_a_peft_model() -> None:
-    """`modules_to_save` trains a copy of a layer for each adapter. Only the copy of the active adapter counts."""
-    config = LoraConfig(r=2, target_modules=["linear"], modules_to_save=["plain"])
-    module: Any = get_peft_model(Net(), config)
-    module.add_adapter("second", config)
-    for name, copy in module.base_model.model.plain.modules_to_save.items():
-        nn.init.constant_(copy.weight, 1.0 if name == "default" else 2.0)
-    results = dict(full_parameters(module))
-    assert list(results) == NAMES and bool((results["plain.weight"] == 1).all())
+    with pytest.raises(
+        ValueError, match=r"the adapter of linear cannot be merged: .* not adapters that peft has merged"
+    ):
+        dict(full_parameters(module))

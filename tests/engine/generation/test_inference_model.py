@@ -151,28 +151,10 @@ def test_only_adapted_weights_are_copied() -> None:
     assert not any("lora" in name or "base_layer" in name for name, _ in model.module.named_modules())
 
 
-@pytest.mark.parametrize("trained", [{}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": PROMPTS[1]}])
-def test_a_model_in_a_peft_wrapper_is_merged(trained: dict[str, Any]) -> None:
-    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **trained)
-    wrapped = get_peft_model(build("llama"), config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            parameter.mul_(-1 if "trainable_tokens" in name or "modules_to_save" in name else 1)
-    expected = answers(merged_by_peft(wrapped.get_base_model()))
-    model = InferenceModel(copy.deepcopy(wrapped), wrapped, torch.float32)
-    model.sync()
-    assert answers(model.module) == expected != answers(build("llama"))
-
-
-def test_of_the_trained_copies_of_a_layer_the_active_one_generates() -> None:
-    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    wrapped: Any = get_peft_model(build("llama"), config)
-    wrapped.add_adapter("second", config)
-    copies = wrapped.base_model.model.lm_head.modules_to_save
-    torch.nn.init.constant_(copies["default"].weight, 1.0)
-    model = InferenceModel(build("llama"), wrapped, torch.float32)
-    model.sync()
-    assert bool((model.module.lm_head.weight == 1).all())
+def test_a_wrapper_of_peft_is_refused() -> None:
+    wrapped = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with pytest.raises(ValueError, match=r"add adapters with peft\.inject_adapter_in_model"):
+        InferenceModel(build("llama"), wrapped, torch.float32)
 
 
 def test_the_inference_model_is_in_eval_mode_while_the_live_module_trains() -> None:
