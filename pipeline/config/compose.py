@@ -149,16 +149,21 @@ def _explain(problem: Exception, overrides: Sequence[str]) -> str:
     lines = [line for line in str(problem).splitlines() if line.strip() and not line.startswith("See http")]
     text = " ".join(line.strip() for line in lines[:4])
     if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:
-        is_name = re.search(r"""["']'$""", lines[0])  # the parser stops after a name in quotes
+        is_name = re.search(r"""["']'$|\{([^{},]*,)?[^{},:]*'$""", lines[0])  # the parser stops within a name
         text += (
-            "; a name before a colon has no quotes, also if it contains spaces: {some name: value}"
+            "; a name before a colon has no quotes, and a backslash before brackets, = : and ,: {size \\(cm\\): value}"
             if is_name
             else "; a value with special characters needs quotes, \"key='some value'\""
         )
     if "LexerNoViableAlt" in text:
         override = lines[0].partition(": ")[2].lstrip("+~")
         if re.fullmatch(r"[\w./@]*", override.partition("=")[0], re.ASCII):
-            return f"cannot read the command line: {override}: the value has an open quote or bracket"
+            cause = "the value has an open quote or bracket"
+            if "{" in override:
+                cause += (
+                    ", or a name before a colon has other letters or signs: write this setting into conf/data/NAME.yaml"
+                )
+            return f"cannot read the command line: {override}: {cause}"
         return f"cannot read {override}: a key has the letters a to z, digits, _ and . only"
     if "sweep" in text:
         text = lines[0].replace("++", "")

@@ -154,6 +154,8 @@ def test_each_mistake_is_refused_with_a_correction(words: str | list[str], expec
     [
         ("seed=1,2", "add -m to run every value"),
         ("sft.lr='", "cannot read the command line: sft.lr=': the value has an open quote or bracket"),
+        ("data.sources=[{path: a, columns: {Größe: prompt}}]", "write this setting into conf/data/NAME.yaml"),
+        ("data.sources=[{path: a, columns: {size (cm): prompt}}]", r"brackets, = : and ,: {size \(cm\): value}"),
         ("größe=1", "cannot read größe=1: a key has the letters a to z"),
     ],
 )
