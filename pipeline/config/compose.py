@@ -25,6 +25,10 @@ from pipeline.installation import CONF, TRAIN
 
 REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence MIT
 
+KEYS_OF_ONE_RUN = {"name", "run_dir", "stage", "method", "actor", "reward_path", "teacher", "ranks", "debug"}
+KEYS_OF_ONE_RUN |= {"tracking", "profile"}
+"""The keys that `actor=` does not take over from the run of the actor."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -219,19 +223,7 @@ def _inherited(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     own_model = values.keys() & {"model", "model.path", "model.hub"}
     if settings is None:
         return {}, [] if own_model else [f"model.path={quoted(str(folder))}"]
-    for key in (
-        "name",
-        "run_dir",
-        "stage",
-        "method",
-        "actor",
-        "reward_path",
-        "teacher",
-        "ranks",
-        "debug",
-        "tracking",
-        "profile",
-    ):
+    for key in KEYS_OF_ONE_RUN:
         settings.pop(key, None)
     for key in OTHER_NAMES:  # earlier versions wrote some of these keys
         group, _, leaf = key.rpartition(".")
