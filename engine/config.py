@@ -55,8 +55,8 @@ class LossScale:
 class OptimizerConfig:
     """An optimizer, its learning rate by optimizer step, and the clipping before it.
 
-    `name` is adamw (decoupled decay; Loshchilov & Hutter, 2019), adam, lion or a class of torch.optim, in upper or
-    lower case. `betas` and `eps` belong to the first three; `options` are further arguments of the class.
+    `name` is adamw (decoupled decay; Loshchilov & Hutter, 2019), adam, lion, onebitadam or a class of torch.optim, in
+    upper or lower case. `betas` and `eps` belong to the first four; `options` are further arguments of the class.
     `decay="matrices"` applies weight decay to matrices only, not to biases and norms.
 
     `lr` is the peak rate. It is reached after `warmup_steps` linear steps and falls by `schedule` to
@@ -104,7 +104,7 @@ class EngineConfig:
     (engine/parallel/comm_hooks.py).
 
     `states` are fp32 masters and moments, or bf16 parameters and moments without masters
-    (engine/bf16_adamw.py).
+    (engine/optimizers/bf16_adamw.py).
 
     `tensor_parallel` consecutive ranks share each matrix and get the same data. `tensor_plan` says how ({pattern of
     module names: style}, engine/parallel/tensor.py); None uses the plan of the model's class.
@@ -155,7 +155,10 @@ class EngineConfig:
 
     def _check_combinations(self) -> None:
         if self.compress != "none" and self.zero_stage == 0:
-            raise ValueError(f"compress={self.compress} needs zero_stage=1, 2 or 3, because stage 0 does not shard")
+            raise ValueError(
+                f"compress={self.compress} needs zero_stage=1, 2 or 3. With zero_stage=0, the optimizer onebitadam "
+                "sends fewer bytes"
+            )
         if self.offload_parameters == "nvme" and self.zero_stage != 3:
             raise ValueError(f"offload_parameters=nvme needs zero_stage=3, not {self.zero_stage}")
         if self.states == "bf16":

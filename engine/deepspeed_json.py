@@ -298,7 +298,7 @@ def _optimizer(section: Mapping[str, Any], base: OptimizerConfig | None) -> Opti
     own = {} if base is None else {key: getattr(base, key) for key in FIELDS}
     _require_known(params, OPTIMIZERS.get(name, arguments), "optimizer.params.")
     defaults = {"lr": 1e-3} | OPTIMIZERS.get(name, {}) | ({"lr": own["lr"]} if own else {})
-    values = _converted("optimizer.params.", params, defaults, own)
+    values = _converted("optimizer.params.", params, defaults, own, name)
     fields = FIELDS | {key: value for key, value in values.items() if key in FIELDS}
     fields["name"], fields["options"] = _name_and_options(kind.lower(), values)
     return replace(base or OptimizerConfig(lr=0.0, schedule="constant", decay="all"), **fields)
@@ -310,6 +310,8 @@ def _name_and_options(kind: str, values: Mapping[str, Any]) -> tuple[str, dict[s
         # DeepSpeed's "Adam" decays as AdamW does unless adam_w_mode is false, also with torch_adam.
         is_decoupled = kind == "adamw" or values["adam_w_mode"]
         return "adamw" if is_decoupled else "adam", {"amsgrad": True} if values["amsgrad"] else {}
+    if kind == "onebitadam":
+        return kind, {"freeze_step": values["freeze_step"]}
     fields = ("lr", "weight_decay", "betas") if kind == "lion" else ("lr", "weight_decay")
     return kind, {key: value for key, value in values.items() if key not in fields}
 
@@ -335,14 +337,14 @@ def _scheduler(section: Mapping[str, Any], optimizer: OptimizerConfig) -> Callab
 
 
 def _converted(
-    section: str, params: Mapping[str, Any], defaults: Mapping[str, Any], auto: Mapping[str, Any]
+    section: str, params: Mapping[str, Any], defaults: Mapping[str, Any], auto: Mapping[str, Any], kind: str = ""
 ) -> dict[str, Any]:
     """Return the parameters of an optimizer or scheduler by the table of parameters. `auto` has values for "auto"."""
     values = {}
     for name, value in {**defaults, **params}.items():
         if value is None or value == "auto":
             value = auto.get(name, defaults.get(name))
-        key = PARAMETERS.get(name)
+        key = PARAMETERS.get(f"{kind}.{name}") or PARAMETERS.get(name)
         if value is not None:
             values[name] = value if key is None else _convert(section + name, key, value)
         elif name in defaults:

@@ -118,15 +118,18 @@ KEYS: dict[str, Key] = {
     **{name: Key("unsupported", note=remedy) for name, remedy in UNSUPPORTED.items()},
 }
 
-ADAM = {
-    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "amsgrad": False,
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "amsgrad": False}
+TORCH_ADAM = ADAM | {
     "adam_w_mode": True, "torch_adam": False, "fused": True, "set_grad_none": True, "fp32_optimizer_states": True,
 }  # fmt: skip
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Adam": ADAM,
-    "AdamW": ADAM,
+    "Adam": TORCH_ADAM,
+    "AdamW": TORCH_ADAM,
     "Lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
     "Adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+    "OneBitAdam": ADAM | {
+        "freeze_step": 100_000, "eps_inside_sqrt": False, "cuda_aware": False, "comm_backend_name": "nccl",
+    },
     "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }  # fmt: skip
 """The parameters of the optimizers that DeepSpeed names, with their defaults."""
@@ -139,6 +142,9 @@ PARAMETERS: dict[str, Key] = {
     **dict.fromkeys(("lr", "eps", "weight_decay"), Key("number", minimum=0)),
     "betas": Key("pair", minimum=0),
     "bias_correction": Key("bool", choices=(True,)),
+    "eps_inside_sqrt": Key("bool", choices=(False,)),
+    "OneBitAdam.amsgrad": Key("bool", choices=(False,)),
+    "freeze_step": Key("int", minimum=1),
     **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio"), Key("number")),
     "warmup_num_steps": Key("int", minimum=0),
     "total_num_steps": Key("int", minimum=1),

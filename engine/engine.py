@@ -176,7 +176,7 @@ class Engine:
         on one rank. Their gradients are zeros, or None.
         """
         zero.release(self.module)  # a forward after the last backward has gathered parameters that will change
-        # An offloaded optimizer has taken the gradients from the module.
+        # An optimizer has this method if it takes the gradients from the module, or averages them over ranks itself.
         squared_norm = getattr(self.optimizer, "squared_norm", self._passes.squared_norm)()
         trained, used = zero.take_used(self.module)
         numbers, highest = dist.reduce_over_ranks(sums, [*maxima, squared_norm, float(len(trained) - len(used))])

@@ -49,14 +49,13 @@ class Lion(torch.optim.Optimizer):
 
 ADAMS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 CONFIG_FIELDS = {
-    "adamw": ("betas", "eps"), "adam": ("betas", "eps"), "lion": ("betas",),
+    "adamw": ("betas", "eps"), "adam": ("betas", "eps"), "onebitadam": ("betas", "eps"), "lion": ("betas",),
 }  # fmt: skip
 UNSUPPORTED = {
     "lbfgs": "it evaluates the loss several times per step",
     "sparseadam": "it needs sparse gradients",
     "adafactor": "it averages over full rows and columns, and a rank holds shards",
     "rprop": "it writes by index, which DTensor does not support",
-    "onebitadam": "its variance is frozen after a warm-up of thousands of steps; compress=both sends fewer bytes",
     "muon": "it multiplies full matrices, and a rank holds shards",
 }
 
@@ -120,21 +119,30 @@ def optimizer_class(name: str) -> Any:
     low = name.lower()
     if low in UNSUPPORTED:
         raise ValueError(f"optimizer {name} is not supported: {UNSUPPORTED[low]}. Use adamw or lion")
+    if low == "onebitadam":
+        from engine.optimizers.onebit_adam import OneBitAdam
+
+        return OneBitAdam
     known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)} | {"lion": Lion}
     if low not in known:
-        names = ", ".join(sorted(known.keys() - UNSUPPORTED.keys()))
+        names = ", ".join(sorted({*known, "onebitadam"} - UNSUPPORTED.keys()))
         raise ValueError(f"there is no optimizer {name}. Use one of {names}")
     return known[low]
 
 
 def _bf16_adamw() -> Any:
-    from engine.bf16_adamw import BFloat16AdamW
+    from engine.optimizers.bf16_adamw import BFloat16AdamW
 
     return BFloat16AdamW
 
 
 def _is_optimizer(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+
+
+def averages_itself(config: OptimizerConfig) -> bool:
+    """Return whether the optimizer takes local gradients and averages over ranks itself."""
+    return config.name.lower() == "onebitadam"
 
 
 def parameter_groups(trainable: list[nn.Parameter], config: OptimizerConfig) -> list[tuple[list[nn.Parameter], float]]:

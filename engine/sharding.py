@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from engine import optim
 from engine.config import TORCH_DTYPE, EngineConfig, OptimizerConfig, Precision
 from engine.host_memory import pinned
 from engine.internals import allow_compilations, has_hooks
@@ -54,13 +55,14 @@ def apply(module: nn.Module, config: EngineConfig, optimizer: OptimizerConfig | 
     is_on_meta = any(p.is_meta for p in module.parameters())
     if not is_on_meta:  # FSDP2 moves the shards to the host, but not the slices of tensor parallelism to a GPU
         module.to(device if dist.world().tensor == 1 else dist.world().device)
+    local_gradients = optimizer is not None and optim.averages_itself(optimizer)
     policy = precision_policy(config.dtype, config.reduce_dtype)
-    is_plain = config.states == "fp32" and not (offloads_parameters or has_tier)
+    is_plain = config.states == "fp32" and not (offloads_parameters or has_tier or local_gradients)
     communicates = dist.world().zero_size > 1 and (is_trained or config.zero_stage > 0)
     if is_plain and not communicates and dist.world().tensor == 1:
         zero.ComputeCopies(module, policy.param_dtype)
     else:
-        zero.shard(module, config, policy)
+        zero.shard(module, config, policy, local_gradients=local_gradients)
     if config.offload_parameters == "nvme":
         from engine.offload import NvmeParameters
 
@@ -113,6 +115,12 @@ def check_optimizer(config: EngineConfig, optimizer: OptimizerConfig) -> None:
         )
     if config.states == "bf16" and optimizer.name.lower() != "adamw":
         raise ValueError(f"states=bf16 supports only the optimizer adamw, not {optimizer.name}. Set states=fp32")
+    splits = config.tensor_parallel * config.pipeline_parallel > 1
+    if optim.averages_itself(optimizer) and (config.zero_stage or config.offload_optimizer != "none" or splits):
+        raise ValueError(
+            f"the optimizer {optimizer.name} needs full parameters on every rank. Set zero_stage=0, "
+            "offload_optimizer=none, tensor_parallel=1 and pipeline_parallel=1"
+        )
 
 
 def fill(

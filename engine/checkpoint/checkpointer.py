@@ -25,6 +25,7 @@ from engine.checkpoint.storage import LoadPlanner, LocalChunks, SavePlanner, Wri
 from engine.config import OptimizerConfig
 from engine.host_memory import host_memory
 from engine.optimizer_step import Average, LossScaler, Optimizer
+from engine.optimizers import ERRORS
 from engine.parallel import dist, zero
 
 PARAMETER, AVERAGE, BUFFER = "parameter.", "average.", "buffer."  # prefixes of the names of tensors
@@ -224,11 +225,16 @@ def _tensors(engine: Trained) -> dict[str, LocalChunks]:
 def _tensors_to_load(engine: Trained, shapes: Mapping[str, torch.Size]) -> dict[str, LocalChunks]:
     """Return the tensors to read from a checkpoint with these shapes.
 
-    States that the checkpoint does not have are those of a new optimizer.
+    States that the checkpoint does not have are those of a new optimizer. The errors of 1-bit Adam belong to a number
+    of ranks. At another number they start at zero again.
     """
     found = _tensors(engine)
-    missing = {name for name in _states(found) if name not in shapes}
-    return {name: chunks for name, chunks in found.items() if name not in missing}
+    for name in _states(found):
+        if name not in shapes:
+            state = found.pop(name)
+            if name.startswith(ERRORS):
+                state.values.zero_()
+    return found
 
 
 def _difference(engine: Trained, shapes: Mapping[str, torch.Size], counters: Mapping[str, Any]) -> str | None:
@@ -249,8 +255,8 @@ def _difference(engine: Trained, shapes: Mapping[str, torch.Size], counters: Map
             return f"{name} is {found} there and {own} here"
     if engine.average.runs and not any(name.startswith(AVERAGE) for name in shapes):
         return "it has no average of the weights, but start_averaging was called here"
-    there = {name.partition(".")[0] for name in _states(shapes)}
-    states = set(optim.example_states(engine.optimizer_config))
+    there = {name.partition(".")[0] for name in _states(shapes) if not name.startswith(ERRORS)}
+    states = {name for name in optim.example_states(engine.optimizer_config) if not name.startswith(ERRORS)}
     if there != states and (there or counters["step_count"] > counters["scaler"]["skipped"]):
         found, own = (", ".join(sorted(names)) or "none" for names in (there, states))
         return f"its optimizer has the states {found}; {engine.optimizer_config.name} has {own}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, OptimizerConfig, Precision
 from engine.memory.model_shape import ModelShape
-from engine.optim import moment_names
+from engine.optim import averages_itself, moment_names
 
 Owners = dict[str, int]
 BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -136,7 +136,7 @@ def trained_states(shape: ModelShape, work: Workload) -> ModelStates:
     is_offloaded = {config.offload_optimizer, config.offload_parameters} != {"none"}
     states = _stored_states(work, trained, frozen)
     prefetched = 0
-    if work.is_single and not is_offloaded and config.states == "fp32":
+    if work.is_single and not is_offloaded and config.states == "fp32" and not averages_itself(work.optimizer):
         gathered, reduction = size * trained if size < 4 else 0, size * unit  # without FSDP2
     else:
         gathered, prefetched = _gathered_bytes(shape, trained + frozen, work)
@@ -180,21 +180,23 @@ def _stored_states(work: Workload, trained: int, frozen: int) -> ModelStates:
     offloaded = 0 if tier == "none" else round(ratio * trained / shards)
     remaining = trained // shards - offloaded
     each = 2 if config.states == "bf16" else 4
-    moments = each * len(moment_names(work.optimizer))
+    moments: float = each * len(moment_names(work.optimizer))
+    if averages_itself(work.optimizer):  # the errors of each rank, and of the share that it sums
+        moments += 4 + 4 / work.ranks
     states = each + moments + 4 * work.has_average
     gradient = size if is_apart and not (work.accumulates and config.zero_stage >= 2) else each
     host, nvme = gradient * offloaded, 0
     if gradient < each:  # the step casts the gradients of a sub-group to fp32
         host += 4 * min(offloaded, config.sub_group_size)
     if tier == "nvme":
-        nvme += states * offloaded
-        host += states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size)
+        nvme += round(states * offloaded)
+        host += round(states * min(offloaded, SUB_GROUPS_IN_FLIGHT * config.sub_group_size))
     else:
-        host += states * offloaded
+        host += round(states * offloaded)
     shard = {config.offload_parameters: size * (trained * is_apart + frozen) // shards}
     return ModelStates(
         parameters=shard.get("none", 0) + each * remaining + work.packed_bytes,
-        optimizer=moments * remaining,
+        optimizer=round(moments * remaining),
         average=4 * work.has_average * remaining,
         gradients=4 * trained if work.accumulates and config.zero_stage < 2 else gradient * remaining,
         host=host + shard.get("cpu", 0),

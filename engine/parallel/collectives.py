@@ -62,10 +62,12 @@ def count_all_reduce(kind: Kind, tensor: Tensor, ranks: int) -> None:
     count_bytes(kind, 2 * tensor.nbytes * (ranks - 1) // ranks)
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup | None = None, *, op: Literal["sum", "max"] = "sum") -> Tensor:
+def all_reduce(
+    tensor: Tensor, group: ProcessGroup | None = None, *, op: Literal["sum", "max"] = "sum", kind: Kind = "other"
+) -> Tensor:
     """Compute the sum or the elementwise maximum over ranks, in place; return the tensor."""
     if dist.world().size > 1:
-        count_all_reduce("other", tensor, group.size() if group is not None else dist.world().size)
+        count_all_reduce(kind, tensor, group.size() if group is not None else dist.world().size)
         with dist.observed("all_reduce", tensor.shape):
             torch_dist.all_reduce(tensor, getattr(torch_dist.ReduceOp, op.upper()), group)
     return tensor

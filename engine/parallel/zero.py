@@ -93,16 +93,19 @@ def as_forward(layer: nn.Module, function: Callable[..., T], *inputs: Any) -> T:
             layer.forward = own  # type: ignore[method-assign]
 
 
-def shard(module: nn.Module, config: EngineConfig, policy: MixedPrecisionPolicy) -> None:
+def shard(
+    module: nn.Module, config: EngineConfig, policy: MixedPrecisionPolicy, *, local_gradients: bool = False
+) -> None:
     """Shard a module over the ranks, in place. Its parameters become DTensors on the mesh of the stage.
 
-    Offloaded shards are on the host, pinned unless they move to NVMe.
+    Offloaded shards are on the host, pinned unless they move to NVMe. `local_gradients` (stage 0) reduces nothing, so
+    that each rank has its own gradients.
     """
     from engine.parallel import comm_hooks
 
     stage, tier = config.zero_stage, config.offload_parameters
     zero_mesh = meshes.zero_mesh(stage=stage, shard_ranks=config.shard_ranks)
-    replicate = zero_mesh["replicate"].size()
+    replicate = 1 if local_gradients else zero_mesh["replicate"].size()
     # With a replicate dimension of size 1, FSDP2 would hold all reduced fp32 gradients until backward ends.
     mesh = zero_mesh[("shard",) if replicate == 1 else ("replicate", "shard")]
     offloads = tier != "none" and dist.world().device.type != "cpu"

@@ -97,6 +97,14 @@ def test_explicit_values_override_ours_and_auto_does_not() -> None:
     assert parse({}, optimizer=OWN).optimizer == OWN
 
 
+def test_one_bit_adam() -> None:
+    params = {"lr": 4e-4, "freeze_step": 23, "comm_backend_name": "gloo"}
+    actual = parse({"optimizer": {"type": "OneBitAdam", "params": params}}).optimizer
+    assert actual is not None
+    assert (actual.name, actual.lr, actual.betas) == ("onebitadam", 4e-4, (0.9, 0.999))
+    assert actual.options == {"freeze_step": 23}
+
+
 @pytest.mark.parametrize(
     ("weights", "gradients", "expected"),
     [(True, True, "both"), (True, None, "gather8"), (None, True, "reduce8"), (False, False, "none")],
@@ -170,8 +178,8 @@ warm_up = partial(schedule, "WarmupLR")
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true; keep one"),
         ({"amp": {"enabled": True}}, "write bf16.enabled=true or fp16.enabled=true"),
         ({"hybrid_engine": {"inference_tp_size": 2}}, "write 1$"),
-        ({"optimizer": {"type": "ZeroOneAdam"}}, "no optimizer ZeroOneAdam. Use one of .*adamw"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not supported: .* compress=both"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, "no optimizer ZeroOneAdam. Use one of .*onebitadam"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "amsgrad=true is .* write false"),
         ({"optimizer": {"type": "Lamb"}}, "type=Lamb: there is no optimizer Lamb. Use one of .*adamw"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
         (adamw(beta=1), r"params.beta: .* mean optimizer.params.betas\?"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine import Checkpointer, EngineConfig, Sampling, bf16_adamw
+from engine import Checkpointer, EngineConfig, Sampling
 from engine.checkpoint import checkpointer
 from engine.checkpoint.storage import chunks_of
 from engine.engine import Engine
@@ -32,6 +32,8 @@ from engine.generation.vllm_backend import undisturbed
 from engine.generation.weight_sync import LiveParameter
 from engine.loading import copy_local
 from engine.oom import find_micro_batch_size
+from engine.optimizers import bf16_adamw
+from engine.optimizers.onebit_adam import OneBitAdam
 from engine.parallel import dtensors
 from tests.engine.generation.families import build
 from tests.engine.test_on_gpu import OPTIMIZER, Policy, batches, loss
@@ -231,6 +233,18 @@ def test_a_step_with_bf16_states_does_not_wait_for_the_device(monkeypatch: pytes
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert cuda.waits() == []
+
+
+def test_a_step_of_onebit_adam_waits_for_the_norm_only() -> None:
+    parameters = [nn.Parameter(torch.ones(8, device="cuda")) for _ in range(2)]
+    optimizer = OneBitAdam(parameters, freeze_step=1)
+    cuda.waits()
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.squared_norm()
+        optimizer.step()
+    assert cuda.waits() == ["engine/optimizers/onebit_adam.py:squared_norm"] * 2
 
 
 def test_streamed_blocks_sample_the_same_tokens_as_resident_blocks() -> None:

@@ -18,7 +18,7 @@ from tests.simulated_gpu import building
 
 WIDTH = 160
 CASES = [*((stage, "bf16", "") for stage in range(4)), (0, "fp32", ""), (3, "fp32", "")]
-CASES += [(2, "bf16", "lean"), *((stage, "bf16", "adapters") for stage in (0, 2, 3))]
+CASES += [(2, "bf16", "lean"), (0, "bf16", "errors"), *((stage, "bf16", "adapters") for stage in (0, 2, 3))]
 RANK = 16
 
 
@@ -84,9 +84,10 @@ def settled_bytes() -> int:
 
 
 def config_of(stage: int, dtype: str, special: str) -> tuple[EngineConfig, OptimizerConfig]:
-    """Return the configurations. `special` is "lean" for bf16 states, or "adapters"."""
+    """Return the configurations. `special` is "lean" for bf16 states, "errors" for 1-bit Adam, or "adapters"."""
     states = "bf16" if special == "lean" else "fp32"
-    return EngineConfig(zero_stage=stage, dtype=dtype, states=states), OptimizerConfig(lr=1e-3)  # type: ignore[arg-type]
+    name = "onebitadam" if special == "errors" else "adamw"
+    return EngineConfig(zero_stage=stage, dtype=dtype, states=states), OptimizerConfig(lr=1e-3, name=name)  # type: ignore[arg-type]
 
 
 def held(stage: int, dtype: str, special: str) -> dict[str, int]:

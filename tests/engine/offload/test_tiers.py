@@ -231,14 +231,16 @@ def test_resumed_training_is_bit_exact(tmp_path: Path, dtype: str) -> None:
             assert torch.equal(masters(again)[name], master)
 
 
-def test_a_tier_without_states_yet_resumes_in_an_optimizer_that_begins_with_states(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adamw", "onebitadam"])
+def test_a_tier_without_states_yet_resumes_in_optimizers_that_begin_with_states(tmp_path: Path, name: str) -> None:
     """A parameter without a gradient has no states in a tier."""
-    config = EngineConfig(dtype="bf16", states="bf16")
+    states = "bf16" if name == "adamw" else "fp32"
+    config = EngineConfig(dtype="bf16", states=states)  # type: ignore[arg-type]
     for step in (0, 1):
         saved = engine_of(TIERS[0], dtype="bf16")
         advance(saved, 1, step)
         saved.save(tmp_path / str(step))
-        engine, again = (Engine(net(9), config, optimizer=OptimizerConfig(lr=0.02)) for _ in range(2))
+        engine, again = (Engine(net(9), config, optimizer=OptimizerConfig(lr=0.02, name=name)) for _ in range(2))
         advance(engine, 1, 2)
         for each in (engine, again):
             each.load(tmp_path / str(step))

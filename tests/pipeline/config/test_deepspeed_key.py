@@ -76,14 +76,15 @@ def test_mistakes_are_refused_before_any_work(tmp_path: Path) -> None:
     assert validate(raw({"zero_optimization": {"stage": "auto"}}, zero_stage=3)).engine.zero_stage == 3
 
 
+ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
+
+
 @pytest.mark.parametrize(
     ("file", "engine", "message"),
     [
-        (
-            {"optimizer": {"type": "AdamW"}},
-            {"compress": "both"},
-            "engine.deepspeed: compress=both needs zero_stage=1, 2 or 3",
-        ),
+        (ONE_BIT, {"compress": "both"}, "engine.deepspeed: compress=both needs zero_stage=1, 2 or 3"),
+        (ONE_BIT, {"zero_stage": 2}, "engine.deepspeed: the optimizer onebitadam needs full parameters"),
+        (ONE_BIT, {"tensor_parallel": 2}, "engine.deepspeed: the optimizer onebitadam needs full parameters"),
         (
             FILE,
             {"states": "bf16", "dtype": "bf16"},

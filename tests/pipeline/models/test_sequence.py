@@ -22,6 +22,7 @@ STEPS, COUNT = 2, 50.0
 LENGTHS = ((7, 4, 12, 1, 5), (9, 3, 3), (6, 1), (2, 15))  # four rows with lengths that the ranks do not divide
 PREFIXES = ((None, 0, 0, None, 3), (None, 0, 0), (None, None), (None, 0))
 SGD = OptimizerConfig(lr=0.1, name="sgd", options={"momentum": 0.9}, max_grad_norm=1.0)  # Adam would magnify rounding
+ONE_BIT = OptimizerConfig(lr=1e-3, name="onebitadam", eps=1e-3)  # averages gradients itself
 Row = tuple[Tensor, Documents]
 Told = tuple[list[float], list[float], dict[str, Tensor]]
 
@@ -106,6 +107,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"zero_stage": 2, "offload_optimizer": "cpu"}),
     ("llama", {"scorer": True, "prefixes": True, "zero_stage": 3}),
     ("gpt2", {"scorer": True}),
+    ("llama", {"optimizer": ONE_BIT}),
 ]
 FOUR: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"zero_stage": 3}),

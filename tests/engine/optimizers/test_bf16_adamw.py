@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from engine import EngineConfig, OptimizerConfig
-from engine.bf16_adamw import BFloat16AdamW, round_stochastically
 from engine.engine import Engine
 from engine.optimizer_step import average_weight
+from engine.optimizers.bf16_adamw import BFloat16AdamW, round_stochastically
 from engine.parallel import dist, dtensors
 from tests.ranks import run_ranks
 
