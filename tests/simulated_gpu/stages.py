@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
-from engine.memory import rates
+from engine.memory import cost_model, rates
 from engine.parallel import dist
 from pipeline.config.stages import STAGES
 from pipeline.launch.worker import read_config
@@ -39,6 +39,7 @@ def run_stages(folders: list[Path]) -> str:
     watch_waits()
     for sizes in (rates.TOKENS, rates.PARAMETERS, rates.MESSAGE_BYTES):
         sizes["cuda"] = 64  # the speed of Triton's interpreter means nothing, and measuring it takes seconds
+    cost_model.PCIE = 1.0  # seconds of a byte: engine=auto must not offload an optimizer because of that speed
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         for folder in folders:
