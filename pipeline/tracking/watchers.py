@@ -39,12 +39,17 @@ class ProgressDisplay:
         clock: Callable[[], float] = time.monotonic,
         *,
         place: str = "",
+        evaluations: float = 0.0,
         later: float | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`place` is "stage 2 of 3"; the later stages take `later` times as long as this one (None: no plan)."""
+        """`place` is "stage 2 of 3". The planned seconds of evaluations and of later stages count steps of this stage.
+
+        `later` is None without a plan, or for a stage that runs alone.
+        """
         self._stage, self._steps = stage, steps
-        self._place, self._later, self._now = place and f" ({place})", later, now
+        self._place, self._now = place and f" ({place})", now
+        self._evaluations, self._later = evaluations, later
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._first: tuple[int, float, float] | None = None  # the first step, its tokens, and its time
@@ -87,12 +92,13 @@ class ProgressDisplay:
         done, took = step - first_step, clock - began
         if done <= 0 or step >= self._steps:
             return "", ""
-        seconds = took / done * (self._steps - step)
+        has_evaluated = self._evaluated_at > first_step  # then the seconds of a step include evaluations
+        seconds = took / done * (self._steps - step + (0 if has_evaluated else self._evaluations))
         left = f"{format_time(seconds)} left"
         speed = f"{(tokens - first_tokens) / took:,.0f} tokens/s" if tokens > first_tokens and took > 0 else ""
         if self._later is None:
             return speed, left
-        remains = timedelta(seconds=seconds + self._later * took / done * self._steps)
+        remains = timedelta(seconds=seconds + took / done * self._later)
         day = "%a" if remains < timedelta(days=6) else "%d %b"  # later weeks have the same weekdays
         return speed, f"{left}, run ends about {self._now() + remains:{day} %H:%M}"
 
@@ -111,7 +117,7 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
         trackers.append(run)
     if config.tracking.kind in ("tensorboard", "both"):
         trackers.append(TensorBoard(folder.parent, stage))
-    progress = ProgressDisplay(stage, steps, **_outlook(config, stage, folder))
+    progress = ProgressDisplay(stage, steps, **_outlook(config, stage, folder, steps))
     tables = SampleTables(folder / SAMPLES, trackers)
     ended = False
     try:
@@ -145,14 +151,16 @@ class SampleTables:
             tracker.table(step, "samples", columns, rows)
 
 
-def _outlook(config: RunConfig, stage: str, folder: Path) -> dict[str, Any]:
-    """Return where the stage is among the stages of the run, and the planned time of the later ones in its own time."""
+def _outlook(config: RunConfig, stage: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Return the arguments of `ProgressDisplay` that come from the run and from the plan of the stage."""
     stages, planned = stages_to_run(config), read_plan(folder)
-    if stage not in stages or len(stages) == 1:
-        return {}
-    own, later = planned.get("stage_seconds"), planned.get("later_seconds")
-    share = later / own if own and later is not None else None
-    return {"place": f"stage {stages.index(stage) + 1} of {len(stages)}", "later": share}
+    own, later, step = planned.get("stage_seconds"), planned.get("later_seconds"), planned.get("seconds")
+    seconds = sum(step.values()) if step else 0.0
+    outlook: dict[str, Any] = {"evaluations": max(own / seconds - steps, 0.0)} if own and seconds else {}
+    if stage in stages and len(stages) > 1:
+        outlook["place"] = f"stage {stages.index(stage) + 1} of {len(stages)}"
+        outlook["later"] = later / seconds if seconds and later is not None else None
+    return outlook
 
 
 def sample_table(file: Path) -> tuple[list[str], list[list[Any]]]:

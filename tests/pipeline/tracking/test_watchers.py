@@ -162,21 +162,26 @@ def test_lines_are_printed_first_periodically_and_last():
 
 
 def test_progress_shows_stage_speed_and_remaining_time(offline_run):
-    """50 of 100 steps took 50 s, and later stages take half the time of this stage. So 50 s and 50 s remain."""
-    (offline_run / "plan.json").write_text(json.dumps({"stage_seconds": 10.0, "later_seconds": 5.0}))
-    outlook = _outlook(config_of("tracking=none"), "sft", offline_run)
-    assert outlook == {"place": "stage 1 of 3", "later": 0.5}
-    assert _outlook(config_of("tracking=none", "stage=sft"), "sft", offline_run) == {}
+    """50 of 100 steps took 50 s. The plan has evaluations of 20 steps, and later stages of 50 steps."""
+    plan = {"seconds": {"train": 0.08, "step": 0.02}, "stage_seconds": 12.0, "later_seconds": 5.0}
+    (offline_run / "plan.json").write_text(json.dumps(plan))
+    outlook = _outlook(config_of("tracking=none"), "sft", offline_run, 100)
+    assert outlook == pytest.approx({"place": "stage 1 of 3", "evaluations": 20.0, "later": 50.0})
+    one_stage = _outlook(config_of("tracking=none", "stage=sft"), "sft", offline_run, 100)
+    assert one_stage == pytest.approx({"evaluations": 20.0})
     stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
     progress = ProgressDisplay("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
     progress.log(0, {"tokens": 10})
     seconds[0] = 50.0
     progress.log(50, {"tokens": 5010, "loss": 1.0})
     shown = stream.getvalue().splitlines()[-1]
-    assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  50 s left, run ends about Fri 12:01"
-    seconds[0] = 5 * 86400.0
-    progress.log(50, {"loss": 1.0})
-    assert stream.getvalue().endswith("120.0 h left, run ends about 12 Jan 12:00\n")
+    assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  1.2 min left, run ends about Fri 12:02"
+    seconds[0] = 80.0  # a step took a second, and an evaluation 20 s: both are in the speed
+    progress.log(60, {"tokens": 6010, "loss": 1.0, "eval_loss": 1.0})
+    assert "  53 s left, run ends about Fri 12:02" in stream.getvalue().splitlines()[-1]
+    seconds[0] = 6 * 86400.0
+    progress.log(60, {"loss": 1.0})
+    assert stream.getvalue().endswith("96.0 h left, run ends about 11 Jan 12:00\n")
 
 
 @pytest.mark.parametrize(
