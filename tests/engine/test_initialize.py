@@ -20,8 +20,8 @@ class FourierNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("seen", torch.tensor(0.0))  # DCP would write the first buffer of rank 1: it has less to do
         self.register_buffer("features", torch.randn(2, 8))
-        self.register_buffer("seen", torch.tensor(0.0))
         self.register_buffer("mask", torch.ones(1, 8, dtype=torch.bool).expand(3, 8), persistent=False)
         self.head = nn.Linear(8, 1)
 
