@@ -235,6 +235,7 @@ class Ppo:
     ) -> None:
         """Update the actor (after `ppo.critic_warmup` rollouts) and the critic on a minibatch, and add their metrics.
 
+        `budget` is the largest number of tokens of a micro-batch of the SFT conversations that `ppo.ptx_coef` adds.
         Raises UserError if the ratio of the first minibatch of a rollout is not 1, before the parameters change.
         """
         actor, critic, policy, values = self.models.actor, self.models.critic, None, None
