@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +26,7 @@ from pipeline.launch.ranks import free_port
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.source import resolve
 from pipeline.models.stage_models import adopt_special_ids
+from tests.ranks import Worker
 
 TEXTS = ["hello there, how are you?", "two and three are five", "good morning", "ünïcödé 🙂 works"] * 20
 
@@ -95,15 +94,10 @@ def test_chat_uses_the_newest_finished_stage(tmp_path: Path) -> None:
 def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         find(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no finished stage"):
-        find(empty_run(tmp_path / "a", sft="running"))
     (tmp_path / "b").mkdir()
-    with pytest.raises(UserError, match="neither a run nor a model"):
-        find(tmp_path / "b")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "config.yaml").touch()
-    with pytest.raises(UserError, match="c is an unfinished stage: resume it"):
-        find(tmp_path / "c")
+    for folder in (empty_run(tmp_path / "a", sft="running"), tmp_path / "b", tmp_path):
+        with pytest.raises(UserError, match=f"^{folder} has neither a model .* nor a finished stage .*: give a run"):
+            find(folder)
     (tmp_path / "b" / "adapter_config.json").touch()
     with pytest.raises(UserError, match=r"has only adapters; give the run, or a folder of `.* export RUN --to folder`"):
         find(tmp_path / "b")
@@ -118,9 +112,6 @@ def test_folders_and_names_without_a_model_are_refused(tmp_path: Path) -> None:
         find_each(tmp_path / "c", "nose,sft", "--models")
     with pytest.raises(UserError, match="--models needs names"):
         find_each(tmp_path / "c", ",", "--models")
-    os.utime(tmp_path / "a", (0, 0))
-    with pytest.raises(UserError, match=f"the newest run in it is {tmp_path / 'c'}$"):
-        find(tmp_path)
 
 
 def test_the_base_model_of_a_run_answers(run: Path, tmp_path: Path) -> None:
@@ -243,7 +234,7 @@ def test_characters_of_several_tokens_are_printed_complete() -> None:
     text = "é🙂 中 end"
     pieces = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace").strip())
     shown = [pieces.feed(token) for token in text.encode()] + [pieces.finish()]
-    assert "".join(shown) == pieces.text == text
+    assert "".join(shown) == text
     assert all("\ufffd" not in piece for piece in shown)
     broken = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace"))
     assert [broken.feed(0xF0), broken.feed(0x9F), broken.finish()] == ["", "", "\ufffd"]
@@ -261,7 +252,7 @@ def test_text_after_an_invalid_run_of_bytes_is_not_lost() -> None:
 
     pieces = Detokenizer(decode)
     shown = [pieces.feed(token) for token in "x你".encode() + b"\xe5" + " and é.".encode()] + [pieces.finish()]
-    assert "".join(shown) == "x你\ufffd and é." and pieces.text == "x\ufffd\ufffd\ufffd\ufffd and é."
+    assert "".join(shown) == "x你\ufffd\ufffd\ufffd and é."  # all but the first character of the rewritten run
 
 
 @pytest.mark.parametrize("first", [b"", b"x\xf0"])
@@ -280,7 +271,7 @@ def test_a_long_answer_is_decoded_in_short_pieces(first: bytes) -> None:
 
     pieces = Detokenizer(decode)
     shown = [pieces.feed(token) for token in answer] + [pieces.finish()]
-    assert "".join(shown) == pieces.text == answer.decode(errors="replace").strip()
+    assert "".join(shown) == answer.decode(errors="replace").strip()
     assert longest < 40 < len(answer)
 
 
@@ -358,13 +349,13 @@ def test_turns_system_message_and_reset_form_the_prompts(capsys: pytest.CaptureF
 def test_options_change_in_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     session, (participant,) = scripted_session(b"ok")
     session.run(["/set temperature 0.25", "/set max-new-tokens 5", "/set top_k 3", "/set top-p 2", "/set nose 1",
-                 "/set seed x", "/what", "/top-k 3", "/set min-p", "hello"])  # fmt: skip
+                 "/set seed x", "/what", "/set min-p", "hello"])  # fmt: skip
     _, sampling, _ = participant.calls[0]
     assert (sampling.temperature, sampling.max_new_tokens, sampling.top_k, sampling.top_p) == (0.25, 5, 3, 1.0)
     assert sampling.end_ids == (0,)
     notes = capsys.readouterr().err
     for note in ("top-p: top_p must be", "nose: there is no such option", "seed: x is not an integer",
-                 "/what: there is no such", "/top-k 3: there is no such command; type /set top-k 3",
+                 "/what: there is no such command; /help lists them",
                  "/set min-p: to what?"):  # fmt: skip
         assert note in notes
     session.run(["/set max_new_tokens=7", "/set stop = a=b", "/set", "again"])
@@ -432,13 +423,16 @@ def test_prompt_option_prints_one_answer(run: Path, capsys: pytest.CaptureFixtur
     assert compared.startswith("sft> ") and f"ppo> {first}" in compared
 
 
+def chat(run: Path) -> None:
+    sys.exit(command.main([str(run), "--prompt", "hello", "--max-new-tokens", "4"]))
+
+
 def test_a_chat_in_a_job_of_several_ranks_is_one_process(run: Path) -> None:
     """A shell in the container of a job has the variables of its rank. The engine would wait for the other rank."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", **address}
-    words = [sys.executable, "chat.py", str(run), "--prompt", "hello", "--max-new-tokens", "4"]
-    chat = subprocess.run(words, cwd=Path(__file__).parents[1], env=environment, capture_output=True, timeout=100)
-    assert chat.returncode == 0, chat.stderr
+    process = Worker(chat, run, environment={"RANK": "1", "WORLD_SIZE": "2", **address})
+    output, _ = process.communicate(100)
+    assert process.returncode == 0, output
 
 
 def test_arguments_with_invalid_bytes_are_accepted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,61 +3,33 @@
 from collections.abc import Callable, Sequence
 
 _UNFINISHED = "\ufffd"  # the decoded text of an incomplete character
-_CONTEXT = 8  # tokens that are decoded again, because their text may depend on their neighbours
 
 
 class Detokenizer:
     """Converts a stream of tokens to text.
 
     A character may consist of several tokens. Text that ends with the replacement character is held until more tokens
-    arrive. Only the last tokens are decoded again for each token, so the time per token does not grow with the answer.
+    arrive. Each token is decoded after those of the newest text, because its white space may depend on them. The time
+    per token does not grow with the answer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []  # the tokens after `_settled`
-        self._settled = ""
-        self.text = ""
+        self._newest: list[int] = []  # the tokens of the text that was returned last
+        self._held: list[int] = []  # the tokens after these
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that is complete now."""
-        self._ids.append(token)
-        text = self._decode(self._ids)
-        new = self._advance(self._settled + text.rstrip(_UNFINISHED))
-        if len(self._ids) > 2 * _CONTEXT:
-            self._settle(text)
-        return new
+        self._held.append(token)
+        text = self.finish()
+        if not text or text.endswith(_UNFINISHED):
+            return ""
+        self._newest, self._held = self._held, []
+        return text
 
     def finish(self) -> str:
         """Return the rest of the text after the last token."""
-        return self._advance(self._settled + self._decode(self._ids))
-
-    def _settle(self, text: str) -> None:
-        """Decode the older tokens for the last time, if both parts decode to `text` without each other.
-
-        Parts of a character and white space that `decode` strips do not. A later token is then tried, also if `text`
-        ends with a character that may still be incomplete. A broken character before its end stays broken.
-        """
-        older, newer = self._decode(self._ids[:-_CONTEXT]), self._decode(self._ids[-_CONTEXT:])
-        if newer and not text.endswith(_UNFINISHED) and older + newer == text:
-            self._settled += older
-            del self._ids[:-_CONTEXT]
-
-    def _advance(self, text: str) -> str:
-        """Return the text after the text that was returned before.
-
-        A decoder with byte fallback replaces a complete run of bytes if its end is invalid, characters that were
-        returned before included. The text then continues with the last replacement character.
-        """
-        start = len(self.text)
-        if not text.startswith(self.text):  # the decoder changed earlier text; do not print it twice
-            pairs = enumerate(zip(text, self.text, strict=False))
-            common = next((index for index, (new, old) in pairs if new != old), len(text))
-            start = text.rfind(_UNFINISHED, common)
-            if start < 0:
-                return ""
-        self.text = text
-        return text[start:]
+        return self._decode([*self._newest, *self._held])[len(self._decode(self._newest)) :]
 
 
 class AnswerText:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.stages import ANSWERING, STAGES
+from pipeline.config.stages import ANSWERING
 from pipeline.errors import UserError
 from pipeline.installation import EXPORT
 from pipeline.launch.manifest import Manifest
@@ -31,22 +31,17 @@ def find(path: Path) -> ChatModel:
     path = path.expanduser()
     if not path.is_dir():
         raise UserError(_absent(path))
-    if (path / "config.json").is_file():
-        return ChatModel(path.parent.name if path.name == "model" else path.name, path)
-    if (path / "model" / "config.json").is_file():
-        return ChatModel(path.name, path / "model")
+    for folder in (path, path / "model"):
+        if (folder / "config.json").is_file():
+            return ChatModel((folder.parent if folder.name == "model" else folder).name, folder)
     for model in _stages(path):
         return model
     if (path / "adapter_config.json").is_file():
         raise UserError(f"{path} has only adapters; give the run, or a folder of `{EXPORT} RUN --to folder`")
-    if _is_run(path):
-        raise UserError(
-            f"{path} has no finished stage to talk to (ppo, dpo or sft): resume the run with the training command that "
-            "started it"
-        )
-    if (path / "config.yaml").is_file():
-        raise UserError(f"{path} is an unfinished stage: resume it with the training command that started it")
-    raise UserError(f"{path} is neither a run nor a model folder: it has no config.json and no stages{_runs_in(path)}")
+    raise UserError(
+        f"{path} has neither a model (config.json) nor a finished stage ({', '.join(ANSWERING)}): "
+        "give a run (runs/NAME) or a model folder, or resume the run with the training command that started it"
+    )
 
 
 def find_each(path: Path, names: str, option: str = "--compare") -> list[ChatModel]:
@@ -111,14 +106,3 @@ def _finished(run: Path, stage: str) -> bool:
     if (run / "manifest.json").is_file():
         return Manifest.read(run).finished(stage)
     return (run / stage / "model" / "config.json").is_file()
-
-
-def _runs_in(folder: Path) -> str:
-    """Return a hint that names the newest run in a folder of runs; an empty string if there is none."""
-    runs = sorted((path for path in folder.iterdir() if _is_run(path)), key=lambda path: path.stat().st_mtime)
-    return f"; the newest run in it is {runs[-1]}" if runs else ""
-
-
-def _is_run(path: Path) -> bool:
-    """Return whether a folder has a manifest or the folder of a stage."""
-    return (path / "manifest.json").is_file() or any((path / stage).is_dir() for stage in STAGES)

@@ -146,8 +146,7 @@ class Session:
         elif command == "/help":
             note(HELP)
         else:
-            instead = f"type /set {line[1:]}" if command[1:] in SETTERS else "/help lists them"
-            raise UserError(f"{line}: there is no such command; {instead}")
+            raise UserError(f"{line}: there is no such command; /help lists them")
 
 
 def say(text: str) -> None:
