@@ -1,6 +1,6 @@
 """The configuration of a command line, for tests: Hydra selects the options once, and each test sets its keys.
 
-`compose` takes a tenth of a second for any command line. Here it runs once for each selection of options. Hydra's own
+`compose` takes 0.13 seconds for any command line. Here it runs once for each selection of options. Hydra's own
 parser and setter add the keys, as at the end of `compose`.
 """
 

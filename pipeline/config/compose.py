@@ -1,7 +1,7 @@
 """Compose the configuration of each job from a command line and `conf/`, with Hydra.
 
-Later sources override earlier ones: the defaults of the schema, the configuration of the run that `actor=` names, the
-option files of model and data, the recipe for the two, the other option files, the command line.
+Later sources override earlier ones: the configuration of the run that `actor=` names, the option files of model and
+data, the recipe for the two, the other option files, the command line. The validation adds the defaults of the schema.
 
 Hydra's compose interface is used instead of `hydra.main`: it writes no log, makes no folder and does not change the
 working directory. Flags: -m (one job for each value of a list), --cfg job, --help.
@@ -10,16 +10,15 @@ working directory. Flags: -m (one job for each value of a list), --cfg job, --he
 import argparse
 import itertools
 import os
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.config.messages import OTHER_NAMES, as_written
+from pipeline.config.messages import OTHER_NAMES
 from pipeline.config.overrides import PLAIN_VALUE, default_options, groups, quoted, rewrite, split
 from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import DataConfig
 from pipeline.errors import UserError
 from pipeline.installation import CONF, TRAIN
 
@@ -28,6 +27,8 @@ REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence
 KEYS_OF_ONE_RUN = {"name", "run_dir", "stage", "method", "actor", "reward_path", "teacher", "ranks", "debug"}
 KEYS_OF_ONE_RUN |= {"tracking", "profile"}
 """The keys that `actor=` does not take over from the run of the actor."""
+SHARES = {"data": {"stage_shares": DataConfig.model_fields["stage_shares"].default}}
+"""The only mapping with a default: `data.stage_shares.sft=0.1` changes one of its keys."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _compose_job(overrides: Sequence[str], label: str = "") -> Job:
     rewritten = [*rewrite(tokens), *_real_data(tokens, skip="data" in inherited)]
     recipe = _find_recipe(tokens, inherited)
     store = ConfigStore.instance()
-    store.store("schema", OmegaConf.merge(RunConfig.defaults(), inherited), provider="schema")
+    store.store("inherited", OmegaConf.merge(SHARES, inherited), provider="inherited")
     keys = {key for _, key, _ in map(split, overrides)}
     line = ""
     if recipe is not None and "recipe" not in keys and not inherited:
@@ -139,39 +140,36 @@ def _compose_job(overrides: Sequence[str], label: str = "") -> Job:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             raw = OmegaConf.to_container(hydra_compose("config", overrides=rewritten), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as problem:
-        raise UserError(_explain(problem, rewritten)) from problem
+        raise UserError(_explain(problem)) from problem
     assert isinstance(raw, dict)
     if not any(key.partition(".")[0] == LORA_RATES for key in keys):
         raw.pop(LORA_RATES, None)  # read by the options lora.yaml; otherwise no key, which the validation reports
     return Job({str(key): value for key, value in raw.items()}, label, line, recipe)
 
 
-def _explain(problem: Exception, overrides: Sequence[str]) -> str:
-    if "set_int_max_str_digits" in str(problem):  # Python's advice, which addresses programmers
-        _, key, value = split(max(overrides, key=lambda override: sum(map(str.isdigit, override))))
-        return f"{key}={as_written(value)}: the number is too large: write a smaller number"
-    lines = [line for line in str(problem).splitlines() if line.strip() and not line.startswith("See http")]
-    text = " ".join(line.strip() for line in lines[:4])
-    if "mismatched input" in text or "token recognition" in text or "no viable alternative" in text:
-        is_name = re.search(r"""["']'$|\{([^{},]*,)?[^{},:]*'$""", lines[0])  # the parser stops within a name
-        text += (
-            "; a name before a colon has no quotes, and a backslash before brackets, = : and ,: {size \\(cm\\): value}"
-            if is_name
-            else "; a value with special characters needs quotes, \"key='some value'\""
+def _explain(problem: Exception) -> str:
+    """Return a message about a command line that Hydra cannot read or apply."""
+    from hydra.errors import OverrideParseException
+
+    if isinstance(problem, OverrideParseException):
+        word = problem.override.lstrip("+")
+        advice = (
+            "a key has the letters a to z, digits, _ and . only; close each quote and bracket, and write a value with "
+            "special characters in quotes, \"key='some value'\""
         )
-    if "LexerNoViableAlt" in text:
-        override = lines[0].partition(": ")[2].lstrip("+~")
-        if re.fullmatch(r"[\w./@]*", override.partition("=")[0], re.ASCII):
-            cause = "the value has an open quote or bracket"
-            if "{" in override:
-                cause += (
-                    ", or a name before a colon has other letters or signs: write this setting into conf/data/NAME.yaml"
-                )
-            return f"cannot read the command line: {override}: {cause}"
-        return f"cannot read {override}: a key has the letters a to z, digits, _ and . only"
+        if "{" in word:
+            advice += (
+                "; a name before a colon has no quotes, and a backslash before brackets, = : and ,: "
+                "{size \\(cm\\): value}; write columns with other letters into conf/data/NAME.yaml"
+            )
+        return f"cannot read {word}: {advice}"
+    text = " ".join(line.strip() for line in str(problem).splitlines()).replace("++", "")
     if "sweep" in text:
-        text = lines[0].replace("++", "")
-        text += ": write [1,2] for a list, quotes for one value, or add -m to run every value"
+        text = (
+            text.partition(" 1. ")[0] + ": write [1,2] for a list, quotes for one value, or add -m to run every value"
+        )
+    if "Could not delete" in text:
+        text += " No option or recipe sets this key: remove the word with ~"
     return f"cannot read the command line: {text}"
 
 

@@ -118,6 +118,11 @@ def test_a_deleted_key_has_its_default():
     assert validate(compose(["~recipe"])).sft == usual
 
 
+def test_one_share_of_the_data_may_be_set_alone():
+    shares = config_of("data.stage_shares.sft=0.1").data.stage_shares
+    assert shares == {"sft": 0.1, "reward": 0.4, "ppo": 0.4}
+
+
 def test_multirun_composes_every_combination():
     paths = compose_jobs(parse_command(["-m", "evaluation.judge=a.py:f,b c.py:g", "recipe=0.5b-to-3b,up-to-0.5b"]))
     assert [job.raw["evaluation"]["judge"] for job in paths] == [*["a.py:f"] * 2, *["b c.py:g"] * 2]
