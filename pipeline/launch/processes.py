@@ -45,7 +45,7 @@ from pipeline.launch.failure import (
     merge_ends,
 )
 from pipeline.launch.ranks import Ranks, allocator_settings, may_have_gpus, thread_settings
-from pipeline.launch.watchdog import RankState, RankWatch
+from pipeline.launch.watchdog import LongSteps, RankState, RankWatch
 from pipeline.progress import DESCRIPTOR
 
 MODULES = {name: stage.package for name, stage in STAGES.items()} | {"plan": "pipeline.planning"}
@@ -134,8 +134,16 @@ def launch_stage(
         stop_without_reader()
         threads = thread_settings(ranks.local_world, os.environ)
         workers = [_start(stage, run_dir, ranks, number, shared_store, threads) for number in range(ranks.local)]
+        long_steps = LongSteps(stage)
+
+        def look() -> str:
+            states = [worker.watch.look(worker.process.pid) for worker in workers if worker.process.poll() is None]
+            if states and states[0].rank == 0:
+                long_steps.show(states[0])
+            return others(states)
+
         try:
-            outcome = _wait(workers, signals, others, notice=partial(_print_stop, stage) if ranks.leads else None)
+            outcome = _wait(workers, signals, look, notice=partial(_print_stop, stage) if ranks.leads else None)
             end = _stage_end(workers, signals, place, memory_kills)
             if outcome != "done":
                 _end(workers, GRACE_AFTER_FAILURE, signals)
@@ -203,18 +211,17 @@ def _environment(ranks: Ranks, number: int, shared_store: bool, threads: Mapping
     return env
 
 
-def _states(workers: list[_Worker]) -> list[RankState]:
-    """Return what the ranks that still run do."""
-    return [worker.watch.look(worker.process.pid) for worker in workers if worker.process.poll() is None]
-
-
 def _wait(
-    workers: list[_Worker], signals: _Signals, others: Others, *, notice: Callable[[signal.Signals], None] | None
+    workers: list[_Worker],
+    signals: _Signals,
+    look: Callable[[], str],
+    *,
+    notice: Callable[[signal.Signals], None] | None,
 ) -> str:
     """Wait for the end of the ranks or for a reason to end them, and return which one it was.
 
     A signal, another launcher, or a rank that ended with INTERRUPTED requests a stop. Then all ranks get SIGTERM, and
-    the wait continues. `notice` prints the signal that requested the stop.
+    the wait continues. `look` returns the verdict on the stage. `notice` prints the signal that requested the stop.
 
     "done": all ranks have ended.
     "failed": a rank of this launcher failed.
@@ -236,7 +243,7 @@ def _wait(
             return "done"
         verdict = ""
         if now - last_check > LOOK_PERIOD:
-            last_check, verdict = now, others(_states(workers))
+            last_check, verdict = now, look()
         if verdict in ("failed", "restart"):
             return "others"
         if stopped_at is None:

@@ -1,4 +1,4 @@
-"""Find out that a stage hangs, and name the rank that the others wait for.
+"""Find out that a stage hangs, name the rank that the others wait for, and print what a long step does.
 
 Each launcher reads the rows of its ranks (`pipeline/progress.py`) and counts the seconds without a change. The first
 launcher gets the results of all launchers. A stage hangs if no rank has made progress for longer than the largest
@@ -12,15 +12,19 @@ import os
 import re
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipeline.config.messages import format_time
 from pipeline.progress import Moment, Row
 
+SECONDS_BETWEEN_LINES = 30.0
+"""Seconds in one step after which, again and again, a line shows what the stage does."""
 STOPPED_LIMIT = 60.0
 """Seconds that a process may be stopped, or a launcher may be silent, unless `engine.hang_seconds` is set."""
 STACK_TIMEOUT = 3.0
@@ -56,12 +60,40 @@ class RankState(Moment):
 
     def describe(self) -> str:
         """Return rank, host and place of the rank, in one line."""
-        places = [f"phase {self.phase}"] if self.phase else []
-        places += [f"step {self.step}"] if self.step else []
-        text = f"rank {self.rank} (host {self.host}, process {self.process}; {', '.join(places) or 'no phase'}"
+        text = f"rank {self.rank} (host {self.host}, process {self.process}; {self.place or 'no phase'}"
         if self.collective:
             text += f"; {'in' if self.inside else 'after'} collective {self.number}, {self.collective}"
         return f"{text})"
+
+    @property
+    def place(self) -> str:
+        """The phase and the step; "" between two phases outside of a step."""
+        places = [f"phase {self.phase}"] if self.phase else []
+        return ", ".join([*places, f"step {self.step}"] if self.step else places)
+
+
+class LongSteps:
+    """A line about the first rank whenever a step, or the work before or after the steps, takes long.
+
+    The launcher prints it, so a rank that imports libraries or computes one long micro-batch is not silent either.
+    """
+
+    def __init__(self, stage: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stage, self._clock = stage, clock
+        self._step, self._place = 0, ""
+        self._printed = self._began = clock()  # `_began` is the start of the phase
+
+    def show(self, state: RankState) -> None:
+        """Print the phase and its seconds if the step has been silent for `SECONDS_BETWEEN_LINES`."""
+        now = self._clock()
+        if state.step != self._step:
+            self._step, self._printed = state.step, now  # the stage prints a line at the end of a step
+        if state.place != self._place:
+            self._place, self._began = state.place, now
+        if now - self._printed >= SECONDS_BETWEEN_LINES:
+            self._printed = now
+            took = format_time(now - self._began)
+            print(f"{self._stage}: {state.place}, {took} so far", file=sys.stderr, flush=True)
 
 
 class RankWatch:

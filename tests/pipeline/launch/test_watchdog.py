@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.launch import failure, processes, ranks, watchdog
 from pipeline.launch.failure import CRASHED, END_ORDER, HUNG, StageEnd, merge_ends
-from pipeline.launch.watchdog import RankState, RankWatch, frames, is_hung, report, stacks
+from pipeline.launch.watchdog import LongSteps, RankState, RankWatch, frames, is_hung, report, stacks
 from tests import hosts
 from tests.forked_launch import FAKE_STAGES, launch
 from tests.ranks import Worker
@@ -82,6 +82,21 @@ def test_a_stage_hangs_if_no_rank_makes_progress(idle, stopped, limit, hang_seco
     states[0] = replace(states[0], limit=limit)
     assert is_hung(states, hang_seconds) == hung
     assert not is_hung([], hang_seconds)
+
+
+def test_a_line_appears_for_each_half_minute_of_a_step_and_names_the_phase(capsys):
+    """Phases of 20 s: the line has the seconds of the phase, and steps of 20 s print lines of their own."""
+    now = [0.0]
+    display = LongSteps("ppo", lambda: now[0])
+    for second in range(200):
+        now[0] = float(second)
+        step, phase = (0, "evaluate") if second < 70 else (1, ("generate", "score", "train")[(second - 70) // 20 % 3])
+        display.show(state(0, step=step if second < 130 else second // 20, phase=phase))
+    assert capsys.readouterr().err.splitlines() == [
+        "ppo: phase evaluate, 30 s so far",
+        "ppo: phase evaluate, 1.0 min so far",
+        "ppo: phase score, step 1, 10 s so far",
+    ]
 
 
 def test_a_stopped_rank_is_named():
@@ -236,7 +251,7 @@ ARGUMENTS = ["model=gpt2", "data=demo", "tracking=none", "name=x", "stage=sft", 
 
 def launch_with_little_grace(folder: Path, arguments: list[str]) -> None:
     """Launch with SIGKILL soon after SIGTERM: a rank stopped by SIGSTOP does not end before, and has no stack."""
-    processes.GRACE_AFTER_FAILURE, watchdog.STACK_TIMEOUT = 0.5, 2.0
+    processes.GRACE_AFTER_FAILURE, watchdog.STACK_TIMEOUT, watchdog.SECONDS_BETWEEN_LINES = 0.5, 2.0, 1.0
     launch(folder, arguments, FAKE_STAGES)
 
 
@@ -275,6 +290,7 @@ def test_a_long_step_whose_parts_are_noted_is_no_hang(tmp_path):
     worker = start(tmp_path, "engine.hang_seconds=1", FAKE_STAGE="works")
     output, _ = worker.communicate()
     assert worker.returncode == 0, output
+    assert "\nsft: step 3, 1" in output, "a line each second shows that the step runs"
 
 
 def test_restarts_end_and_mistakes_of_the_user_are_not_repeated(tmp_path):
