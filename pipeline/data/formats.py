@@ -27,7 +27,6 @@ from pipeline.data.records import (
     question_of,
     text_of,
     turns_of,
-    without_greeting,
 )
 from pipeline.data.tool_calls import with_tools
 from pipeline.errors import UserError
@@ -39,7 +38,6 @@ PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "inpu
 RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {their name: our name}}]"'
 ANSWER_COLUMNS = ("completion", "answer", "output", "response")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
-FIRST_TURN_COLUMNS = {*MESSAGE_COLUMNS, *PROMPT_COLUMNS}
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")  # of an instruction or a question
 STAGES_BY_FORM: dict[Form, tuple[str, ...]] = {
@@ -56,7 +54,6 @@ OPENAI_COLUMNS = {"preferred_output": "chosen", "non_preferred_output": "rejecte
 VOTE_COLUMNS = {"vote", "left", "right"}  # the chat page's arena writes these columns in addition to preferences
 TREE_COLUMNS = {"parent_id", "role", "text"}  # the messages of OpenAssistant, which form trees
 TOOL_COLUMNS = ("tools", "functions")
-GREETING = "begin with the assistant: first turn removed"  # a used row, which is not a bad row
 FORMS_TEXT = (
     "prompt + completion (or question + answer, or instruction + input + output); messages; "
     "prompt + chosen + rejected; chosen + rejected that begin with the same turns; prompt + completion + label; "
@@ -123,23 +120,17 @@ def _form(found: set[str], name: str) -> Form:
     )
 
 
-def parse_row(row: Row, form: Form, source: str) -> tuple[Record, bool]:
-    """Return the record of a row in the type of its form, and whether a greeting of the assistant was removed.
+def parse_row(row: Row, form: Form, source: str) -> Record:
+    """Return the record of a row in the type of its form.
 
     Raises BadRow for an unusable row, and UnusedRow for a row that no stage reads.
     """
-    cleaned = _from_the_user(row)
-    record = _PARSERS[form](cleaned, source)
-    _require_text(row, record)
-    return record, cleaned is not row
-
-
-def _require_text(row: Row, record: Record) -> None:
-    """Raise BadRow if the messages refer to the image in another column, as LLaVA's data do."""
+    record = _PARSERS[form](row, source)
     messages = record.prompt if isinstance(record, Preference) else record.messages
     has_image = any(row.get(column) for column in ("image", "images"))
-    if has_image and any("<image>" in message.content for message in messages):
+    if has_image and any("<image>" in message.content for message in messages):  # as LLaVA's data do
         raise BadRow(NOT_TEXT)
+    return record
 
 
 def for_stage(record: Record, stage: str, *, labels: bool) -> Record:
@@ -174,13 +165,6 @@ def for_stage(record: Record, stage: str, *, labels: bool) -> Record:
 def _first(row: Row, names: tuple[str, ...]) -> Any:
     """Return the value of the first of these columns that the row has."""
     return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _from_the_user(row: Row) -> Row:
-    """Return a row whose columns of messages have no greeting of the assistant; the same row if none has."""
-    columns = row.keys() & FIRST_TURN_COLUMNS or row.keys() & {"chosen", "rejected"}
-    changed = {name: new for name in columns if (new := without_greeting(row[name])) is not row[name]}
-    return {**row, **changed} if changed else row
 
 
 def _with_columns(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -159,7 +159,10 @@ def replace_surrogates(text: str) -> str:
 
 
 def messages_of(value: Any) -> tuple[Message, ...]:
-    """Parse a list of {"role", "content"} (or {"from", "value"}), or turns as text. Join messages of one role."""
+    """Parse a list of {"role", "content"} (or {"from", "value"}), or turns as text.
+
+    Messages of one role are joined, and turns of the assistant before the first one of the user are left out.
+    """
     value = _list_of(value)
     if isinstance(value, str) and value.lstrip().startswith("Human:"):
         return turns_of(value)
@@ -167,24 +170,13 @@ def messages_of(value: Any) -> tuple[Message, ...]:
         raise BadRow("messages are not a list")
     if not isinstance(value, Sequence):
         raise BadRow("no messages" if value is None else "neither a text nor a list of messages")
-    return in_order([message_of(item) for item in value])
+    return in_order(_without_greeting([message_of(item) for item in value]))
 
 
-def without_greeting(value: Any) -> Any:
-    """Return a message list without the turns of the assistant before the first turn of the user.
-
-    Any other value is returned unchanged, and so is a list that does not begin with the assistant or has no user.
-    """
-    try:
-        items = list_in(value)
-    except BadRow:  # the row is unusable only if its form reads this column
-        return value
-    read = (_role_of(item)[1] for item in items) if isinstance(items, list) else iter(())
-    if next((role for role in read if role != "system"), None) != "assistant" or "user" not in read:
-        return value  # usually after the role of one message
-    roles = [_role_of(item)[1] for item in items]
-    first = roles.index("user")
-    return [item for index, item in enumerate(items) if index >= first or roles[index] == "system"]
+def _without_greeting(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages without the turns of the assistant before the first turn of the user, if there is a user."""
+    first = next((index for index, message in enumerate(messages) if message.role == "user"), 0)
+    return [message for index, message in enumerate(messages) if index >= first or message.role != "assistant"]
 
 
 def _list_of(value: Any) -> Any:
@@ -264,7 +256,9 @@ def message_of(item: Any) -> Message:
     """Parse a message: {"role", "content"}, or {"from", "value"}, and calls or the name of a tool. Raises BadRow."""
     if not isinstance(item, Mapping):
         raise BadRow("a message is not an object")
-    name, role = _role_of(item)
+    name = item.get("role", item.get("from"))
+    name = name.lower() if isinstance(name, str) else ""
+    role = ROLES.get(name)
     if role is None:
         shown = f"of the role {name[:20]!r}" if name else "without a role"
         raise BadRow(f"a message {shown} (known are system, user, assistant, tool)")
@@ -293,13 +287,6 @@ def message_of(item: Any) -> Message:
         if fields or role == "tool":
             return Message(role, "", _json({"content": "", **fields}), reasoning)
     return Message(role, text_of(content, "answer" if role == "assistant" else "content"), _json(fields), reasoning)
-
-
-def _role_of(item: Any) -> tuple[str, str | None]:
-    """Return the name that a file gives the role of a message, and the role; None for an unknown name."""
-    name = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
-    name = name.lower() if isinstance(name, str) else ""
-    return name, ROLES.get(name)
 
 
 def _json(fields: Mapping[str, Any]) -> str:

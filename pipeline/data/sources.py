@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data.files import Table, data_files, read_table, table_of
-from pipeline.data.formats import GREETING, Record, detect, for_stage, parse_row
+from pipeline.data.formats import Record, detect, for_stage, parse_row
 from pipeline.data.records import BadRow, Conversation, Document, LabelledAnswer, Message, Preference, Prompt, UnusedRow
 from pipeline.errors import UserError
 from pipeline.installation import pip_install
@@ -96,8 +96,7 @@ class RecordTable:
             row = table.renamed(read)
             named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a column
             try:
-                record, has_greeting = parse_row(named, self.form, self.source)
-                unused[GREETING] += has_greeting
+                record = parse_row(named, self.form, self.source)
                 records.append((index, record, first_turn(record)))
             except UnusedRow as reason:
                 unused[str(reason)] += 1

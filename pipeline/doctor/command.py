@@ -19,7 +19,6 @@ from pipeline.config.messages import format_time
 from pipeline.config.recipes import Rate, compare_rates
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import stages_to_run
-from pipeline.data.formats import GREETING
 from pipeline.data.load import RESERVED
 from pipeline.data.rendering import example_lines, token_line
 from pipeline.doctor.facts import Facts, StageFacts, gather
@@ -110,7 +109,7 @@ def _rows(stages: Sequence[StageFacts]) -> Iterator[str]:
         reasons = [f"{count:,} {reason}" for reason, count in sorted(each.skipped.items())]
         sample = "" if each.sample == each.train else f" of the first {each.sample:,}"
         reasons += [f"{count:,}{sample}: {reason}" for reason, count in sorted(each.cut.items())]
-        skipped = sum(count for reason, count in each.skipped.items() if reason not in (RESERVED, GREETING))
+        skipped = sum(count for reason, count in each.skipped.items() if reason != RESERVED)
         yield ROW.format(
             each.stage, f"{each.train:,}", f"{each.held_out:,}", f"{skipped:,}", "; ".join(reasons)
         ).rstrip()

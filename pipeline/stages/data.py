@@ -15,7 +15,6 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
 from pipeline.data.encode import ADDED, encoder, labelled_answers
-from pipeline.data.formats import GREETING
 from pipeline.data.load import OVERWEIGHT, RESERVED, DataReader, StageRecords, is_generated
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import first_turn
@@ -86,11 +85,9 @@ def stage_records(config: RunConfig, stage: str, reader: DataReader) -> StageRec
             print(f"{stage}: reading the data", flush=True)
         records = _load(config, stage, reader)
         loaded.append(records)
-        unusable = {reason: count for reason, count in records.skipped.items() if reason not in (RESERVED, GREETING)}
+        unusable = {reason: count for reason, count in records.skipped.items() if reason != RESERVED}
         if unusable:
             print(f"{stage}: skipped rows: {_counted(unusable)}", flush=True)
-        if greeted := records.skipped.get(GREETING):
-            print(f"{stage}: rows that begin with the assistant: {greeted:,}; their first turn is removed", flush=True)
         repeats = 0 if generated else len(records.train) - len(set(records.train))
         if repeats:
             print(f"{stage}: {repeats} of {len(records.train)} rows are repeated, and each copy counts", flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.files import Table, table_of
-from pipeline.data.formats import GREETING, detect, stages_of
+from pipeline.data.formats import detect, stages_of
 from pipeline.data.records import (
     Conversation,
     Document,
@@ -315,10 +315,8 @@ HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "g"}
         ({"chosen": [HELLO, HUMAN, GPT], "rejected": [HELLO, HUMAN, BAD]}, chat("a", "g")),
     ],
 )
-def test_a_greeting_of_the_assistant_is_removed_and_counted(row: dict[str, Any], expected: tuple[Message, ...]) -> None:
-    records, skipped = to_records(table_of("t", [row]), "sft", "s", bad_row_limit=0.0)
-    assert records == [Conversation(expected, "s")]
-    assert skipped == {GREETING: 1}
+def test_a_greeting_of_the_assistant_is_removed(row: dict[str, Any], expected: tuple[Message, ...]) -> None:
+    assert one(row, "sft") == Conversation(expected, "s")
 
 
 def test_a_label_belongs_to_the_answer_and_not_to_a_solution() -> None:

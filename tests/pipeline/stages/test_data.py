@@ -289,9 +289,7 @@ def test_names_of_control_tokens_in_answers_are_reported(capsys: pytest.CaptureF
 
 def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pairs.jsonl"
-    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(399)]
-    greeted = [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "399?"}]
-    rows.append({"prompt": greeted, "chosen": "a", "rejected": "b"})
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(400)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = tiny_config().model_copy(update={"data": DataConfig(name="pairs", path=str(file))})
     reader = stage_data.open_data(config)
@@ -300,7 +298,6 @@ def test_the_shares_of_a_file_are_a_table_with_their_keys(tmp_path: Path, capsys
     counts = {stage: load_stage(config.data, stage, seed=1) for stage in ("sft", "reward", "ppo")}
     rows_of = {stage: len(each.train) for stage, each in counts.items()}
     lines = capsys.readouterr().out.splitlines()
-    assert "sft: rows that begin with the assistant: 1; their first turn is removed" in lines
     assert not any("skipped" in line for line in lines)
     title = lines.index("data: several stages read the same file; each prompt belongs to one of them")
     table = [line.split() for line in lines[title + 1 :]]
