@@ -41,8 +41,12 @@ from pipeline.installation import advise_on_import
 
 REWARD, JUDGE, PAIR_JUDGE = "ppo.reward_function", "evaluation.judge", "evaluation.pair_judge"
 SIGNATURE = "def NAME(answer: str, row: dict) -> float"
+SIGNATURES = {
+    REWARD: SIGNATURE,
+    JUDGE: SIGNATURE,
+    PAIR_JUDGE: "def NAME(first: str, second: str, row: dict) -> float | None",
+}
 SINGLE = "function"  # the name of the reward of a function that returns a number
-SIGNATURES = {PAIR_JUDGE: "def NAME(first: str, second: str, row: dict) -> float | None"}
 BOUNDS = {REWARD: (-FP32_MAX, FP32_MAX), JUDGE: (0.0, 1.0), PAIR_JUDGE: (0.0, 1.0)}
 RETURN_TYPES = {
     REWARD: "finite number",
@@ -52,14 +56,6 @@ RETURN_TYPES = {
 LONGEST_VALUE, LONGEST_ROW = 120, 1000  # characters of a message
 TRIED = ("", "The answer is 42.")  # the answers of `try_reward`
 EXIT_SECONDS = 5.0  # for the end of their process; multiprocessing waits for a ProcessPoolExecutor without end
-ADVICE = {
-    REWARD: "Correct the function, or start its service, and run the same command again: with an unchanged file PPO "
-    "resumes, otherwise it starts again",
-    JUDGE: "Correct the function and run the same command again: the stage resumes from the last checkpoint. If the "
-    "guard of PPO (ppo.guard=stop or rollback) or ppo.export=best reads the judge, PPO starts again with a corrected "
-    "file",
-    PAIR_JUDGE: "Correct the function and run the same command again to resume from the last checkpoint",
-}
 _Result = TypeVar("_Result")
 
 
@@ -156,7 +152,8 @@ class UserFunction:
         return UserError(
             f"{self.key}={self.where} {what} for the answer {_cut(repr(answer))} to the row "
             f"{{{_cut(shown, LONGEST_ROW)}}}. The function must return a "
-            f"{RETURN_TYPES[self.key]} for any text, also for an empty one. {ADVICE[self.key]}"
+            f"{RETURN_TYPES[self.key]} for any text, also for an empty one. Correct the function, or start its "
+            "service, and run the same command again"
         )
 
 
@@ -232,35 +229,18 @@ def load_function(where: str, threads: int = 1, *, key: str = REWARD) -> UserFun
         raise UserError(f"{key}={where}: {file} {changed}")
     call = getattr(module, name, None)
     if not callable(call):
-        functions = {attribute: value for attribute, value in vars(module).items() if inspect.isfunction(value)}
-        names = [attribute for attribute, value in functions.items() if value.__module__ == module.__name__]
-        available = f"it has {', '.join(names)}" if names else "it has no function"
-        raise UserError(f"{key}={where}: there is no function {name} in {file}; {available}")
-    answers, signature = ("an answer", SIGNATURE) if key not in SIGNATURES else ("two answers", SIGNATURES[key])
-    signature = signature.replace("NAME", name)
+        raise UserError(f"{key}={where}: there is no function {name} in {file}")
+    unfit = UserError(
+        f"{key}={where}: {name} can't be called like {SIGNATURES[key].replace('NAME', name)}. For a function of TRL, "
+        "which scores a batch of completions, use the wrapper in docs/guides/from_trl.md"
+    )
     try:
         arguments = inspect.signature(call)
-    except ValueError:  # a C function without a signature
-        return UserFunction(where, file, call, threads, key)
+        arguments.bind(*[""] * (3 if key == PAIR_JUDGE else 2))
+    except (TypeError, ValueError) as problem:
+        raise unfit from problem
     if "completions" in arguments.parameters:
-        raise UserError(
-            f"{key}={where}: {name} scores a batch of answers (argument completions), like functions for TRL. zerochat "
-            f"calls a function once for each answer; write {signature}, or use the wrapper in docs/guides/from_trl.md"
-        )
-    if inspect.iscoroutinefunction(call):
-        keys = "ppo.reward_threads" if key == REWARD else "evaluation.judge_threads"
-        raise UserError(
-            f"{key}={where}: {name} is asynchronous (async def), and nothing awaits its result; write {signature}, and "
-            f"set {keys}=32 for calls that wait at the same time"
-        )
-    if inspect.isgeneratorfunction(call) and key != REWARD:
-        raise UserError(f"{key}={where}: {name} yields messages, which only ppo.reward_function may; write {signature}")
-    try:
-        arguments.bind(*[""] * (3 if key in SIGNATURES else 2))
-    except TypeError as problem:
-        raise UserError(
-            f"{key}={where}: {name} can't be called with {answers} and a row; write {signature}"
-        ) from problem
+        raise unfit
     return UserFunction(where, file, call, threads, key)
 
 
@@ -321,8 +301,7 @@ def function_file(where: str, key: str = REWARD) -> Path:
     """Return the file of FILE.py:NAME. Raise UserError if the form is wrong or the file is missing."""
     path, _, name = where.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        signature = SIGNATURES.get(key, SIGNATURE)
-        raise UserError(f"{key}={where}: write FILE.py:NAME, a Python file and a function in it, {signature}")
+        raise UserError(f"{key}={where}: write FILE.py:NAME, a Python file and a function in it, {SIGNATURES[key]}")
     if not Path(path).is_file():
         raise UserError(f"{key}={where}: there is no file {path} (relative paths start at {Path.cwd()})")
     return Path(path)

@@ -299,5 +299,5 @@ def test_settings_that_do_not_support_messages_are_refused_before_a_run(tmp_path
         check_paths(composed.config_of("model=gpt2", where))
     with pytest.raises(UserError, match=r"rollout.stream=true does not support: remove it$"):
         check_paths(composed.config_of("model=gpt2", where, "ppo.reward_model=false", "rollout.stream=true"))
-    with pytest.raises(UserError, match=r"talk yields messages, which only ppo.reward_function may"):
-        load_function(f"{tmp_path}/mine.py:talk", key=JUDGE)
+    with pytest.raises(UserError, match="returned generator, not a number"):
+        load_function(f"{tmp_path}/mine.py:talk", key=JUDGE).score("a", {})

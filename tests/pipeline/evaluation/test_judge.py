@@ -59,7 +59,9 @@ def test_a_pair_judge_that_fails_stops_the_stage(tmp_path: Path, body: str, mess
 def test_a_pair_judge_takes_two_answers_and_a_row(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("def grade(answer, row):\n    return 1\n")
-    with pytest.raises(UserError, match=r"evaluation\.pair_judge=.*two answers and a row; write def grade\(first: str"):
+    with pytest.raises(
+        UserError, match=r"evaluation\.pair_judge=.*called like def grade\(first: str, second: str, row"
+    ):
         load_function(f"{file}:grade", key=PAIR_JUDGE)
 
 
