@@ -1,6 +1,5 @@
 """Stage 1, supervised fine-tuning: set-up, training and export. The loop is `pipeline/stages/supervised.py`."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +58,7 @@ def run(config: RunConfig, folder: Path) -> None:
     log_divided("sft", tokenizer)
     if distributed.is_rank_zero():
         first = data.train[0]
-        shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist(), sys.stdout)
+        shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist())
         print(f"sft: {token_line(tokenizer)}", *shown, sep="\n", flush=True)
     evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, held_out))
     del records, held_out, to_come  # frees the texts

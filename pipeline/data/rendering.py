@@ -1,13 +1,10 @@
 """Show an example as the model reads it, with the tokens of the loss marked, so that a wrong template is visible."""
 
-import os
 from collections.abc import Iterator, Sequence
-from typing import TextIO
 
 from pipeline.data.tokenizer import ChatTokenizer
 
 LONGEST_EXAMPLE = 800  # characters of the rendered example
-COLOUR, PLAIN = ("\x1b[32m", "\x1b[0m"), ("[", "]")  # around the tokens of the loss
 
 
 def token_line(tokenizer: ChatTokenizer) -> str:
@@ -21,32 +18,20 @@ def token_line(tokenizer: ChatTokenizer) -> str:
     return f"tokens: answers end with {ends}; begin token: {begin}; padding: {padding}"
 
 
-def example_lines(
-    tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool], stream: TextIO
-) -> Iterator[str]:
-    """Yield the lines that show an example, with colour if `stream` is a terminal. No lines for an empty example.
-
-    ids (T,): the tokens; counts (T,): True for the tokens of the loss
-    """
-    if not len(ids):
-        return
-    colour = stream.isatty() and "NO_COLOR" not in os.environ
-    marks = "in green" if colour else "in [..]"
-    yield f"first example, {len(ids)} tokens; the loss includes the {sum(counts)} tokens {marks}:"
-    yield from (f"  | {line}" for line in rendered_example(tokenizer, ids, counts, colour=colour).split("\n"))
-
-
-def rendered_example(tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool], *, colour: bool) -> str:
-    """Return a conversation as the model reads it, with the tokens of the loss in colour, or in [..] without colour.
+def example_lines(tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool]) -> Iterator[str]:
+    """Yield the lines that show an example, with the tokens of the loss in [..]. No lines for an empty example.
 
     ids (T,): the tokens; counts (T,): True for the tokens of the loss. A long example is shortened in the middle.
     """
-    begin, end = COLOUR if colour else PLAIN
+    if not len(ids):
+        return
+    yield f"first example, {len(ids)} tokens; the loss includes the {sum(counts)} tokens in [..]:"
     runs = [(_decode(tokenizer, run), counted) for run, counted in _runs(ids, counts)]
     length = sum(len(text) for text, _ in runs)
     limit = LONGEST_EXAMPLE // max(1, len(runs)) if length > LONGEST_EXAMPLE else length
     shown = ((_shortened(text, limit), counted) for text, counted in runs)
-    return "".join(f"{begin}{text}{end}" if counted else text for text, counted in shown)
+    text = "".join(f"[{text}]" if counted else text for text, counted in shown)
+    yield from (f"  | {line}" for line in text.split("\n"))
 
 
 def _runs(ids: Sequence[int], counts: Sequence[bool]) -> Iterator[tuple[Sequence[int], bool]]:

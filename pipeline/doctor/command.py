@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from engine import distributed
 from pipeline.config.check import validate, warnings
@@ -53,14 +52,14 @@ def _print_screen(words: Sequence[str]) -> int:
     prepare_single_process()
     try:
         for job in compose_jobs(parse_command(words)):
-            for line in examine(job, sys.stdout):
+            for line in examine(job):
                 print(line, flush=True)
     finally:
         distributed.stop()  # the measurement started a process group; NCCL warns at exit about one that is left
     return 0
 
 
-def examine(job: Job, stream: TextIO) -> Iterator[str]:
+def examine(job: Job) -> Iterator[str]:
     """Yield the lines about one job. Raises the UserError that `train` would end with."""
     config = validate(job.raw)
     ranks = own_ranks(config.ranks, count_gpus()).world
@@ -76,7 +75,7 @@ def examine(job: Job, stream: TextIO) -> Iterator[str]:
     yield job.recipe or "recipe: none"
     yield ""
     yield token_line(facts.tokenizer)
-    yield from example_lines(facts.tokenizer, *facts.stages[0].example, stream)
+    yield from example_lines(facts.tokenizer, *facts.stages[0].example)
     yield ""
     yield from _rows(facts.stages)
     yield ""

@@ -13,7 +13,7 @@ from pipeline.config.recipes import Recipe, compare_rates, rate_warnings
 from pipeline.data.load import DataReader, StageRecords
 from pipeline.data.new_tokenizer import train_tokenizer
 from pipeline.data.records import Message
-from pipeline.data.rendering import COLOUR, rendered_example
+from pipeline.data.rendering import example_lines
 from pipeline.doctor.command import main as doctor
 from pipeline.launch.command import main as train
 from pipeline.planning.data_size import data_sizes
@@ -136,13 +136,12 @@ def test_the_tokens_of_the_loss_are_marked_and_control_characters_are_shown() ->
     tokenizer = train_tokenizer(["hello there"] * 4, 300)
     messages = (Message("user", "hi\x1b[31m"), Message("assistant", "ok"))
     ids, counts = tokenizer.encode_conversations([messages])[0]
-    begin, end = COLOUR
-    assert rendered_example(tokenizer, ids, counts, colour=True).endswith(f"<|assistant|>{begin}ok<|end|>{end}")
-    plain = rendered_example(tokenizer, ids, counts, colour=False)
-    assert plain == "<|user|>hi\\x1b[31m<|end|><|assistant|>[ok<|end|>]"
+    title, example = example_lines(tokenizer, ids, counts)
+    assert title.endswith("the loss includes the 3 tokens in [..]:")
+    assert example == "  | <|user|>hi\\x1b[31m<|end|><|assistant|>[ok<|end|>]"
     messages = (Message("user", "a" * 9000), Message("assistant", "ok"))
     ids, counts = tokenizer.encode_conversations([messages])[0]
-    assert len(rendered_example(tokenizer, ids, counts, colour=False)) < 900
+    assert len("".join(example_lines(tokenizer, ids, counts))) < 1000
 
 
 def test_ranks_micro_batches_and_accumulation_make_the_batch() -> None:
