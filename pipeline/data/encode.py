@@ -85,7 +85,8 @@ def encoder(config: "RunConfig", stage: str, tokenizer: ChatTokenizer) -> Callab
     if stage == "sft":
         return partial(encode_conversations, tokenizer, max_length=length, loss_on=config.sft.loss_on)
     if stage == "ppo":
-        return partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens)
+        rows = config.ppo.reward_function is not None
+        return partial(encode_prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens, rows=rows)
     if stage == "dpo" and not config.dpo.reads_pairs:
         return partial(encode_labelled, tokenizer, max_length=length)
     return partial(encode_preferences, tokenizer, max_length=length, stage=stage)
@@ -97,17 +98,15 @@ def encode_conversations(
     *,
     max_length: int,
     loss_on: str = "assistant",
-    name: str = "conversations",
 ) -> tuple[list[TokenItem], Counter[str]]:
     """Return the conversations and documents, and the numbers of cut and dropped records by reason.
 
     loss_on: "assistant" for answers and their end tokens, "all" for every token; documents train every token
-    name: what messages call the records
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
     items: list[TokenItem] = []
-    for chunk in _chunks(records, name):
+    for chunk in _chunks(records):
         documents = [record.messages[0].content for record in chunk if isinstance(record, Document)]
         for ids in tokenizer.encode_documents(documents):
             notes["documents divided at max_length"] += len(ids) > max_length
@@ -125,7 +124,7 @@ def encode_conversations(
                 continue
             notes["cut to max_length"] += len(ids) > max_length
             items.append(TokenItem(_ids(ids[:max_length]), np.array(counts, np.bool_)))
-    _check(items, records, f"{name} has an answer token", max_length, "sft.max_length")
+    _check(items, records, "records has an answer token", max_length, "sft.max_length")
     return items, +notes
 
 
@@ -134,18 +133,16 @@ def encode_preferences(
     records: Sequence[Preference],
     *,
     max_length: int,
-    name: str = "pairs",
     stage: str = "reward",
 ) -> tuple[list[PairItem], Counter[str]]:
     """Return the pairs, and the numbers of cut and dropped records by reason.
 
-    name: what messages call the records
     stage: the stage whose key sets `max_length`
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
     pairs: list[PairItem] = []
-    for chunk in _chunks(records, name):
+    for chunk in _chunks(records):
         prompts = tokenizer.encode_prompts([record.prompt for record in chunk])
         sides = [(*record.prompt, answer) for record in chunk for answer in (record.chosen, record.rejected)]
         answers = tokenizer.encode_last_answers(sides)
@@ -161,7 +158,7 @@ def encode_preferences(
             first, second = _ids(prompt + chosen[:limit]), _ids(prompt + rejected[:limit])
             conversation = first_turn(record)[:8]
             pairs.append(PairItem(first, second, record.margin, record.source, len(prompt), conversation))
-    _check(pairs, records, f"{name} has answers that differ", max_length, f"{stage}.max_length")
+    _check(pairs, records, "records has answers that differ", max_length, f"{stage}.max_length")
     return pairs, +notes
 
 
@@ -178,16 +175,15 @@ def labelled_answers(records: Sequence[Preference | LabelledAnswer]) -> list[Lab
 
 
 def encode_labelled(
-    tokenizer: ChatTokenizer, records: Sequence[LabelledAnswer], *, max_length: int, name: str = "answers"
+    tokenizer: ChatTokenizer, records: Sequence[LabelledAnswer], *, max_length: int
 ) -> tuple[list[LabelledItem], Counter[str]]:
     """Return the answers with labels, and the numbers of cut and dropped records by reason.
 
-    name: what messages call the records
     Raises UserError if no record is left.
     """
     notes: Counter[str] = Counter()
     items: list[LabelledItem] = []
-    for chunk in _chunks(records, name):
+    for chunk in _chunks(records):
         prompts = tokenizer.encode_prompts([record.messages[:-1] for record in chunk])
         answers = tokenizer.encode_last_answers([record.messages for record in chunk])
         for record, prompt, answer in zip(chunk, prompts, answers, strict=True):
@@ -197,22 +193,25 @@ def encode_labelled(
                 continue
             notes["cut to max_length"] += len(answer) > limit
             items.append(LabelledItem(_ids(prompt + answer[:limit]), len(prompt), record.label))
-    _check(items, records, f"{name} has an answer token", max_length, "dpo.max_length")
+    _check(items, records, "records has an answer token", max_length, "dpo.max_length")
     return items, +notes
 
 
 def encode_prompts(
-    tokenizer: ChatTokenizer, records: Sequence[Prompt], *, max_tokens: int
+    tokenizer: ChatTokenizer, records: Sequence[Prompt], *, max_tokens: int, rows: bool = False
 ) -> tuple[list[PromptItem], Counter[str]]:
-    """Return the prompts, and the number of dropped records by reason. Raises UserError if no record is left."""
+    """Return the prompts, and the number of dropped records by reason. Raises UserError if no record is left.
+
+    rows: the prompts have their data rows
+    """
     items, shortest = list[PromptItem](), math.inf
-    for chunk in _chunks(records, "prompts"):
+    for chunk in _chunks(records):
         encoded = tokenizer.encode_prompts([record.messages for record in chunk])
         shortest = min(shortest, *map(len, encoded))
         for record, ids in zip(chunk, encoded, strict=True):
             if len(ids) <= max_tokens:
-                items.append(PromptItem(array("i", ids), record.row))
-    what = f"prompts fits (the shortest has {shortest} tokens)"
+                items.append(PromptItem(array("i", ids), record.row if rows else None))
+    what = f"records fits (the shortest has {shortest} tokens)"
     _check(items, records, what, max_tokens, "rollout.max_prompt_tokens")
     return items, +Counter({"prompt longer than max_prompt_tokens": len(records) - len(items)})
 
@@ -221,13 +220,13 @@ def _ids(row: Sequence[int]) -> Ids:
     return np.array(row, np.int32)
 
 
-def _chunks(records: Sequence[Record], what: str) -> Iterator[Sequence[Record]]:
+def _chunks(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
     """Yield chunks of records, and print the progress every few seconds."""
     printed = time.monotonic()
     for start in range(0, len(records), CHUNK):
         if time.monotonic() - printed >= SECONDS_PER_LINE:
             printed = time.monotonic()
-            print(f"{start:,} of {len(records):,} {what} tokenized", flush=True)
+            print(f"{start:,} of {len(records):,} records tokenized", flush=True)
         yield records[start : start + CHUNK]
 
 

@@ -25,9 +25,6 @@ from pipeline.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-_DOCUMENT = 'Write one {"text": "..."} per line and document into a .jsonl file.'
-_SHEET = "Save the table as CSV in UTF-8."
-OTHER_FORMATS = {".txt": _DOCUMENT, ".md": _DOCUMENT, ".xlsx": _SHEET, ".xls": _SHEET, ".ods": _SHEET}
 SEPARATORS = (",", ";", "\t")
 ROWS_PER_BATCH = 2048  # of a parquet file, whose columns are decoded for one batch at a time
 NOT_JSON = "a line is not a JSON object"
@@ -99,23 +96,20 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 def missing(path: str, key: str) -> str:
     """Return the error message for a path that does not exist. `key` is the configuration key."""
-    message = f"{key}={path}: there is no such file or folder (relative paths start at {Path.cwd()})."
-    if "://" in path:
-        return f"{message} URLs are not supported: download the file, and set {key} to its path."
-    if re.search(r"[*?,]", path):
-        sources = '"data.sources=[{path: A}, {path: B}]"'
-        return f"{message} Set {key} to a folder to read all its files, or list several files: {sources}."
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and _suffix(Path(path)) not in SUFFIXES:
-        return f'{message} For a data set of the hub, write "data.sources=[{{hub: {path}}}]".'
-    return message
+    return (
+        f"{key}={path}: there is no such file or folder (relative paths start at {Path.cwd()}). For a data set of the "
+        'hub, write "data.sources=[{hub: NAME}]", and for several files "data.sources=[{path: A}, {path: B}]".'
+    )
 
 
 def read_table(path: Path) -> Table:
     """Read one file as a table. Raises UserError if the file is empty, damaged or has an unknown format."""
     suffix = _suffix(path)
     if suffix not in SUFFIXES:
-        advice = OTHER_FORMATS.get(suffix, "Convert the file, or rename it if it has one of these formats.")
-        raise UserError(f"{path}: the name has no known suffix (known are {', '.join(SUFFIXES)}). {advice}")
+        raise UserError(
+            f"{path}: the name has no known suffix (known are {', '.join(SUFFIXES)}). Save a table as CSV in UTF-8, "
+            'and documents as JSON Lines, one {"text": "..."} per document.'
+        )
     if suffix in (".parquet", ".arrow"):
         return _columnar(path, suffix)
     reader = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv}[suffix]
@@ -130,14 +124,9 @@ def table_of(
     broken: Sequence[tuple[str, str]] = (),
 ) -> Table:
     """Return a table. Its columns are those with a value other than null in at least one row."""
-    if not rows and broken:
-        position, reason = broken[0]
-        advice = " If the file is a JSON list, name it .json." if reason == NOT_JSON else ""
-        raise UserError(
-            f"{name}: {reason} ({position}), and no other line has a row. Write one example per row.{advice}"
-        )
     if not rows:
-        raise UserError(f"{name}: the file is empty. Write one example per row.")
+        first = f" ({broken[0][1]}: {broken[0][0]})" if broken else ""
+        raise UserError(f"{name}: the file has no row{first}. Write one example per row.")
     columns = frozenset(column for row in rows for column, value in row.items() if value is not None)
     numbers = numbers if numbers is not None else range(1, len(rows) + 1)
     return Table(name, rows, columns, numbers, unit, tuple(broken))
@@ -208,27 +197,15 @@ def _json_lines(path: Path) -> Table:
         if not line.strip():
             continue
         try:
-            rows.append(_object(line.removesuffix("\n")))
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # ValueError: also an integer with thousands of digits
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
             numbers.append(number)
-        except (ValueError, RecursionError) as error:
-            broken.append((f"line {number}{_place(error)}", NOT_JSON))
+        else:
+            broken.append((f"line {number}", NOT_JSON))
     return table_of(str(path), rows, numbers, unit="line", broken=broken)
-
-
-def _object(line: str) -> Row:
-    """Return the object of one line. Raises ValueError or RecursionError."""
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"it is {type(row).__name__}, not {{...}}")
-    return row
-
-
-def _place(error: Exception) -> str:
-    """Return the column and the cause of an error in a line of JSON, as a suffix of the line number."""
-    if isinstance(error, json.JSONDecodeError):
-        return f", column {error.colno}: {error.msg}"
-    reason = str(error).partition(";")[0]  # the rest is advice to programmers
-    return ": it is nested too deeply" if isinstance(error, RecursionError) else f": {reason}"
 
 
 def _json(path: Path) -> Table:
@@ -236,54 +213,34 @@ def _json(path: Path) -> Table:
     text = "".join(_lines(path))
     try:
         value = json.loads(text)
-    except RecursionError as error:
-        raise UserError(f"{path}: the JSON is nested too deeply. Write one object per line.") from error
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" or not text.strip():
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith("Extra data") or not text.strip():
             return _json_lines(path)
-        raise UserError(f"{path}: line {error.lineno} is not JSON: {error.msg}. Correct the line.") from error
-    except ValueError as error:  # an integer with thousands of digits
-        raise UserError(f"{path}: cannot be read: {str(error).partition(';')[0]}. Correct the file.") from error
+        raise UserError(f"{path}: the file is not JSON: {error}. Correct the file.") from error
     if isinstance(value, dict):
-        if _is_columns(value):
-            raise UserError(
-                f"{path}: the file has columns, not rows. Write one object per row, with pandas: "
-                "to_json(FILE, orient='records', lines=True)."
-            )
         lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        value = lists[0] if len(lists) == 1 and not _is_example(value) else [value]
+        value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise UserError(f"{path}: the file is not a list of objects. Write [{{...}}, {{...}}], or one object per line.")
+        raise UserError(
+            f"{path}: the file is not a list of objects. Write [{{...}}, {{...}}], or one object per line (with "
+            "pandas: to_json(FILE, orient='records'))."
+        )
     return table_of(str(path), value)
-
-
-def _is_columns(value: Mapping[str, Any]) -> bool:
-    columns = list(value.values())
-    plain = all(isinstance(column, list) and not any(isinstance(cell, dict) for cell in column) for column in columns)
-    return len(columns) > 1 and (plain or all(isinstance(column, dict) for column in columns))
-
-
-def _is_example(value: Mapping[str, Any]) -> bool:
-    return bool({"messages", "conversations", "conversation", "prompt", "chosen"} & set(value))
 
 
 def _csv(path: Path) -> Table:
     """Read a table of cells. The separator is the most frequent one in the header: comma, semicolon or tab."""
     csv.field_size_limit(2**31 - 1)  # answers can be longer than the module's 128 KiB
-    lines = chain.from_iterable(io.StringIO(line, newline="") for line in _lines(path))  # lines may also end with \r
-    begin = ""
-    while not begin.strip() and (line := next(lines, None)) is not None:
-        begin += line
-    separator = max(SEPARATORS, key=begin.lstrip().count)
-    reader = csv.DictReader(chain(io.StringIO(begin, newline=""), lines), delimiter=separator, strict=True)
+    lines = enumerate(_lines(path))
+    before, header = next(((number, line) for number, line in lines if line.strip()), (0, ""))
+    separator = max(SEPARATORS, key=header.count)
+    reader = csv.DictReader(chain([header], (line for _, line in lines)), delimiter=separator, strict=True)
     rows, numbers = [], []
     broken: list[tuple[str, str]] = []
-    end = 1  # the last line of the last row
+    end = before + 1  # the last line of the last row
     try:
-        while reader.fieldnames == []:  # an empty line before the header
-            reader.fieldnames = None
         for row in reader:
-            end = reader.line_num
+            end = before + reader.line_num
             beyond = row.pop(None, [])  # type: ignore[call-overload]
             if any(cell.strip() for cell in beyond):
                 broken.append((f"line {end}", MORE_CELLS))
@@ -291,9 +248,8 @@ def _csv(path: Path) -> Table:
             rows.append(row)
             numbers.append(end)
     except csv.Error as error:
-        begins = end + 1
         raise UserError(
-            f"{path}: the row in line {begins} is not CSV: {error}. Put a cell with commas, quotes or line "
+            f"{path}: the row in line {end + 1} is not CSV: {error}. Put a cell with commas, quotes or line "
             "breaks in quotes, and double the quotes inside it."
         ) from error
     return table_of(str(path), rows, numbers, unit="line", broken=broken)

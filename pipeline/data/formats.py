@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGES
@@ -35,7 +34,7 @@ Form = Literal["preferences", "messages", "completions", "labelled", "prompts", 
 Record = Conversation | Document | LabelledAnswer | Preference | Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")  # the first that a row has
-RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {their name: our name}}]"'
+RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {name in the file: name of zerochat}}]"'
 ANSWER_COLUMNS = ("completion", "answer", "output", "response")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -86,14 +85,10 @@ def detect(columns: Collection[str], name: str = "the data") -> Form:
 def _form(found: set[str], name: str) -> Form:
     if {"chosen", "rejected"} <= found or found >= VOTE_COLUMNS or found >= {"input", *OPENAI_COLUMNS}:
         return "preferences"
-    if len(found & {"chosen", "rejected"}) == 1:
-        (present,) = found & {"chosen", "rejected"}
-        (absent,) = {"chosen", "rejected"} - found
-        misspelt = get_close_matches(absent, sorted(found - {present}), n=1)
-        rename = RENAME.replace("their name: our name", f"{misspelt[0]}: {absent}") if misspelt else RENAME
+    if found & {"chosen", "rejected"}:
         raise UserError(
-            f"{name}: there is a column {present}, but no column {absent}. Columns found: {', '.join(sorted(found))}. "
-            f"Preferences need both: add {absent}. {rename}."
+            f"{name}: preferences need a column chosen and a column rejected. Columns found: "
+            f"{', '.join(sorted(found))}. {RENAME}."
         )
     has_answer = bool(found & set(ANSWER_COLUMNS))
     if LABEL_COLUMN in found and (found & set(MESSAGE_COLUMNS) or (found & set(PROMPT_COLUMNS) and has_answer)):
@@ -109,14 +104,9 @@ def _form(found: set[str], name: str) -> Form:
         )
     if TEXT_COLUMN in found:
         return "text"
-    known = {*PROMPT_COLUMNS, *ANSWER_COLUMNS, *MESSAGE_COLUMNS, "chosen", "rejected"}
-    nearly = sorted(column for column in found if column not in known and column.strip().lower() in known)
-    case = f" {', '.join(nearly)}: write the name in lower case, without spaces around it." if nearly else ""
-    renamed = ", ".join(f"{column}: {column.strip().lower()}" for column in nearly)
-    header = " The first line must contain the column names." if ".csv" in name or ".tsv" in name else ""
     raise UserError(
-        f"{name}: the columns match no known form. Columns found: {', '.join(sorted(found)) or 'none'}.{case}{header} "
-        f"Known forms: {FORMS_TEXT}. {RENAME.replace('their name: our name', renamed) if nearly else RENAME}."
+        f"{name}: the columns match no known form. Columns found: {', '.join(sorted(found)) or 'none'}. Names are in "
+        f"lower case; in CSV they are in the first line. Known forms: {FORMS_TEXT}. {RENAME}."
     )
 
 

@@ -51,29 +51,28 @@ class DataReader:
     seed: selects rows if sources are mixed by weight, and generates the rows of the demo; the splits of files do not
         depend on it
     labels: dpo also reads answers with a label (LabelledAnswer), and sft imitates the desirable ones only
-    keeps_rows: prompts may need the rows that they were read from
+    keeps_rows: prompts store the rows that they were read from
     """
 
     def __init__(self, data: "DataConfig", seed: int, *, labels: bool = False, keeps_rows: bool = False) -> None:
         self.data, self.seed, self.labels, self.keeps_rows = data, seed, labels, keeps_rows
         self._opened: dict[int, Source] = {}
 
-    def stage(self, stage: str, *, rows: bool = False) -> StageRecords:
+    def stage(self, stage: str) -> StageRecords:
         """Return the records of one stage ("sft", "reward", "dpo" or "ppo").
 
-        rows: prompts store the rows that they were read from (needs `keeps_rows`)
         Raises UserError if the data is missing, damaged or has no records for the stage.
         """
         with _paused_collection():
-            return _Loading(self, stage, STAGES[stage].reads, rows).records()
+            return _Loading(self, stage, STAGES[stage].reads).records()
 
-    def held_out(self, *, rows: bool = False) -> list[Prompt]:
-        """Return the held-out prompts that policies answer in evaluations.
+    def held_out(self) -> list[Prompt]:
+        """Return the held-out prompts that policies answer in evaluations. Raises UserError as `stage` does.
 
-        They come from the sources of the first stage of `EVALUATED` that has some. `rows` and errors are as in `stage`.
+        They come from the sources of the first stage of `EVALUATED` that has some.
         """
         with _paused_collection():
-            found = (_Loading(self, "ppo", kind, rows).held_out() for kind in EVALUATED)
+            found = (_Loading(self, "ppo", kind).held_out() for kind in EVALUATED)
             return next((prompts for prompts in found if prompts), [])
 
     def sources(self, kind: str) -> list[Source]:
@@ -107,7 +106,7 @@ def _paused_collection() -> Iterator[None]:
 
 def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False, labels: bool = False) -> StageRecords:
     """Return the records of a single stage. The arguments are those of `DataReader`."""
-    return DataReader(data, seed, labels=labels, keeps_rows=rows).stage(stage, rows=rows)
+    return DataReader(data, seed, labels=labels, keeps_rows=rows).stage(stage)
 
 
 def is_generated(data: "DataConfig", stage: str) -> bool:
@@ -118,8 +117,8 @@ def is_generated(data: "DataConfig", stage: str) -> bool:
 class _Loading:
     """Loads the records for `stage` from the sources with `kind` in their stages, and counts skipped rows by reason."""
 
-    def __init__(self, reader: DataReader, stage: str, kind: str, rows: bool) -> None:
-        self.reader, self.data, self.stage, self.kind, self.rows = reader, reader.data, stage, kind, rows
+    def __init__(self, reader: DataReader, stage: str, kind: str) -> None:
+        self.reader, self.data, self.stage, self.kind = reader, reader.data, stage, kind
         self.own_shares = STAGES[stage].shares  # the keys of data.stage_shares whose prompts this stage reads
         self.skipped: Counter[str] = Counter()
         self.unused: list[RecordTable] = []
@@ -164,7 +163,7 @@ class _Loading:
             every = set[bytes]().union(*(found for _, found in own))
             turns |= {turn for turn in every if held_out_point(turn) < self.data.eval_fraction}
         own += self._evaluated_turns()
-        return turns.union(*(_at_least_one(turns, each, found) for each, found in own if each.held_out is None))
+        return turns.union(*(_at_least_one(turns, found) for each, found in own if each.held_out is None))
 
     def _evaluated_turns(self) -> Iterator[tuple[Source, set[bytes]]]:
         """Yield the sources of evaluation prompts that the stage does not read, with their first turns.
@@ -202,8 +201,9 @@ class _Loading:
         self._count(RESERVED, len(train) - len(records))
         if not records:
             raise UserError(
-                f"{each.name}: no usable row is left for stage {self.stage}: {held_out} are held out, and "
-                f"{len(train)} belong to other stages. Add data, or change data.eval_fraction or data.stage_shares."
+                f"{each.name}: no usable row is left for stage {self.stage}: {held_out} are held out (rows with the "
+                f"same first message together), and {len(train)} belong to other stages. Add data, or change "
+                "data.eval_fraction or data.stage_shares."
             )
         return records
 
@@ -220,7 +220,7 @@ class _Loading:
         limit, labels = self.data.bad_row_limit, self.reader.labels
         rows, merged = list[_Row](), set[tuple[Record, bytes]]()
         for table in tables:
-            records, skipped = table.for_stage(self.stage, limit, rows=self.rows, labels=labels)
+            records, skipped = table.for_stage(self.stage, limit, labels=labels)
             self.skipped.update(skipped)
             if self.kind != "reward" and table.form in ("preferences", "labelled"):
                 unique = [each for each in dict.fromkeys(records) if each not in merged]
@@ -235,13 +235,7 @@ class _Loading:
         stages = self._form_stages(each, table)
         if each.dedicated or stages == [self.kind]:
             return {self.own_shares[0]: 1.0}  # this stage reads the complete table
-        shares = {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
-        if sum(shares.get(name, 0.0) for name in self.own_shares) <= 0:
-            raise UserError(
-                f"data.stage_shares gives {self.stage} no row of {each.name}: set a share above 0 for "
-                f"{' or '.join(self.own_shares)}."
-            )
-        return shares
+        return {str(name): share for name, share in self.data.stage_shares.items() if name in stages}
 
     def _mixed(self, parts: list[tuple[Source, list[Record]]]) -> list[Record]:
         sizes = [len(train) for _, train in parts]
@@ -267,29 +261,20 @@ def _every_held_out(each: Source) -> Iterator[RecordTable]:
         yield from each.tables(stage, held_out=True)
 
 
-def _at_least_one(held_out: Set[bytes], each: Source, turns: set[bytes]) -> set[bytes]:
+def _at_least_one(held_out: Set[bytes], turns: set[bytes]) -> set[bytes]:
     """Return the first turn with the smallest hash if none of `turns` is held out, otherwise an empty set."""
-    if not turns or turns & held_out:
-        return set()
-    if len(turns) == 1:
-        raise UserError(
-            f"{each.name}: all usable rows have the same text or first message, or there is only one row. Such rows "
-            "are held out together, so no row is left for training. Add rows with other texts or first messages."
-        )
-    return {min(turns, key=held_out_point)}
+    return set() if not turns or turns & held_out else {min(turns, key=held_out_point)}
 
 
 def _no_data(data: "DataConfig", stage: str, unused: Sequence[RecordTable]) -> str:
-    forms = [each.form for each in unused]
     found = [
-        f"{each.name} (columns {', '.join(sorted(each.table.columns))}) has {form}, for "
-        f"{', '.join((*STAGES_BY_FORM[form], *['dpo with dpo=kto'] * (form == 'labelled')))}"
-        for each, form in zip(unused, forms, strict=True)
+        f"{each.name} (columns {', '.join(sorted(each.table.columns))}) has {each.form}, for "
+        f"{', '.join(STAGES_BY_FORM[each.form])}{', and dpo with dpo=kto' if each.form == 'labelled' else ''}"
+        for each in unused
     ]
-    ways = [f"run only a stage that uses this data (stage={STAGES_BY_FORM[forms[0]][0]})"] if forms else []
-    if stage == "reward" and any("ppo" in STAGES_BY_FORM[form] for form in forms):
+    ways = ["run only stages that use this data (stage=NAME)", "set data.path=FILE or data=NAME to other data"]
+    if stage == "reward":
         ways.append("run PPO without a reward model (ppo.reward_model=false ppo.reward_function=FILE.py:NAME)")
-    ways.append("set data.path=FILE or data=NAME to other data")
     return (
         f"Stage {stage} needs {STAGES[stage].needs}, and data={data.name} has none: "
         f"{'; '.join(found) or 'no source lists the stage'}. Choose one: {'; '.join(ways)}. {RENAME}."
@@ -307,7 +292,7 @@ def stage_point(turn: bytes) -> float:
 
 
 def stage_of(turn: bytes, shares: Mapping[str, float]) -> str:
-    """Return the stage that trains on a first turn. `shares` are relative; their sum need not be 1."""
+    """Return the stage that trains on a first turn, "" if none does. `shares` are relative; their sum need not be 1."""
     stages = [stage for stage in STAGES if shares.get(stage, 0.0) > 0]
     total = sum(shares[stage] for stage in stages)
     point, edge = stage_point(turn) * total, 0.0
@@ -315,7 +300,7 @@ def stage_of(turn: bytes, shares: Mapping[str, float]) -> str:
         edge += shares[stage]
         if point < edge:
             return stage
-    return stages[-1]
+    return stages[-1] if stages else ""
 
 
 def mixed_sizes(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:

@@ -46,7 +46,7 @@ class RecordTable:
     """The records of a table. The rows are parsed once, into records of the table's form.
 
     source: the name of the source
-    keeps_rows: prompts may need their rows; otherwise the rows are dropped when they are parsed
+    keeps_rows: prompts store their rows; otherwise the rows are dropped when they are parsed
     """
 
     table: Table
@@ -58,11 +58,10 @@ class RecordTable:
         self.form = detect(self.table.columns, self.name)
 
     def for_stage(
-        self, stage: str, bad_row_limit: float, *, rows: bool = False, labels: bool = False
+        self, stage: str, bad_row_limit: float, *, labels: bool = False
     ) -> tuple[list[tuple[Record, bytes]], Counter[str]]:
         """Return the records of a stage with the digests of their first turns, and the skipped rows by reason.
 
-        rows: prompts store the row that they were read from
         labels: dpo also reads labelled answers, and sft leaves out the undesirable ones
         Unusable rows are skipped and counted. Raises UserError if their share is above `bad_row_limit`. The message
         lists the number of rows and the first row for each reason.
@@ -77,7 +76,7 @@ class RecordTable:
             except BadRow as reason:
                 bad.append((self.table.position(index), str(reason)))
             else:
-                if rows and isinstance(own, Prompt):
+                if self.keeps_rows and isinstance(own, Prompt):
                     own = replace(own, row=self.table.renamed(self.table.rows[index]))
                 records.append((own, turn))
         if len(bad) > bad_row_limit * parsed.count:

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -13,7 +12,7 @@ from engine import distributed
 from pipeline import progress
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
-from pipeline.config.stages import POLICIES, STAGES, example_unit, stages_to_run
+from pipeline.config.stages import POLICIES, STAGES, stages_to_run
 from pipeline.data.encode import ADDED, encoder, labelled_answers
 from pipeline.data.load import OVERWEIGHT, RESERVED, DataReader, StageRecords, is_generated
 from pipeline.data.records import Preference, Prompt
@@ -68,7 +67,7 @@ def on_rank_zero(make: Callable[[], Result]) -> Result:
 def open_data(config: RunConfig) -> DataReader:
     """Return the reader of the data of a run. It holds what it read, so delete it before training."""
     judges = config.evaluation.judge, config.evaluation.pair_judge
-    keeps_rows = _wants_rows(config) or any(judge is not None for judge in judges)
+    keeps_rows = any(function is not None for function in (config.ppo.reward_function, *judges))
     return DataReader(config.data, config.seed, labels=not config.dpo.reads_pairs, keeps_rows=keeps_rows)
 
 
@@ -107,8 +106,7 @@ def examples(config: RunConfig, stage: str, records: StageRecords, tokenizer: Ch
     train, notes = encode_for_all(encode, records.train)
     log_cut(stage, notes, len(records.train), f"{stage}.max_length")
     evaluation_records = records.held_out[: section.eval_examples]
-    named = partial(encode, name=f"held-out {example_unit(stage, section)}")
-    parts, _ = encode_for_all(named, evaluation_records)  # a long document has many
+    parts, _ = encode_for_all(encode, evaluation_records)  # a long document has many
     count = min(len(parts), section.eval_examples)
     held_out = [parts[index * len(parts) // count] for index in range(count)]
     if section.export == "best" and not held_out:
@@ -256,7 +254,7 @@ def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[s
 def held_out_prompts(reader: DataReader) -> list[Prompt]:
     """Return the held-out prompts on rank 0, with their rows if the reader keeps them. Other ranks return none."""
     held_out: list[Prompt] = []
-    on_rank_zero(lambda: held_out.extend(reader.held_out(rows=reader.keeps_rows)))
+    on_rank_zero(lambda: held_out.extend(reader.held_out()))
     return held_out
 
 
@@ -316,7 +314,7 @@ def log_cut(stage: str, notes: Mapping[str, int], count: int, limit: str) -> Non
 
 
 def _load(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
-    records = reader.stage(stage, rows=stage == "ppo" and _wants_rows(config))
+    records = reader.stage(stage)
     if stage == "reward" and config.reward.use_margin and not any(pair.margin for pair in records.train):
         raise UserError(
             "reward.use_margin=true has no effect, because no pair has a margin: add a column margin, or score_chosen "
@@ -330,11 +328,6 @@ def _load_counts(config: RunConfig, stage: str, reader: DataReader) -> tuple[Sta
     records = _load(config, stage, reader)
     count = len(records.train)
     return replace(records, train=range(count)), DataToCome(count, records.train[:: max(1, count // SAMPLE)])
-
-
-def _wants_rows(config: RunConfig) -> bool:
-    """Return whether the prompts need their data rows, which are arguments of a reward function."""
-    return config.ppo.reward_function is not None
 
 
 def _counted(reasons: Mapping[str, int]) -> str:

@@ -120,5 +120,5 @@ def to_records(
 ) -> tuple[list[Any], Counter[str]]:
     """Return the records of a stage in a table, and the number of skipped rows by reason."""
     records = RecordTable(table, source, keeps_rows=rows)
-    found, skipped = records.for_stage(stage, bad_row_limit, rows=rows, labels=labels)
+    found, skipped = records.for_stage(stage, bad_row_limit, labels=labels)
     return [record for record, _ in found], skipped

@@ -80,17 +80,17 @@ def test_long_encoding_prints_its_progress(
     monkeypatch.setattr(encode.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(encode, "CHUNK", 2)
     encode_prompts(bytewise, [Prompt(chat("abc"), "s")] * 9, max_tokens=20)
-    assert capsys.readouterr().out.splitlines() == ["2 of 9 prompts tokenized", "6 of 9 prompts tokenized"]
+    assert capsys.readouterr().out.splitlines() == ["2 of 9 records tokenized", "6 of 9 records tokenized"]
 
 
 def test_data_without_any_usable_example_is_refused(bytewise: ChatTokenizer) -> None:
     with pytest.raises(
         UserError,
-        match=r"prompts fits \(the shortest has 4 tokens\) within rollout.max_prompt_tokens=2 ",
+        match=r"records fits \(the shortest has 4 tokens\) within rollout.max_prompt_tokens=2 ",
     ):
         encode_prompts(bytewise, [Prompt(chat("abc"), "s")], max_tokens=2)
-    with pytest.raises(UserError, match=r"None of 1 held-out ones has an answer .* sft.max_length=3"):
+    with pytest.raises(UserError, match=r"None of 1 records has an answer .* sft.max_length=3"):
         short = [Conversation(chat("abc", "d"), "s")]
-        encode_conversations(bytewise, short, max_length=3, name="held-out ones")
+        encode_conversations(bytewise, short, max_length=3)
     none, notes = encode_prompts(bytewise, [], max_tokens=2)
     assert not none and not notes

@@ -101,33 +101,24 @@ def test_rows_have_their_line_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "output"),
     [
-        ("a.jsonl", "\n \n", "is empty"),
-        ("a.jsonl", "[" * 100_000, r"a line is not a JSON object \(line 1: it is nested too deeply\), and no other"),
-        (
-            "a.jsonl",
-            "[1]\n",
-            r"a line is not a JSON object \(line 1: it is list.*JSON list, name it \.json",
-        ),
-        ("a.jsonl", '{"prompt": %s}' % ("1" * 5000), r"not a JSON object \(line 1: Exceeds the limit \(4300 digits\)"),
-        ("a.json", '[{"prompt": %s}]' % ("1" * 5000), r"cannot be read: Exceeds the limit \(4300 digits\)"),
-        ("a.json", '[{"prompt": "a"},\n{"prompt": }]', "line 2 is not JSON"),
+        ("a.jsonl", "\n \n", "has no row. Write one example per row"),
+        ("a.jsonl", "[" * 100_000, r"has no row \(a line is not a JSON object: line 1\)"),
+        ("a.jsonl", "[1]\n", r"has no row \(a line is not a JSON object: line 1\)"),
+        ("a.jsonl", '{"prompt": %s}' % ("1" * 5000), r"has no row \(a line is not a JSON object: line 1\)"),
+        ("a.json", '[{"prompt": %s}]' % ("1" * 5000), r"is not JSON: Exceeds the limit \(4300 digits\)"),
+        ("a.json", '[{"prompt": "a"},\n{"prompt": }]', "is not JSON: Expecting value: line 2"),
         ("a.json", '["a", "b"]', "is not a list of objects"),
-        ("a.json", "", "is empty"),
-        ("a.csv", "prompt,completion\n", "is empty"),
+        ("a.json", '{"train": [{"prompt": "a"}], "test": [{"prompt": "b"}]}', "is not a list of objects"),
+        ("a.json", "", "has no row"),
+        ("a.csv", "prompt,completion\n", "has no row"),
         ("a.csv", 'prompt,completion\na,"b\nc,"d\n', "the row in line 2 is not CSV.* double the quotes inside it"),
         ("a.csv", 'prompt,completion\na,"b\nc,d\n', "the row in line 2 is not CSV"),
         ("a.csv", 'prompt,completion\na,b,c\na,"b\nc,d\n', "the row in line 3 is not CSV"),
-        (
-            "a.json",
-            '{"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}}',
-            "the file has columns, not rows",
-        ),
-        ("a.json", '{"prompt": ["a", "b"], "completion": ["c", "d"]}', "the file has columns, not rows"),
+        ("a.csv", '\nprompt,completion\na,b\nc,"d\n', "the row in line 4 is not CSV"),
+        ("a.json", '{"prompt": {"0": "a"}, "completion": {"0": "c"}}', r"with pandas: to_json\(FILE, orient='records'"),
         ("a.parquet", "not parquet", "cannot be read as parquet"),
         ("a.arrow", "not arrow", "cannot be read as arrow"),
-        ("a.txt", "hello", r'no known suffix .* Write one {"text": "..."} per line and document into a .jsonl file'),
-        ("a.xlsx", "hello", "no known suffix .* Save the table as CSV"),
-        ("a.zip", "hello", "no known suffix .* Convert the file"),
+        ("a.txt", "hello", r'no known suffix .* documents as JSON Lines, one {"text": "..."} per document'),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, name: str, text: str, output: str) -> None:
@@ -141,10 +132,7 @@ def test_lines_that_are_not_rows_are_reported(tmp_path: Path) -> None:
     table = read_table(write(tmp_path / "a.jsonl", text))
     assert list(table.rows) == [{"prompt": "a"}, {"prompt": "b"}] and table.position(1) == "line 4"
     reason = "a line is not a JSON object"
-    assert table.broken == (
-        ("line 2, column 12: Expecting value", reason),
-        ("line 3: it is list, not {...}", reason),
-    )
+    assert table.broken == (("line 2", reason), ("line 3", reason))
     table = read_table(write(tmp_path / "a.csv", "prompt,completion\na,b\na,well, yes\nc,d\n"))
     assert table.position(1) == "line 4"
     assert table.broken == (("line 3", "a line has more cells than the header (put a cell with commas in quotes)"),)
@@ -209,23 +197,10 @@ def test_a_broken_archive_is_refused(tmp_path: Path) -> None:
             read_table(tmp_path / "a.jsonl.gz")
 
 
-@pytest.mark.parametrize(
-    ("path", "output"),
-    [
-        ("part-*.jsonl", "to a folder to read all its files"),
-        ("a.jsonl,b.jsonl", r'list several files: "data.sources=\[\{path: A\}'),
-        ("https://example.com/a.jsonl", "download the file"),
-        ("owner/a-set", r'write "data.sources=\[\{hub: owner/a-set\}\]"'),
-    ],
-)
-def test_invalid_paths_are_refused_with_the_correct_form(path: str, output: str) -> None:
-    with pytest.raises(UserError, match=output):
-        data_files(path, "data.path")
-
-
 def test_a_missing_path_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"data\.path=.*nowhere.*no such file .*start at {tmp_path}\)\."):
+    output = rf"data\.path=.*nowhere.*no such file .*start at {tmp_path}\)\..* hub, write .*hub: NAME.* several files"
+    with pytest.raises(UserError, match=output):
         data_files(str(tmp_path / "nowhere"), "data.path")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="the folder has no"):

@@ -51,14 +51,9 @@ def test_columns_determine_the_format(columns: list[str], form: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "output"),
     [
-        (
-            ["How much is 2 + 2?", "4"],
-            r"Columns found: 4, How much is 2 \+ 2\?\. The first line must contain the column",
-        ),
+        (["2 + 2?", "4"], r"Columns found: 2 \+ 2\?, 4\. Names are in lower case; in CSV they are in the first line"),
         (["txt", "label"], r"Columns found: label, txt.*prompt \+ completion.*columns: {"),
-        ([" Completion", "Prompt"], r" Completion, Prompt: write the name in lower case, without spaces around it\."),
-        (["prompt", "chosen"], r"a column chosen, but no column rejected\. Columns found: chosen, prompt"),
-        (["prompt", "choosen", "rejected"], r"add chosen\. To rename .*columns: \{choosen: chosen\}\}\]\"\."),
+        (["prompt", "choosen", "rejected"], r"a column chosen and a column rejected\. Columns found: choosen, prompt"),
         # SFT would imitate the rows that the ignored column marks as bad
         (["text", "label"], r"the column label would be ignored.*columns: {label: note}"),
         (["messages", "Label"], r"the column Label would be ignored.*columns: {Label: note}"),

@@ -193,7 +193,7 @@ def test_a_tiny_file_holds_out_one_prompt(tmp_path: Path) -> None:
     assert (len(records.train), len(records.held_out)) == (7, 1)
     assert records.held_out == [min(records.train + records.held_out, key=lambda r: held_out_point(digest(r)))]
     for same in (rows[:1], [{"text": "a long document"}] * 2):
-        with pytest.raises(UserError, match="all usable rows have the same text or first message"):
+        with pytest.raises(UserError, match=r"left for stage sft: \d are held out \(rows with the same first"):
             load_stage(of({"path": write(tmp_path / "b.jsonl", same), "stages": ["sft"]}), "sft", seed=1)
 
 
@@ -224,18 +224,16 @@ def test_a_folder_of_several_formats_gives_each_stage_its_rows(tmp_path: Path) -
 def test_data_without_rows_for_the_stage_is_refused(tmp_path: Path) -> None:
     data = DataConfig(name="x", path=write(tmp_path / "chats.jsonl", chats(range(100))))
     output = (
-        r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) has completions.*=sft.*"
+        r"reward needs prompt \+ chosen.*chats\.jsonl \(columns answer, question\) has completions, for sft, ppo\..*"
         r"ppo\.reward_model=false.*rename"
     )
     with pytest.raises(UserError, match=output):
         load_stage(data, "reward", seed=1)
-    texts = DataConfig(name="x", path=write(tmp_path / "texts.jsonl", [{"text": f"{i} dwarfs."} for i in range(100)]))
-    with pytest.raises(UserError, match=r"has text, for sft\. Choose one: run only a stage.*=sft.; set data\.path"):
-        load_stage(texts, "reward", seed=1)  # PPO cannot use texts, so PPO without a reward model is no advice
     with pytest.raises(UserError, match="no source lists the stage"):
         load_stage(of({"path": data.path, "stages": ["sft"]}), "ppo", seed=1)
-    with pytest.raises(UserError, match=r"data\.stage_shares gives ppo no row"):
-        load_stage(DataConfig(name="x", path=data.path, stage_shares={"sft": 1}), "ppo", seed=1)
+    for shares in ({"sft": 1}, {"reward": 1}):
+        with pytest.raises(UserError, match=r"no usable row is left for stage ppo.* data\.stage_shares"):
+            load_stage(DataConfig(name="x", path=data.path, stage_shares=shares), "ppo", seed=1)
 
 
 def test_a_missing_source_is_ignored_by_stages_that_do_not_read_it(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def questions(stage: str, seed: int) -> list[str]:
 
 
 def test_no_question_is_in_two_splits_and_rows_have_the_scoring_data(package: None) -> None:
-    held_out = DataReader(data(), seed=1, keeps_rows=True).held_out(rows=True)
+    held_out = DataReader(data(), seed=1, keeps_rows=True).held_out()
     sft, ppo = (questions(stage, seed=1) for stage in ("sft", "ppo"))
     splits = [{prompt.messages[0].content for prompt in held_out}, {*sft}, {*ppo}]
     assert len(held_out) == 20 and len(sft) == len({*sft}) > 5 and len(ppo) == len({*ppo}) > 10
@@ -94,7 +94,7 @@ def test_the_task_of_the_option_with_the_package() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install '.[tasks]')")
     option = yaml.safe_load((CONF / "data" / "reasoning-gym.yaml").read_text())
     option["task"] = {"rows": 64, "held_out": 16}
-    prompts = DataReader(DataConfig(**option), seed=1, keeps_rows=True).held_out(rows=True)
+    prompts = DataReader(DataConfig(**option), seed=1, keeps_rows=True).held_out()
     assert len(prompts) == 16 and prompts[0].row is not None
     file = CONF.parent / "examples" / "rewards" / "reasoning_tasks.py"
     solved, score = (load_function(f"{file}:{name}") for name in ("solved", "score"))

@@ -209,7 +209,7 @@ def test_the_first_stage_refuses_a_critic_warmup_of_all_rollouts(tmp_path: Path)
         ),
         ({"method": "dpo", "dpo": {"max_length": 9}}, r"stage dpo, on a sample .* differ within dpo\.max_length=9"),
         ({"method": "dpo", "dpo": {"max_length": 9, "loss": "kto"}}, r"stage dpo, .* answer token within dpo\.max_len"),
-        ({"rollout": {"max_prompt_tokens": 2}}, r"stage ppo, .* prompts fits .* within rollout\.max_prompt_tokens=2"),
+        ({"rollout": {"max_prompt_tokens": 2}}, r"stage ppo, .* records fits .* within rollout\.max_prompt_tokens=2"),
         ({}, None),
     ],
 )
