@@ -138,13 +138,7 @@ def _start_wandb(config: RunConfig, stage: str, stage_dir: Path) -> tuple[Any, s
             cause = f"wandb cannot be used online ({kind_and_line(problem)})"
             print(f"warning: {cause}, so {stage} is tracked offline. {upload}", file=sys.stderr, flush=True)
             return run, f"{stage}: tracked offline. {upload}"
-    folder = stage_dir.parent / "wandb"
-    is_first = not any(folder.glob("offline-run-*"))  # of the stages and starts of the run
-    run = _init(wandb, config, stage, stage_dir, mode)
-    if is_first and not os.environ.get("WANDB_MODE"):
-        upload = f"wandb login && wandb sync {shlex.quote(str(folder))}/offline-run-*"
-        print(f"wandb: not logged in, so metrics go to {folder}; to upload them: {upload}", flush=True)
-    return run, ""
+    return _init(wandb, config, stage, stage_dir, mode), ""
 
 
 def _init(wandb: Any, config: RunConfig, stage: str, stage_dir: Path, mode: str) -> Any:

@@ -5,7 +5,7 @@ metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -54,36 +54,23 @@ class ProgressDisplay:
         self._clock = clock
         self._first: tuple[int, float, float] | None = None  # the first step, its tokens, and its time
         self._shown_at = -float("inf")
-        self._held_out: dict[str, float] = {}  # of the newest evaluation, at step `_evaluated_at`
-        self._evaluated_at = 0
 
     def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
-        """Show the metrics of one step, and print a sentence of the training guard.
-
-        The metrics of an evaluation are in one line. If later steps have been taken since the evaluation, the step of
-        the evaluation is shown.
-        """
+        """Show the metrics of one step, and print a sentence of the training guard. Each evaluation has a line."""
         shown = {name: metrics[name] for name in STAGES[self._stage].progress if name in metrics}
-        held_out = {name: shown.pop(name) for name in [*shown] if section_of(name) == "held_out"}
-        if held_out:
-            self._held_out, self._evaluated_at = held_out, step
+        has_evaluation = any(section_of(name) == "held_out" for name in shown)
         clock, tokens = self._clock(), metrics.get("tokens", 0)
         self._first = self._first or (step, tokens, clock)
-        if step >= self._steps or clock - self._shown_at >= SECONDS_BETWEEN_LINES:
+        if has_evaluation and step > self._first[0]:
+            self._evaluations = 0.0  # the seconds of a step include evaluations from now on
+        if step >= self._steps or has_evaluation or clock - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = clock
             done = f"{step}/{self._steps}" if step else "before its first step"
-            words = "  ".join(filter(None, (*self._figures(step, shown), *self._outlook(step, tokens, clock))))
+            figures = [f"{name} {value:.4g}" for name, value in shown.items() if value is not None]
+            words = "  ".join(filter(None, (*figures, *self._outlook(step, tokens, clock))))
             print(f"{self._stage}{self._place} {done}  {words}", file=self._stream, flush=True)
-            self._held_out = {}
         if note:
             print(f"{self._stage}: step {step}: {note}", file=self._stream, flush=True)
-
-    def _figures(self, step: int, trained: Mapping[str, float]) -> list[str]:
-        both = [*trained.items(), *self._held_out.items()]
-        figures = [f"{name} {value:.4g}" for name, value in both if value is not None]
-        if figures and self._held_out and self._evaluated_at != step:
-            figures[-1] += f" (step {self._evaluated_at})"
-        return figures
 
     def _outlook(self, step: int, tokens: float, clock: float) -> tuple[str, str]:
         """Return the tokens per second, and the time that the stage still needs with the expected end of the run."""
@@ -92,8 +79,7 @@ class ProgressDisplay:
         done, took = step - first_step, clock - began
         if done <= 0 or step >= self._steps:
             return "", ""
-        has_evaluated = self._evaluated_at > first_step  # then the seconds of a step include evaluations
-        seconds = took / done * (self._steps - step + (0 if has_evaluated else self._evaluations))
+        seconds = took / done * (self._steps - step + self._evaluations)
         left = f"{format_time(seconds)} left"
         speed = f"{(tokens - first_tokens) / took:,.0f} tokens/s" if tokens > first_tokens and took > 0 else ""
         if self._later is None:
@@ -107,7 +93,7 @@ class ProgressDisplay:
 def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> Iterator[list[Watcher]]:
     """Open the watchers of a stage: the trackers and the progress display on rank 0, none on other ranks.
 
-    The trackers receive the table of held-out answers (samples.jsonl) whenever it has changed.
+    At the end of the stage, the trackers receive the table of held-out answers (samples.jsonl).
     """
     if not distributed.is_rank_zero():
         yield []
@@ -118,37 +104,17 @@ def open_watchers(config: RunConfig, stage: str, folder: Path, steps: int) -> It
     if config.tracking.kind in ("tensorboard", "both"):
         trackers.append(TensorBoard(folder.parent, stage))
     progress = ProgressDisplay(stage, steps, **_outlook(config, stage, folder, steps))
-    tables = SampleTables(folder / SAMPLES, trackers)
     ended = False
     try:
-        yield [*trackers, tables, progress]
-        tables.log(read_object(folder / "summary.json").get("steps", steps), {})
+        yield [*trackers, progress]
+        columns, rows = sample_table(folder / SAMPLES)
+        last = read_object(folder / "summary.json").get("steps", steps)
+        for tracker in trackers if rows else ():
+            tracker.table(last, "samples", columns, rows)
         ended = True
     finally:
         for tracker in trackers:
             tracker.finish(failed=not ended)
-
-
-class SampleTables:
-    """Sends the table of held-out answers to trackers after each step at which the file has changed."""
-
-    def __init__(self, file: Path, trackers: Sequence[Tracker]) -> None:
-        self._file, self._trackers = file, trackers
-        self._sent: tuple[int, int] | None = None
-
-    def log(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
-        """Send the table if it has changed since the last call."""
-        try:
-            status = self._file.stat()
-        except OSError:
-            return
-        version = status.st_mtime_ns, status.st_size
-        if version == self._sent:
-            return
-        self._sent = version
-        columns, rows = sample_table(self._file)
-        for tracker in self._trackers if rows else ():
-            tracker.table(step, "samples", columns, rows)
 
 
 def _outlook(config: RunConfig, stage: str, folder: Path, steps: int) -> dict[str, Any]:

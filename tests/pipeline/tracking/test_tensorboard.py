@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.check import validate
 from pipeline.config.check_machine import check_paths
-from pipeline.config.compose import compose
 from pipeline.errors import UserError
 from pipeline.tracking.trackers import OTHER, TensorBoard, section_of
 from pipeline.tracking.watchers import open_watchers
+from tests import composed
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "outputs.md"
 
@@ -31,7 +30,7 @@ def events(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, 
 
 
 def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
-    config = validate(compose(["tracking=tensorboard"]))
+    config = composed.config_of("tracking=tensorboard")
     check_paths(config)
     stage = tmp_path / "sft"
     stage.mkdir()
@@ -51,15 +50,12 @@ def test_a_stage_writes_figures_by_section_tables_and_notes(tmp_path):
     assert not (tmp_path / "wandb").exists()
 
 
-@pytest.mark.parametrize("logs", [True, False], ids=["stopped", "exported again"])
-def test_the_table_of_a_stage_that_stops_early_is_at_its_last_step(tmp_path, logs):
+def test_the_table_of_a_stage_that_stops_early_is_at_its_last_step(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config, stage = validate(compose(["tracking=tensorboard"])), tmp_path / "sft"
+    stage = tmp_path / "sft"
     stage.mkdir()
-    with open_watchers(config, "sft", stage, 24) as watchers:
-        for watcher in watchers if logs else ():
-            watcher.log(3, {"loss": 2.0})
+    with open_watchers(composed.config_of("tracking=tensorboard"), "sft", stage, 24):
         (stage / "summary.json").write_text('{"steps": 3}')
         (stage / "samples.jsonl").write_text(
             json.dumps({"prompt": [], "answers": {"sft": "4"}, "temperature": 1.0}) + "\n"
@@ -96,7 +92,7 @@ def test_a_finished_stage_that_is_exported_again_keeps_its_steps(tmp_path):
 def test_a_missing_package_is_named_before_any_work(monkeypatch):
     monkeypatch.setattr("pipeline.tracking.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tracking.kind=both needs the package tensorboard: .*'\.\[tensorboard\]'"):
-        check_paths(validate(compose(["tracking=both"])))
+        check_paths(composed.config_of("tracking=both"))
 
 
 def test_each_documented_metric_of_ppo_has_a_section():

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.tracking import trackers
 from pipeline.tracking.trackers import TensorBoard, Wandb, _stable_id, logged_in, open_wandb
-from pipeline.tracking.watchers import ProgressDisplay, SampleTables, _outlook, open_watchers, sample_table
+from pipeline.tracking.watchers import ProgressDisplay, _outlook, open_watchers, sample_table
 from tests import composed
 
 
@@ -39,15 +39,11 @@ def test_wandb_runs_offline_without_a_login(offline_run, capfd, monkeypatch):
     tracker.table(1, "samples", ["prompt", "sft"], [["hi", "hello"]])
     tracker.finish()
     assert list((offline_run.parent / "wandb").glob("offline-run-*/run-*.wandb"))
-    folder = offline_run.parent / "wandb"
-    line = f"wandb: not logged in, so metrics go to {folder}; to upload them: wandb login && wandb sync"
-    output, errors = capfd.readouterr()
-    assert output == f"{line} {folder}/offline-run-*\n" and not errors
     kept = (offline_run / ".wandb-id").read_text()
     again = open_wandb(config_of(), "sft", offline_run)
     again.finish()
-    assert capfd.readouterr() == ("", "")  # one line for all stages and starts of a run
     assert all(kept in run.name for run in (offline_run.parent / "wandb").glob("offline-run-*"))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_without_a_connection_the_run_is_stored_for_upload(offline_run, monkeypatch, capfd):
@@ -200,20 +196,19 @@ def test_figures_before_the_first_step_are_labelled():
     assert lines_of([(0, {"loss": 1.0})], [0.0]) == ["sft before its first step  loss 1"]
 
 
-def test_each_evaluation_is_in_one_line_with_its_step():
-    """Step 2 is evaluated less than 5 s after the line of step 1, so the line of step 3 shows the evaluation."""
+def test_each_evaluation_has_a_line():
+    """The line of step 2 follows that of step 1 within 5 seconds."""
     steps = [
-        (1, {"eval_loss": 3.0, "loss": 2.0}),
+        (1, {"loss": 2.0}),
         (2, {"eval_loss": 2.0, "loss": 1.5}),
         (3, {"loss": 1.0}),
         (4, {"loss": 0.5}),
     ]
-    assert [line.partition("left")[0].rsplit("  ", 1)[0] for line in lines_of(steps, [0.0, 1.0, 9.0, 18.0])] == [
+    assert lines_of(steps, [0.0, 1.0, 2.0, 18.0]) == [
         "sft 1/100  loss 2",
-        "sft 3/100  loss 1  eval_loss 2 (step 2)",
-        "sft 4/100  loss 0.5",
+        "sft 2/100  loss 1.5  eval_loss 2  1.6 min left",
+        "sft 4/100  loss 0.5  9.6 min left",
     ]
-    assert lines_of(steps[:1], [0.0]) == ["sft 1/100  loss 2  eval_loss 3"]
 
 
 def test_samples_become_a_table(tmp_path):
@@ -236,24 +231,11 @@ def test_samples_become_a_table(tmp_path):
     assert sample_table(tmp_path / "none.jsonl") == ([], [])
 
 
-def test_tables_are_sent_when_they_change_and_the_link_is_shown_at_the_end(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", type("wandb", (), {"Table": lambda columns, data: data}))
-    run, file = Receiving(), tmp_path / "samples.jsonl"
+def test_the_link_is_shown_at_the_end(capsys):
+    run = Receiving()
     tracker = Wandb(run, closing="sft: https://example.org/run")
-    tables = SampleTables(file, [tracker])
-    tables.log(1, {})
-    row = {"prompt": [{"role": "user", "content": "2+2?"}], "answers": {"base": "5"}}
-    file.write_text(json.dumps(row) + "\n")
-    tables.log(2, {})
-    tables.log(3, {})
-    file.write_text(json.dumps({**row, "answers": {"base": "5", "sft": "four"}}) + "\n")
-    tables.log(4, {})
-    assert [[cell for cell in line["samples"][0] if cell] for _, line in run.lines] == [
-        ["user: 2+2?", 1.0, "5"],
-        ["user: 2+2?", 1.0, "5", "four"],
-    ]
-    assert capsys.readouterr().out == ""
     tracker.log(5, {"loss": 1.0})
+    assert capsys.readouterr().out == ""
     tracker.finish()
-    assert run.lines[-2:] == [(5, {"train/loss": 1.0}), 0]
+    assert run.lines == [(5, {"train/loss": 1.0}), 0]
     assert capsys.readouterr().out == "sft: https://example.org/run\n"
