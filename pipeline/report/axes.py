@@ -4,40 +4,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b⁰¹²³⁴⁵⁶⁷⁸⁹")
 MINUS = "\u2212"
 LARGEST = 1e300  # Differences of larger values overflow, so charts treat them as infinite.
 
 
 def format_number(value: float, digits: int = 3) -> str:
     """Format `value` with about `digits` significant digits. Long numbers get k, M, G or a power of ten."""
-    if math.isnan(value):
-        return "not a number"
-    if math.isinf(value):
-        return "infinite" if value > 0 else f"{MINUS}infinite"
     sign, size = (MINUS if value < 0 else ""), abs(value)
     if size == 0:
         return "0"
-    if size < 1e-3:
-        return sign + _power(size)
-    for limit, divisor, letter in ((1e15, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if size >= limit:
-            return sign + (_power(size) if letter == "T" else _plain(size / divisor, digits) + letter)
-    return sign + _plain(size, digits)
-
-
-def _plain(size: float, digits: int) -> str:
-    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
-    return f"{size:.{decimals}f}"
-
-
-def _power(size: float) -> str:
-    exponent = math.floor(math.log10(size))
-    factor = round(size / 10.0**exponent, 1)
-    if factor == 10:
-        factor, exponent = 1.0, exponent + 1
-    power = f"10{str(exponent).translate(_SUPERSCRIPTS)}"
-    return power if factor == 1 else f"{factor:g}×{power}"
+    for limit, divisor, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (1e-3, 1.0, "")):
+        if limit <= size < 1e12:
+            decimals = max(0, digits - 1 - math.floor(math.log10(size / divisor)))
+            return f"{sign}{size / divisor:.{decimals}f}{letter}"
+    return f"{sign}{size:.2g}"
 
 
 def format_signed(value: float, decimals: int = 2) -> str:

@@ -65,8 +65,8 @@ def page_header(kind: str, verdict: Verdict, facts: Child, charts: Sequence[Mark
 def changes_section(run: RunReading) -> Markup | None:
     """Build the table of paired changes between models. Return None without scores."""
     changes, wins = changes_table([run]), wins_table("Models", _wins(run))
-    if changes is None:
-        return section("changes", "What each stage changed", WINS_LEAD, wins) if wins else None
+    if changes is None and wins is None:
+        return None
     lead = (
         f"Each model answers the same held-out prompts ({_prompts(run)}) with the same sampling noise. "
         "Differences are paired by prompt, so they can be clear although the intervals of the models overlap."

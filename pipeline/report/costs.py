@@ -9,7 +9,6 @@ from pipeline.report.stage_curves import Plot, one
 from pipeline.report.svg import Series
 
 MEMORY = ("device_bytes", "host_bytes")
-MOST_RANKS = 16
 PHASES = Plot(
     "PPO: seconds per rollout",
     "",
@@ -84,23 +83,22 @@ def _number(stage: StageReading, key: str) -> str:
 
 
 def memory_section(run: RunReading) -> Markup | None:
-    """Build the section with the peak memory of each rank per stage; above MOST_RANKS, of the largest rank only."""
+    """Build the section with the peak memory of the largest rank of each stage."""
     rows = []
     for stage in run.stages.values():
         entries = _memory_by_rank(stage)
-        if len(entries) > MOST_RANKS:
-            entries = [max(entries, key=lambda entry: [entry[key] for key in MEMORY])]
-        rows += [
-            (STAGES[stage.name].title, str(entry["rank"]), *(_bytes(entry[key], "none") for key in MEMORY))
-            for entry in entries
-        ]
+        if entries:
+            largest = max(entries, key=lambda entry: [entry[key] for key in MEMORY])
+            peaks = (_bytes(largest[key], "none") for key in MEMORY)
+            rows.append((STAGES[stage.name].title, f"{len(entries)}", f"{largest['rank']}", *peaks))
     if not rows:
         return None
-    lead = "Peak by rank: bytes allocated on the device, and resident host memory of the process."
-    if any(len(_memory_by_rank(stage)) > MOST_RANKS for stage in run.stages.values()):
-        lead += " The table shows only the rank with the highest peak; summary.json has all ranks."
-    peaks = table(("Stage", "Rank", "Device", "Host"), rows, numbers=(1, 2, 3))
-    return section("memory", "Memory", lead, peaks, ledger(run), restarts(run))
+    lead = (
+        "Bytes allocated on the device, and resident host memory of the process. The table shows the rank with the "
+        "highest peak; summary.json has all ranks."
+    )
+    table_of_peaks = table(("Stage", "Ranks", "Largest", "Device", "Host"), rows, numbers=range(1, 5))
+    return section("memory", "Memory", lead, table_of_peaks, ledger(run), restarts(run))
 
 
 def ledger(run: RunReading) -> Markup | None:

@@ -123,7 +123,7 @@ def gaming(correlation: Check, paired: Check, last: Check, rewarder: str = "rewa
         return Verdict("open", "Unknown", f"Fewer than two prompts have reward scores of both models. {texts}")
     if paired.shows_gaming or last.shows_gaming:
         advice = f"The policy exploits errors of the {rewarder}. Stop earlier, or raise ppo.kl_coef."
-        return Verdict("bad", "Yes", f"{texts} {advice}")
+        return Verdict("bad", "Yes", texts, advice=advice)
     if all(check.reward[0] <= 0 for check in checks if check.reward is not None):
         return Verdict("open", "No", f"The held-out reward score did not rise, so it was not gamed. {texts}")
     if "bad" in outcomes[1:]:

@@ -51,13 +51,10 @@ def render_report(run: RunReading) -> Markup:
         f"Trained to score the preferred answer of a pair higher.{unused}",
         REWARD_PLOTS,
     )
-    aim = "prefer the chosen answer of a pair to the rejected one, more than the start model does"
-    if run.stage("dpo").series("label_accuracy"):  # KTO
-        aim = "make answers with the label true more likely than the start model does, and other answers less likely"
     dpo_section = stage_section(
         run.stage("dpo"),
         "Direct preference optimization",
-        f"Trained to {aim}.",
+        "Trained to make preferred answers more likely than the start model does, and other answers less likely.",
         DPO_PLOTS,
     )
     ppo_section = stage_section(

@@ -34,7 +34,7 @@ SAMPLED = ("sft", "base")
 
 def reward_card(card: Mapping[str, Any]) -> Markup | None:
     """Build the part of the reward model's section that shows its report card. Return None without a card."""
-    if not card or "temperatures" not in card:  # a run folder may have a card of an earlier version
+    if not card:
         return None
     charts = grid([_calibration_chart(card["calibration"]), _length_chart(card["margin_by_length"])])
     parts = [charts, _agreement(card), _kinds(card)]

@@ -22,13 +22,10 @@ class Plot:
     curves: Mapping[str, Series]
     bounds: Bounds = (None, None)
     reference: float | None = None
-    only_if_moving: bool = False
 
     def draw(self, stage: StageReading) -> Markup | None:
         """Draw the chart of a stage. Return None without values."""
         curves = [replace(curve, points=points) for key, curve in self.curves.items() if (points := stage.series(key))]
-        if self.only_if_moving and len({value for curve in curves for _, value in curve.points}) < 2:
-            return None
         return line_chart(
             self.title,
             curves,
@@ -214,13 +211,6 @@ PPO_PLOTS = (
         one("explained_variance"),
         (None, 1),
         0.0,
-    ),
-    Plot(
-        "KL coefficient",
-        "Weight of the KL penalty, adapted to ppo.kl_target.",
-        one("kl_coef"),
-        (0, None),
-        only_if_moving=True,
     ),
     Plot(
         "Gap between generator and trainer",

@@ -8,7 +8,6 @@ its held-out prompts. They do not cover other training seeds, and the text of th
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,13 +54,15 @@ MOVED: dict[Outcome, str] = {"good": "rose", "bad": "fell", "open": "did not cle
 class Verdict:
     """The headline of the report, its outcome, its evidence, and the limits of the evidence.
 
-    A headline about one temperature is a clause without a full stop and without the temperature.
+    A headline about one temperature is a clause without a full stop and without the temperature. `advice` is evidence
+    that does not depend on the temperature.
     """
 
     outcome: Outcome
     headline: str
     evidence: str
     caveat: str = ""
+    advice: str = ""
 
 
 def judge(run: RunReading) -> Verdict:
@@ -170,22 +171,12 @@ def combine(verdicts: Mapping[float, Verdict]) -> Verdict:
     for temperature, verdict in verdicts.items():
         temperatures.setdefault(verdict.headline, []).append(temperature)
     headlines = [f"{headline} at {format_temperatures(equal)}." for headline, equal in temperatures.items()]
-    own, shared = _shared_ending([verdict.evidence for verdict in verdicts.values()])
-    evidence = [f"Temperature {temperature:g}: {text}" for temperature, text in zip(verdicts, own, strict=True)]
-    evidence += [shared] if shared else []
+    evidence = [f"Temperature {temperature:g}: {verdict.evidence}" for temperature, verdict in verdicts.items()]
+    evidence += dict.fromkeys(verdict.advice for verdict in verdicts.values() if verdict.advice)
     outcomes = {verdict.outcome for verdict in verdicts.values()}
     outcome: Outcome = "bad" if "bad" in outcomes else "open" if "open" in outcomes else "good"
     caveats = dict.fromkeys(verdict.caveat for verdict in verdicts.values() if verdict.caveat)
     return Verdict(outcome, " ".join(headlines), "\n".join(evidence), " ".join(caveats))
-
-
-def _shared_ending(texts: Sequence[str]) -> tuple[list[str], str]:
-    """Return texts without the last sentences that are equal in all of them, and these sentences as one text."""
-    sentences, shared = [re.split(r"(?<=\.) (?=[A-Z])", text) for text in texts], list[str]()
-    while len(texts) > 1 and min(map(len, sentences)) > 1 and len({each[-1] for each in sentences}) == 1:
-        shared.insert(0, sentences[0][-1])
-        sentences = [each[:-1] for each in sentences]
-    return [" ".join(each) for each in sentences], " ".join(shared)
 
 
 def format_temperatures(temperatures: Sequence[float]) -> str:
@@ -253,7 +244,7 @@ def _by_gold(run: RunReading, gold: Change, scores: Change | None, best_of: Chan
         gamed = f" (the {rewarder} was gamed)" if scores is not None and scores.outcome == "good" else ""
         return Verdict("bad", f"{method} hurt{gamed}{over}", evidence, caveat)
     if few := _few(gold):
-        return Verdict("open", f"No verdict on {label}{over}", f"{evidence}{few}", caveat)
+        return Verdict("open", f"No verdict on {label}{over}", evidence, caveat, few)
     reason = "The interval of the gold score's change contains zero."
     return Verdict("open", f"No clear difference between {start} and {label}{over}", f"{evidence} {reason}", caveat)
 
@@ -267,7 +258,7 @@ def _by_pairs(wins: WinRate, label: str, start: str) -> Verdict:
         doubt = (
             TOO_FEW if few else f"The judge gave no verdict for more than {MOST_UNUSABLE:.0%} of the pairs of a run."
         )
-        return Verdict("open", f"No verdict of the judge on {label}{over}", f"{evidence} {doubt}", caveat)
+        return Verdict("open", f"No verdict of the judge on {label}{over}", evidence, caveat, doubt)
     if plain.high < 0.5:
         return Verdict("bad", f"The judge prefers {start} to {label}{over}", evidence, caveat)
     if plain.low <= 0.5:
@@ -292,9 +283,8 @@ def _by_scores(run: RunReading, scores: Change, function: Change | None) -> Verd
         evidence += " No answer's score changed."
     trained = TRAINED_FUNCTION if by_function else f"PPO was trained on this score, and this {NO_GOLD}"
     headline = f"{SCORE[rewarder]} {MOVED[outcome]} with PPO{over}"
-    return Verdict(
-        outcome if by_function else _never_good(outcome), headline, f"{evidence}{_few(scores)} {trained}", caveat
-    )
+    advice = " ".join(filter(None, (_few(scores), trained)))
+    return Verdict(outcome if by_function else _never_good(outcome), headline, evidence, caveat, advice)
 
 
 def _went(found: Change, measure: str, means: tuple[str, str], names: tuple[str, str]) -> str:
@@ -327,24 +317,18 @@ def _without_grades(policy: StageReading, rewarder: str) -> Verdict:
 
 
 def _few(one: Change) -> str:
-    return f" {TOO_FEW}" if one.prompts < FEWEST_PROMPTS else ""
+    return TOO_FEW if one.prompts < FEWEST_PROMPTS else ""
 
 
 def _unfinished(run: RunReading) -> Verdict:
-    finished = [STAGES[name].title for name, stage in run.stages.items() if stage.finished]
-    running = [stage for stage in run.stages.values() if stage.started and not stage.finished]
-    parts = []
-    if finished:
-        parts.append(f"Finished: {', '.join(finished)}.")
-    parts += [f"{STAGES[stage.name].title} is unfinished, at step {stage.last_step}." for stage in running]
-    if not parts:
-        parts.append("No stage of this run has logged a step yet.")
-    if running or not finished:
-        parts.append("Run the same command again to resume; it also writes this page again.")
-    else:
-        parts.append("Run the same command with stage=all for the other stages; it also writes this page again.")
+    states = [
+        f"{STAGES[name].title} {'has finished' if stage.finished else f'is unfinished, at step {stage.last_step}'}."
+        for name, stage in run.stages.items()
+        if stage.started
+    ]
+    advice = "Run the same command again to resume, or with stage=all for the other stages. It writes this page again."
     word = "finished" if run.stage(run.policy).started else "run"
-    return Verdict("open", f"No verdict yet: {STAGES[run.policy].title} has not {word}.", " ".join(parts))
+    return Verdict("open", f"No verdict yet: {STAGES[run.policy].title} has not {word}.", " ".join([*states, advice]))
 
 
 def _interval(one: Change) -> str:

@@ -54,7 +54,6 @@ def test_a_part_without_data_is_left_out(part: str, value: Any, words: str) -> N
 
 def test_without_a_card_there_is_no_part_and_without_pairs_no_chart() -> None:
     assert reward_card({}) is None
-    assert reward_card({"accuracy": {}}) is None  # a card of an earlier version
     shares = {"all": None, "by_source": {}, "chosen_longer": None, "rejected_longer": None}
     assert accuracy_chart(StageReading("reward", card={"accuracy": shares})) is None
     assert accuracy_chart(StageReading("sft")) is None

@@ -165,9 +165,9 @@ def test_the_mean_of_a_model_has_an_interval() -> None:
     ("stages", "settings", "headline", "evidence"),
     [
         ({"ppo": StageReading("ppo", rows=[{"step": 7.0}])}, {}, "PPO has not finished.",
-         "Finished: SFT. PPO is unfinished, at step 7. Run the same command again to resume"),
-        ({}, {}, "PPO has not run.", "Finished: SFT. Run the same command with stage=all for the other stages"),
-        ({}, {"method": "dpo"}, "DPO has not run.", "Finished: SFT."),
+         "SFT has finished. PPO is unfinished, at step 7. Run the same command again to resume"),
+        ({}, {}, "PPO has not run.", "SFT has finished. Run the same command again to resume, or with stage=all"),
+        ({}, {"method": "dpo"}, "DPO has not run.", "SFT has finished."),
     ],
 )  # fmt: skip
 def test_a_run_without_a_finished_policy_shows_its_progress(
