@@ -11,13 +11,15 @@ from engine import Engine, distributed
 from pipeline.config.schema import RunConfig
 from pipeline.data.batch import TokenBatch, batch_indices, token_batch
 from pipeline.data.encode import TokenItem
+from pipeline.data.formats import Record
 from pipeline.data.microbatches import largest_microbatch, token_microbatches
 from pipeline.data.rendering import example_lines, token_line
+from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.evaluator import Evaluator, answer_again, metrics_of, write_table
 from pipeline.models.build import EngineChoice, build_policy
 from pipeline.models.checks import verify
 from pipeline.models.export import export_policy
-from pipeline.models.source import resolve
+from pipeline.models.source import ModelSource, resolve
 from pipeline.models.stage_models import (
     adopt_special_ids,
     check_vocabulary,
@@ -43,16 +45,15 @@ from step1_sft.loss import sft_loss
 def run(config: RunConfig, folder: Path) -> None:
     """Train, evaluate and export. `folder` is RUN/sft."""
     source = resolve(config.model, config.seed)
+    require_context(config, "sft", source)
+    checked_tokenizer = partial(_checked_tokenizer, config, source, folder.parent)
+    tokenizer = None if config.model.trains_tokenizer else checked_tokenizer()  # errors appear before data is read
     reader = open_data(config)
     records = stage_records(config, "sft", reader)
     to_come = check_data_to_come(config, "sft", records, reader)
     held_out = held_out_prompts(reader)
     del reader  # frees the records of later stages
-    tokenizer = run_tokenizer(config, folder.parent, trained_on=records.train)
-    check_vocabulary(source, tokenizer)
-    adopt_special_ids(source, tokenizer)
-    require_context(config, "sft", source)
-    require_later_models(config, source, tokenizer)
+    tokenizer = tokenizer or checked_tokenizer(trained_on=records.train)
     later = check_lengths_to_come(config, to_come, tokenizer)
     data = examples(config, "sft", records, tokenizer)
     log_divided("sft", tokenizer)
@@ -79,6 +80,17 @@ def run(config: RunConfig, folder: Path) -> None:
         with stage.clock.phase("evaluate"):
             metrics = record_answers("sft", engine, evaluator, folder)
         stage.finish({**metrics, "skipped": data.skipped, "packing": packing})
+
+
+def _checked_tokenizer(
+    config: RunConfig, source: ModelSource, run_dir: Path, trained_on: Sequence[Record] = ()
+) -> ChatTokenizer:
+    """Return the tokenizer of the run. Raises UserError if a model of the run cannot be used with this tokenizer."""
+    tokenizer = run_tokenizer(config, run_dir, trained_on=trained_on)
+    check_vocabulary(source, tokenizer)
+    adopt_special_ids(source, tokenizer)
+    require_later_models(config, source, tokenizer)
+    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,11 @@ class ModelConfig(Section):
     tensor_plan: dict[str, str] | None = None
     """how engine.tensor_parallel splits modules, {pattern: style}; default: the plan that comes with the model"""
 
+    @property
+    def trains_tokenizer(self) -> bool:
+        """Whether the run trains a tokenizer on its data."""
+        return self.tokenizer == "train" or (self.tokenizer is None and self.weights == "random")
+
 
 class RecordedSize(Section):
     rows: int = Field(ge=1)

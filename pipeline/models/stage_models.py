@@ -45,11 +45,13 @@ def run_tokenizer(config: RunConfig, run_dir: Path, *, trained_on: Sequence[Reco
 def make_tokenizer(config: RunConfig, trained_on: Sequence[Record]) -> ChatTokenizer:
     """Return the configured tokenizer, the tokenizer of the pretrained model, or one trained on records."""
     model = config.model
-    if model.tokenizer not in (None, "train"):
-        return load_tokenizer(str(model.tokenizer), chat_template=model.chat_template, thinking=model.thinking)
-    if model.weights == "pretrained" and model.tokenizer is None:
-        folder = model_folder(model.path, "model.path") if model.path else download(str(model.hub), weights=False)
-        return load_tokenizer(str(folder), chat_template=model.chat_template, thinking=model.thinking)
+    if not model.trains_tokenizer:
+        source = model.tokenizer
+        if source is None:
+            source = str(
+                model_folder(model.path, "model.path") if model.path else download(str(model.hub), weights=False)
+            )
+        return load_tokenizer(source, chat_template=model.chat_template, thinking=model.thinking)
     size = int((model.architecture or {}).get("vocab_size", 1024))
     records = trained_on or next(
         (stage_records for stage in STAGES if (stage_records := _records_or_none(config, stage))), []

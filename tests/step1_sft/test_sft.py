@@ -20,6 +20,7 @@ from pipeline.data.encode import TokenItem
 from pipeline.data.microbatches import token_microbatches
 from pipeline.data.records import Message, Prompt
 from pipeline.data.tokenizer import ChatTokenizer
+from pipeline.errors import UserError
 from pipeline.evaluation.evaluator import Evaluator, answers_of
 from pipeline.evaluation.samples import read_samples
 from pipeline.evaluation.user_function import JUDGE, UserFunction
@@ -30,6 +31,7 @@ from step1_sft import train
 from step1_sft.loss import sft_loss
 from step1_sft.train import loss_of, record_answers
 from tests.pipeline.models.tiny import config_of, language_model, source_in, trained
+from tests.tiny import tiny_config
 
 LENGTHS = [9, 3, 14, 5, 2, 7, 11]
 
@@ -69,6 +71,21 @@ def update(folder: Path, *, packing: bool, budget: int) -> tuple[Engine, float, 
     batches, count = token_microbatches(items(), budget=budget, packing=packing, pad_id=0)
     done = engine.update(batches, loss_of, count)
     return engine, done.loss, done.grad_norm, len(batches)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        ("sft", {"max_length": 513}, "tiny has 512 positions for a sequence, too few for sft.max_length=513"),
+        ("model", {"tokenizer": "/nowhere"}, "/nowhere: there is no such folder"),
+    ],
+)
+def test_mistakes_about_the_model_show_before_the_data_is_read(
+    section: str, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = tiny_config(data={"sources": [{"path": str(tmp_path / "unread.jsonl")}]}, **{section: keys})
+    with pytest.raises(UserError, match=message):
+        train.run(config, tmp_path / "sft")
 
 
 @pytest.mark.parametrize(("packing", "budget"), [(False, 1000), (False, 20), (True, 1000), (True, 32)])
