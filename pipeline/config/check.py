@@ -3,17 +3,16 @@
 Every mistake that can be detected without loading a model or data is reported here, before any work.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.config.check_engine import engine_mistakes
 from pipeline.config.check_ppo import ppo_mistakes
-from pipeline.config.messages import as_written, messages
-from pipeline.config.schema import DataConfig, ModelConfig, PlanSection, RolloutSection, RunConfig
-from pipeline.config.stage_sections import DpoSection
+from pipeline.config.messages import messages
+from pipeline.config.needs import unmet_needs
+from pipeline.config.schema import DataConfig, ModelConfig, RolloutSection, RunConfig
 from pipeline.config.stages import METHODS, POLICIES, STAGES, stages_to_run
 from pipeline.errors import UserError
 
@@ -39,85 +38,27 @@ def _mistakes(config: RunConfig) -> Iterable[str]:
     if "name" in config.model_fields_set and config.name is not None and not _is_folder_name(config.name):
         yield f"name={config.name}: a run name has letters, digits and . _ - = , only (run_dir= takes a path)"
     stages = stages_to_run(config)
-    yield from _method_mistakes(config)
+    if config.method != "ppo" and config.stage not in ("all", "plan", *METHODS[config.method]):
+        names = " and ".join(METHODS[config.method])
+        yield f"method={config.method} has the stages {names}, but stage={config.stage}: remove one of the two"
     yield from _start_mistakes(config, stages)
-    yield from _plan_mistakes(config)
+    if config.plan.device is not None and config.ranks is not None:
+        yield (
+            f"ranks={config.ranks} starts processes on this machine, but plan.device={config.plan.device} plans for "
+            f"another one: write plan.ranks={config.ranks} instead"
+        )
     if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
         yield (
             f"rollout.min_new_tokens={config.rollout.min_new_tokens} exceeds "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: lower rollout.min_new_tokens"
         )
-    if config.rollout.stream and config.rollout.tensor_parallel > 1:
-        yield (
-            f"rollout.stream=true needs rollout.tensor_parallel=1, not {config.rollout.tensor_parallel}, because each "
-            "rank streams complete blocks: set one of the two"
-        )
-    span = config.profile.steps
-    if span is not None and (len(span) != 2 or span[0] > span[1]):
-        yield (
-            f"profile.steps={span} is not a range of steps: write the first and the last step, for example "
-            "profile.steps=[5,8]"
-        )
-    for stage in stages:
-        if getattr(config, stage).export == "best" and not getattr(config, stage).eval_every:
-            yield (
-                f"{stage}.export=best needs several evaluations, but {stage}.eval_every=0 evaluates only at the end: "
-                f"set {stage}.eval_every=N (steps between evaluations), or {stage}.export=last"
-            )
     if "ppo" in stages:
         yield from ppo_mistakes(config)
-    if "dpo" in stages:
-        yield from _dpo_mistakes(config.dpo)
-    yield from _keys_without_effect(config, stages)
+    yield from unmet_needs(config, stages)
     if "reward" in stages and config.reward.init == "sft" and config.reward_model is not None:
         yield (
             "reward.init=sft starts the reward model from the SFT model, but reward_model= selects another model: "
             "remove one of the two"
-        )
-
-
-def _dpo_mistakes(dpo: DpoSection) -> Iterable[str]:
-    """Yield messages about keys that the loss of DPO does not accept."""
-    if dpo.loss == "orpo" and dpo.sft_coef:
-        yield (
-            f"dpo.sft_coef={dpo.sft_coef:g} with dpo.loss=orpo adds the SFT loss twice, because ORPO contains it: "
-            "remove dpo.sft_coef (dpo.beta weighs the odds ratio against the SFT loss)"
-        )
-    if dpo.loss == "robust" and not dpo.label_smoothing:
-        yield (
-            "dpo.loss=robust with dpo.label_smoothing=0 is dpo.loss=sigmoid: set dpo.label_smoothing to the share of "
-            "wrong labels, for example 0.1, or remove dpo.loss"
-        )
-
-
-def _method_mistakes(config: RunConfig) -> Iterable[str]:
-    """Yield a message if the method does not include the stage. The default, method=ppo, accepts every stage."""
-    if config.method != "ppo" and config.stage not in ("all", "plan", *METHODS[config.method]):
-        stages = " and ".join(METHODS[config.method])
-        yield f"method={config.method} has the stages {stages}, but stage={config.stage}: remove one of the two"
-    teaches = config.ppo.advantage == "distill"
-    if config.method == "distill" and not teaches:
-        yield (
-            f"method=distill needs ppo.advantage=distill, not {config.ppo.advantage}: remove ppo= and ppo.advantage=, "
-            "or set method=ppo"
-        )
-    if config.teacher is not None and not teaches:
-        yield f"teacher={config.teacher} is used by method=distill only: set method=distill, or remove teacher="
-
-
-def _plan_mistakes(config: RunConfig) -> Iterable[str]:
-    """Yield messages about `plan` keys without an effect."""
-    plan, default = config.plan, PlanSection()
-    changed = [key for key in PlanSection.model_fields if getattr(plan, key) != getattr(default, key)]
-    if changed and config.stage != "plan":
-        key = f"plan.{changed[0]}={getattr(plan, changed[0])}"
-        yield f"{key} needs stage=plan, not stage={config.stage}: add stage=plan, or remove {key}"
-    elif plan.device is None and plan.ranks > 1:
-        yield f"plan.ranks={plan.ranks} needs plan.device=NAME: set it, or set ranks={plan.ranks} for this machine"
-    elif plan.device is not None and config.ranks is not None:
-        yield (
-            f"ranks={config.ranks} starts processes on this machine, but plan.device={plan.device} plans for another "
-            f"one: write plan.ranks={config.ranks} instead"
         )
 
 
@@ -174,59 +115,6 @@ def _data_mistakes(data: DataConfig) -> Iterable[str]:
     shares = data.stage_shares
     if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
         yield f"data.stage_shares={shares}: every share must be 0 or more, and at least one above 0"
-
-
-WHITENED, SMOOTHED = ("gae", "reinforce", "reinforce_baseline"), ("sigmoid", "robust", "length_normalized")
-# A key; the setting that gives it an effect, or only the key of this setting if any other value does; and whether the
-# first key has an effect.
-NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
-    ("ppo.reward_ensemble", "ppo.reward_model=true", lambda config: config.ppo.reward_model),
-    ("ppo.ensemble_score", "ppo.reward_ensemble=[FOLDER]", lambda config: config.ppo.reward_ensemble),
-    ("ppo.reward_threads", "ppo.reward_function=FILE.py:NAME", lambda config: config.ppo.reward_function),
-    ("ppo.critic_warmup", "ppo.advantage=gae", lambda config: config.ppo.advantage == "gae"),
-    ("ppo.value_clip", "ppo.advantage=gae", lambda config: config.ppo.advantage == "gae"),
-    ("ppo.gamma", "ppo.advantage=gae", lambda config: config.ppo.advantage in ("gae", "reinforce")),
-    ("ppo.whiten_advantages", "ppo.advantage=gae", lambda config: config.ppo.advantage in WHITENED),
-    ("ppo.pair_beta", "ppo.advantage=online_dpo", lambda config: config.ppo.advantage == "online_dpo"),
-    ("ppo.divide_by_std", "ppo.advantage=grpo", lambda config: config.ppo.advantage == "grpo"),
-    ("ppo.resample", "ppo.advantage=grpo", lambda config: config.ppo.compares_answers),
-    ("ppo.kl_target", "ppo.kl_coef=0.05", lambda config: config.ppo.kl_coef),
-    ("ppo.kl_horizon", "ppo.kl_target=6", lambda config: config.ppo.kl_target),
-    ("ppo.score_clip", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
-    ("ppo.length_penalty", "ppo.advantage", lambda config: config.ppo.advantage != "distill"),
-    ("ppo.dual_clip", "ppo.loss=clip", lambda config: config.ppo.loss == "clip"),
-    ("ppo.importance_weights", "ppo.importance_cap=2", lambda config: config.ppo.importance_cap),
-    ("ppo.length_free", "ppo.length_penalty=0.01", lambda config: config.ppo.length_penalty),
-    ("dpo.label_smoothing", "dpo.loss=sigmoid", lambda config: config.dpo.loss in SMOOTHED),
-    ("dpo.margin", "dpo.loss=simpo", lambda config: config.dpo.loss == "simpo"),
-    ("dpo.undesirable_weight", "dpo.loss=kto", lambda config: config.dpo.loss == "kto"),
-    ("dpo.sft_coef", "dpo.loss=sigmoid", lambda config: config.dpo.reads_pairs),
-    (
-        "evaluation.judge_threads",
-        "evaluation.judge=FILE.py:NAME or evaluation.pair_judge=FILE.py:NAME",
-        lambda config: config.evaluation.judge or config.evaluation.pair_judge,
-    ),
-    ("rollout.batch_size", "rollout.generator=engine", lambda config: config.rollout.generator == "engine"),
-    *(
-        (f"{stage}.lora.{key}", f"{stage}.lora.rank=16", attrgetter(f"{stage}.lora.rank"))
-        for stage in STAGES
-        for key in ("alpha", "dropout", "targets")
-    ),
-)
-
-
-def _keys_without_effect(config: RunConfig, stages: Sequence[str]) -> Iterable[str]:
-    """Yield a message for each key that has no effect and another value than null and its default."""
-    for key, needed, has_effect in NEEDS:
-        name, _, leaf = key.partition(".")
-        section = getattr(config, name)
-        value = attrgetter(leaf)(section)
-        is_set = value is not None and value != attrgetter(leaf)(type(section)())
-        if is_set and (name in stages or name not in STAGES) and not has_effect(config):
-            other = needed.partition("=")[0]
-            actual = as_written(attrgetter(other)(config))
-            remedy = needed if "=" in needed else f"another {needed}"
-            yield f"{key}={as_written(value)} has no effect with {other}={actual}: set {remedy}, or remove {key}"
 
 
 RESHAPING = ("top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens")

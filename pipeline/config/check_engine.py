@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config.messages import as_written, messages
+from pipeline.config.messages import as_written, messages, unmet_need
 from pipeline.config.schema import EngineSettings, RunConfig
 from pipeline.config.stage_sections import ROLE_ENGINES
 from pipeline.config.stages import stages_to_run
@@ -118,8 +118,7 @@ def _excluded(config: RunConfig, feature: str, needed: Mapping[str, Mapping[str,
     for name, values in needed.items():
         section = settings["ppo"][name.removeprefix("ppo.")] if name.startswith("ppo.") else settings[name]
         for key in (key for key, value in values.items() if section.get(key, value) != value):
-            actual, value = as_written(section[key]), as_written(values[key])
-            yield f"{feature} needs {name}.{key}={value}, not {actual}: remove one of the two"
+            yield unmet_need(feature, f"{name}.{key}={as_written(values[key])}", as_written(section[key]))
 
 
 def _settings_mistakes(key: str, settings: EngineSettings, given: Collection[str], *, trains: bool) -> Iterable[str]:

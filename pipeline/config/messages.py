@@ -100,37 +100,20 @@ def messages(problem: ValidationError, root: type[BaseModel]) -> list[str]:
 
 
 def _message(key: str, error: ErrorDetails, root: type[BaseModel]) -> str:
-    kind, context = error["type"], error.get("ctx", {})
-    shown = as_written(error["input"])
-    if kind == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
         return f"{key}: there is no such key{_advice_on_unknown(key, root)}"
-    if kind == "missing":
+    if error["type"] == "missing":
         return f"{key} is missing{_described(key, root)}"
-    if kind == "literal_error":
-        return f"{key}={shown}: write {context['expected'].replace(chr(39), '')}{_described(key, root)}"
-    if kind == "string_too_short":
-        return f"{key} is empty: write a text, or remove the key{_described(key, root)}"
-    if kind == "too_short":
-        return f"{key}={shown} is empty: write [a, b, ...] with one or more values{_described(key, root)}"
-    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
-    if kind in bounds:
-        limit = next(iter(context.values()))
-        bound = limit if isinstance(limit, int) else f"{limit:g}"
-        return f"{key}={shown}: must be {bounds[kind]} {bound}{_described(key, root)}"
-    if kind == "finite_number":
-        return f"{key}={shown}: write a finite number{_described(key, root)}"
-    if kind.startswith(("int_", "float_", "bool_", "string_", "dict_", "list_", "model_")):
-        wanted = {
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "string": "text",
-            "dict": "{key: value, ...}",
-            "list": "[a, b, ...]",
-            "model": "keys below it, as in " + key + ".KEY=VALUE",
-        }[kind.split("_")[0]]
-        return f"{key}={shown}: write {wanted}{_described(key, root)}"
-    return f"{key}={shown}: {error['msg'].removeprefix('Value error, ')}"
+    text = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    if error["type"] == "model_type":
+        text = f"it has keys of its own, as in {key}.KEY=VALUE"
+    return f"{key}={as_written(error['input'])}: {text}{_described(key, root)}"
+
+
+def unmet_need(setting: str, needed: str, actual: str) -> str:
+    """Return the message about a setting that needs another one. `needed`: KEY=VALUE, or KEY for any other value."""
+    needed = f"{needed}, not {actual}" if "=" in needed else f"another {needed} than {actual}"
+    return f"{setting} needs {needed}: change one of the two"
 
 
 def in_keys(message: str) -> str:

@@ -7,7 +7,7 @@ Every default is defined here and nowhere else. Hydra composes `conf/` into a di
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from pipeline.config.stage_sections import DpoSection, FilePath, PpoSection, RewardSection, Section, SftSection
 
@@ -274,7 +274,9 @@ class TrackingSection(Section):
 
 
 class ProfileSection(Section):
-    steps: list[Annotated[int, Field(ge=1)]] | None = None
+    steps: Annotated[list[Annotated[int, Field(ge=1)]], AfterValidator(sorted)] | None = Field(
+        None, min_length=2, max_length=2
+    )
     """first and last step of each stage to record with torch.profiler, into the stage's folder: profile.steps=[5,8]"""
     ranks: Literal["first", "all"] = "first"
     """ranks that profile.steps records"""

@@ -46,9 +46,8 @@ class Section(BaseModel):
         if isinstance(value, bool):
             annotation = cls.model_fields[str(info.field_name)].annotation
             kinds = {annotation, *get_args(annotation)}
-            for number in (int, float):
-                if number in kinds and bool not in kinds:
-                    raise PydanticCustomError(f"{number.__name__}_type", "not a number")  # type: ignore[arg-type]
+            if kinds & {int, float} and bool not in kinds:
+                raise PydanticCustomError("bool_as_number", "Input should be a number")
         return value
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from pipeline.config.check import NEEDS
+from pipeline.config.needs import NEEDS
 from pipeline.config.overrides import groups
 from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import DpoSection, PpoSection, StageSection
@@ -64,7 +64,7 @@ def test_a_key_has_an_effect_exactly_with_the_variants_that_take_it(variant: str
         config = RunConfig.model_construct(**{stage: section(**{name: value})})
         for key in {key for *_, keys in table.values() for key in keys} - ALWAYS_READ:
             has_effect = f"{stage}.{key}" not in needs or bool(needs[f"{stage}.{key}"](config))
-            assert has_effect == (key in taken), f"{stage}.{key} with {variant}={value}: NEEDS of config/check.py"
+            assert has_effect == (key in taken), f"{stage}.{key} with {variant}={value}: NEEDS of config/needs.py"
 
 
 @pytest.mark.parametrize("stage", GUIDES)

@@ -346,9 +346,9 @@ def test_with_a_function_only_there_is_no_reward_stage() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("ppo.reward_model=false",), "needs another scorer of answers: set ppo.reward_function=FILE.py:NAME"),
+        (("ppo.reward_model=false",), "ppo.reward_model=false needs ppo.reward_function=FILE.py:NAME, not null"),
         ((*ALONE, "evaluation.judge=./mine.py:score"), "evaluation.judge=./mine.py:score is also ppo.reward_function"),
-        ((*ALONE, "reward=x/y"), "reward=x/y selects a reward model, but ppo.reward_model=false"),
+        ((*ALONE, "reward=x/y"), "reward_path=x/y needs ppo.reward_model=true, not false"),
     ],
 )
 def test_contradictory_keys_are_refused(words: tuple[str, ...], message: str) -> None:
