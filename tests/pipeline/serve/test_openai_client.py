@@ -112,7 +112,7 @@ def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI) -> None:
 def test_many_clients_share_batches_and_get_their_own_answers(
     url: str, models: dict[str, ServedModel], alone: ChatParticipant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty threads, each with its own connection, text and settings."""
+    """Eight threads, each with its own connection, text and settings."""
     sizes: list[int] = []
     session = models["ppo"].session
     step = session.step
@@ -132,8 +132,8 @@ def test_many_clients_share_batches_and_get_their_own_answers(
                 return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
             return str(ask(own, f"hello {number}", **options).choices[0].message.content)
 
-    with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(one, range(20)))
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, range(8)))
     ends = alone.tokenizer.end_ids
     for number, answer in enumerate(answers):
         sampling = Sampling(40, 0.5 + number / 20, end_ids=ends, seed=number)
@@ -285,7 +285,7 @@ def test_calls_of_tools_are_fields_of_the_answer(
     An argument has half of an escaped character, which cannot be sent.
     """
     text = 'I add. <tool_call>{"name": "add", "arguments": {"a": "2\\ud83d"}}</tool_call>#'
-    monkeypatch.setattr(models["ppo"].tokenizer, "decode_unstripped", lambda ids: text if len(ids) > 1 else "I")
+    monkeypatch.setattr(models["ppo"].tokenizer, "decode_unstripped", lambda ids: text if len(ids) > 1 else "I"[: len(ids)])
     fields: Options = {"tools": [ADD], "stop": "#", "stream": stream}
     answer = ask(client, **fields)
     pieces = list(answer) if stream else [answer]
