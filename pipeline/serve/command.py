@@ -41,12 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def page_main(arguments: Sequence[str]) -> int:
     """Serve the page of `chat RUN --web` or `--arena` until the process is interrupted; return the exit status."""
-    parser = _page_parser()
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(
-            f"not an option of the page: {' '.join(unknown)}; the page itself has fields for sampling settings"
-        )
+    options = _page_parser().parse_args(arguments)
     command = _serve_arena if options.arena else partial(_serve, greeting=PAGE_GREETING, default=find_all)
     return exit_status(lambda: command(options), debug=options.debug)
 
@@ -140,8 +135,16 @@ class Listener:
         uvicorn.Server(config).run(sockets=[self.socket])
 
 
-def add_server_options(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the options that the server and the chat page share."""
+def _parser(prog: str = SERVE, description: str = USAGE.format(serve=SERVE), port: int = 8000) -> OptionParser:
+    """Return a parser with the options that the server and its pages share. `port` is the default."""
+    parser = OptionParser(
+        prog=prog,
+        usage=f"{prog} [options] path",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
+    parser.add_argument("--models", metavar="A,B", help="stages of the run (sft, dpo, ppo), base, or folders")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=port, help=f"port; 0 takes a free one (default {port})")
     parser.add_argument("--key", help=f"key that clients must send; also read from {KEY_VARIABLE}")
@@ -153,33 +156,14 @@ def add_server_options(parser: argparse.ArgumentParser, port: int) -> None:
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OptionParser(
-        prog=SERVE,
-        usage=f"{SERVE} [options] path",
-        description=USAGE.format(serve=SERVE),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
-    parser.add_argument("--models", metavar="A,B", help="stages of the run (sft, dpo, ppo), base, or folders")
-    add_server_options(parser, 8000)
     return parser
 
 
-def _page_parser() -> argparse.ArgumentParser:
-    parser = OptionParser(prog=f"{CHAT} --web", description="Serve a page that chats with the models.")
-    parser.add_argument("path", type=Path, help="a run, a stage of a run, or a model folder")
+def _page_parser() -> OptionParser:
+    parser = _parser(f"{CHAT} --web", "Serve a page that chats with all models of a run, or with --models.", port=0)
     page = parser.add_mutually_exclusive_group()
     page.add_argument("--web", action="store_true", help="serve the page instead of a chat in the terminal")
     page.add_argument(
         "--arena", action="store_true", help="hide the names of two models, and write people's votes to RUN/votes.jsonl"
     )
-    parser.add_argument(
-        "--models",
-        metavar="A,B",
-        help="stages of the run (sft, dpo, ppo), base, or folders (default: finished stages, newest first, and base)",
-    )
-    add_server_options(parser, 0)
     return parser

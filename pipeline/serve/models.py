@@ -116,7 +116,6 @@ def load_all(models: Sequence[ChatModel], options: Namespace, *, skip_base: bool
             name += "+"
         try:
             participant = load(model, trust_remote_code=options.trust_remote_code)
-            check_context(participant, options.context)
         except UserError as problem:
             if not (model.is_base and skip_base):
                 raise
@@ -128,18 +127,12 @@ def load_all(models: Sequence[ChatModel], options: Namespace, *, skip_base: bool
     return {name: serve(each, options.slots, options.context, sharing=len(loaded)) for name, each in loaded.items()}
 
 
-def check_context(participant: ChatParticipant, context: int | None) -> None:
-    """Raise UserError if a model has fewer positions than `context`."""
-    limit = participant.positions
-    if context is not None and limit is not None and context > limit:
-        raise UserError(
-            f"--context {context} is longer than the {limit} positions of {participant.name}; set {limit} or less"
-        )
-
-
 def serve(participant: ChatParticipant, slots: int, context: int | None, *, sharing: int = 1) -> ServedModel:
     """Create the batch of a model. `sharing` models divide the free memory. Raises UserError if it cannot be served."""
-    longest = context or min(participant.positions or LONGEST_CONTEXT, LONGEST_CONTEXT)
+    limit = participant.positions
+    if context is not None and limit is not None and context > limit:
+        raise UserError(f"--context {context} exceeds the {limit} positions of {participant.name}; set {limit} or less")
+    longest = context or min(limit or LONGEST_CONTEXT, LONGEST_CONTEXT)
     try:
         session = participant.rollouts.session(slots, longest, longest, sharing=sharing)
     except ValueError as problem:

@@ -144,15 +144,11 @@ class ChatRequest(SharedFields):
     def turns(self) -> tuple[Message, ...]:
         """Return the conversation. Raises ServeError if it cannot be answered.
 
-        Clients send an empty system message if the user has set none, and an answer of the model that was empty.
+        Clients send an answer of the model that was empty.
         """
         try:
             messages = in_order(
-                [
-                    Message("assistant", "") if _is_empty(each, "assistant") else message_of(each)
-                    for each in self.messages
-                    if not _is_empty(each, "system")
-                ]
+                [Message("assistant", "") if _is_empty_answer(each) else message_of(each) for each in self.messages]
             )
         except BadRow as problem:
             raise ServeError(400, f"messages: {problem}", param="messages") from problem
@@ -257,8 +253,8 @@ def _first_error(errors: Sequence[Any]) -> ServeError:
     return ServeError(400, f"{name}: {error['msg']}", param=name)
 
 
-def _is_empty(message: Mapping[str, Any], role: str) -> bool:
-    """Return whether a message of this role has neither text nor calls."""
+def _is_empty_answer(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer with neither text nor calls."""
     content, others = message.get("content"), message.keys() - {"role", "content", "name", "refusal"}
     is_blank = content is None or (isinstance(content, str) and not content.strip())
-    return message.get("role") == role and is_blank and not any(message[key] for key in others)
+    return message.get("role") == "assistant" and is_blank and not any(message[key] for key in others)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from pipeline.chat.command import main
 from pipeline.serve import command
@@ -25,27 +25,41 @@ from tests.test_chat import empty_run, save_model
 CONTESTANTS = (Contestant("ppo", "aa"), Contestant("sft", "bb"))
 
 
-@pytest.fixture
-def votes(tmp_path: Path) -> VoteFile:
-    return VoteFile(tmp_path / "votes.jsonl")
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> VoteFile:
+    return VoteFile(tmp_path_factory.mktemp("arena") / "votes.jsonl")
 
 
-@pytest.fixture
-def url(models: dict[str, ServedModel], votes: VoteFile) -> Iterator[str]:
-    arena = partial(Arena, list(models.values()), CONTESTANTS, votes)
+@pytest.fixture(autouse=True)
+def votes(file: VoteFile) -> VoteFile:
+    """The file of votes of the server, without votes."""
+    file.path.unlink(missing_ok=True)
+    return file
+
+
+@pytest.fixture(scope="module")
+def url(models: dict[str, ServedModel], file: VoteFile) -> Iterator[str]:
+    arena = partial(Arena, list(models.values()), CONTESTANTS, file)
     with served(create_app(models, key=None, arena=arena)) as address:
         yield address
 
 
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    with browser.new_context() as made:
+        made.set_default_timeout(LIMIT * 1000)
+        yield made
+
+
 @pytest.fixture
-def page(browser: Browser, url: str) -> Iterator[Page]:
-    with browser.new_context() as context:
-        context.set_default_timeout(LIMIT * 1000)
-        page = context.new_page()
-        page.goto(url)
-        page.locator("summary").click()
-        page.fill("#max_tokens", "8")
-        yield page
+def page(context: BrowserContext, url: str, votes: VoteFile) -> Iterator[Page]:
+    """A new tab, which has no round."""
+    page = context.new_page()
+    page.goto(url)
+    page.locator("summary").click()
+    page.fill("#max_tokens", "8")
+    yield page
+    page.close()
 
 
 def post(url: str, body: Any) -> Any:
