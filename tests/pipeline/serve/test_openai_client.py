@@ -285,7 +285,8 @@ def test_calls_of_tools_are_fields_of_the_answer(
     An argument has half of an escaped character, which cannot be sent.
     """
     text = 'I add. <tool_call>{"name": "add", "arguments": {"a": "2\\ud83d"}}</tool_call>#'
-    monkeypatch.setattr(models["ppo"].tokenizer, "decode_unstripped", lambda ids: text if len(ids) > 1 else "I"[: len(ids)])
+    texts = ["", "I", text]
+    monkeypatch.setattr(models["ppo"].tokenizer, "decode_unstripped", lambda ids: texts[min(len(ids), 2)])
     fields: Options = {"tools": [ADD], "stop": "#", "stream": stream}
     answer = ask(client, **fields)
     pieces = list(answer) if stream else [answer]
