@@ -73,6 +73,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _freeze_earlier_objects() -> None:
+    """Let garbage collections skip what earlier files imported. The engine collects in each dry run."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """Let nanobind in Triton 3.9 free its objects, or it would print them as leaked. This takes a second."""
     if find_spec("triton") and Version(version("triton")) >= Version("3.9"):

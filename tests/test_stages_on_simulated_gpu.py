@@ -1,4 +1,7 @@
-"""Run all stages on simulated GPUs (tests/simulated_gpu) and compare their metrics with a run on the CPU in fp32."""
+"""Run stages on simulated GPUs (tests/simulated_gpu) and compare their metrics with a run on the CPU in fp32.
+
+SFT, the reward model and PPO run here. DPO has their packed pairs, their log-probs and the loop of SFT.
+"""
 
 import json
 from collections import Counter
@@ -17,11 +20,11 @@ from tests.tiny import ARCHITECTURE, CURVES, copy_stages, metrics, tiny_config, 
 
 REASON = building.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+RUN = ("sft", "reward", "ppo")
 SMALL: dict[str, Any] = {
     # A micro-batch has room for some sequences or pairs of 160 tokens each: the dry run fills it.
     "sft": {"steps": 3, "batch_size": 4, "eval_examples": 2, "micro_batch_tokens": 640},
-    "reward": {"steps": 2, "batch_size": 2, "eval_examples": 2, "micro_batch_tokens": 640},
-    "dpo": {"steps": 3, "batch_size": 2, "eval_examples": 2, "micro_batch_tokens": 640},
+    "reward": {"steps": 3, "batch_size": 2, "eval_examples": 2, "micro_batch_tokens": 640},
     "ppo": {"steps": 1, "batch_size": 4},
     "rollout": {"max_new_tokens": 3},
     "evaluation": {"prompts": 1, "best_of": 2},
@@ -40,7 +43,7 @@ UNCHECKED_SHORT = {**UNCHECKED, "evaluation": SHORT}
 
 
 def run_on_cpu(folder: str, in_bf16: str) -> None:
-    for name in STAGES:
+    for name in RUN:
         import_module(f"{STAGES[name].package}.train").run(read_config(Path(folder) / name), Path(folder) / name)
     copy_stages(Path(folder), Path(in_bf16), "sft")
     import_module("step2_reward.train").run(read_config(Path(in_bf16) / "reward"), Path(in_bf16) / "reward")
@@ -95,15 +98,15 @@ def test_one_device_in_bf16_follows_the_cpu(cpu_runs: tuple[Path, Path], tmp_pat
     more = {**SMALL["ppo"], "steps": 3, "eval_every": 0, "save_every": 9, "update_epochs": 1}
     ppo, auto = tiny_config(**{**UNCHECKED, "ppo": more}), tiny_config(**SMALL, engine={"auto": True})
     write_stage_configs(later, tiny_config(**UNCHECKED_SHORT), reward=auto, ppo=ppo)
-    output = run_on_devices(first / "sft", later / "reward", later / "dpo", later / "ppo")
+    output = run_on_devices(first / "sft", later / "reward", later / "ppo")
     assert "padded" not in output and "engine=auto: as configured" in output
-    for folder, stage in ((first, "sft"), (later, "reward"), (later, "dpo")):
+    for folder, stage in ((first, "sft"), (later, "reward")):
         compare(folder, on_cpu, stage, ("loss", "eval_loss"), rel=1e-2)
         compare(folder, in_bf16 if stage == "reward" else on_cpu, stage, ("grad_norm",), rel=1e-2, first=1)
     _, rollout, *_ = metrics(later, "ppo")
     assert rollout["entropy"] == pytest.approx(metrics(on_cpu, "ppo")[1]["entropy"], rel=1e-2)
     assert rollout["first_ratio_max_deviation"] < 1e-3 and rollout["generator_kl"] < 1e-3
-    assert waits(later, "dpo", step=2) == {"engine/parallel/dist.py:reduce_over_ranks": 1}
+    assert waits(later, "reward", step=2) == {"engine/parallel/dist.py:reduce_over_ranks": 1}
     actual = waits(later, "ppo", step=2)
     rounds = actual.pop("engine/generation/decode_step.py:wait")
     assert rounds <= 2  # of 3 tokens
@@ -125,18 +128,16 @@ def waits(run_dir: Path, stage: str, step: int) -> Counter[str]:
 
 
 def test_two_devices_follow_one_cpu(cpu_runs: tuple[Path, Path], tmp_path: Path) -> None:
-    """Run SFT and PPO under ZeRO-3, and SFT under pipeline parallelism. PPO offloads its optimizers to the host.
+    """Run PPO under ZeRO-3 with its optimizers on the host, and SFT under pipeline parallelism.
 
-    The reward model shares SFT's training loop. test_parity.py runs every stage on two ranks on CPUs.
+    test_parity.py runs every stage on two ranks on CPUs.
     """
     on_cpu, _ = cpu_runs
     sharded, staged = tmp_path / "sharded", tmp_path / "staged"
-    engine = {"dtype": "fp32", "zero_stage": 3}
-    copy_stages(on_cpu, sharded, "reward")
-    offloaded = tiny_config(**UNCHECKED_SHORT, engine={**engine, "offload_optimizer": "cpu"})
-    write_stage_configs(sharded, tiny_config(**UNCHECKED_SHORT, engine=engine), ppo=offloaded)
+    offloaded = {"dtype": "fp32", "zero_stage": 3, "offload_optimizer": "cpu"}
+    copy_stages(on_cpu, sharded, "sft", "reward")
+    write_stage_configs(sharded, tiny_config(**UNCHECKED_SHORT, engine=offloaded))
     write_stage_configs(staged, tiny_config(**UNCHECKED_SHORT, engine={"dtype": "fp32", "pipeline_parallel": 2}))
-    run_on_devices(sharded / "sft", sharded / "ppo", staged / "sft", ranks=2)
-    for folder, stage in ((sharded, "sft"), (sharded, "ppo"), (staged, "sft")):
+    run_on_devices(sharded / "ppo", staged / "sft", ranks=2)
+    for folder, stage in ((sharded, "ppo"), (staged, "sft")):
         compare(folder, on_cpu, stage, (*CURVES[stage], "grad_norm"), rel=1e-4)
-    assert waits(sharded, "sft", step=2) == {"engine/parallel/dist.py:reduce_over_ranks": 1}

@@ -19,37 +19,33 @@ OTHERS = (
     "tests.benchmarks.test_dschat",
     "tests.pipeline.models.test_on_gpu",
 )
-WITHOUT = f"""
+ON_A_BARE_MACHINE = f"""
 import importlib, sys
 sys.modules |= dict.fromkeys({LACKING!r})  # the value None makes an import fail
+import pytest
+collected = pytest.main(["-q", "-m", "gpu", "--collect-only", "tests"])  # the error of one file would stop all tests
 from benchmarks.gpu.__main__ import main
 import engine, engine.memory, engine.deepspeed_json
 for name in {OTHERS!r}:
     importlib.import_module(name)
-sys.exit(main(["--device", "cpu", "--tiny"]))
+sys.exit(main(["--device", "cpu", "--tiny"]) or collected)
 """
 
 
-def test_every_part_runs() -> None:
-    finished = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, timeout=240)
+def test_a_bare_machine_collects_the_gpu_tests_and_runs_every_part() -> None:
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Hydra's plugin imports Hydra
+    command = [sys.executable, "-c", ON_A_BARE_MACHINE]
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr
+    assert "tests/pipeline/models/test_on_gpu.py::" in finished.stdout
     rows = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
-    assert not [row for row in rows if "failed" in row] and finished.returncode == 0, finished.stdout + finished.stderr
+    assert not [row for row in rows if "failed" in row], finished.stdout
     cases = {row["part"]: set() for row in rows[1:]}
     for row in rows[1:]:
         cases[row["part"]].add(row.get("case"))
     assert set(cases) == {"ceilings", "decode", "kernels", "training", "profile", "largest"}
     assert {"ours", "generate"} <= cases["decode"] and {"zero1", "zero3"} <= cases["training"]
     assert all(row["trains"] for row in rows if row.get("part") == "largest" and "case" in row)
-
-
-def test_a_bare_machine_collects_the_gpu_tests() -> None:
-    """An error of one file would keep all tests from running."""
-    hide = f"import sys; sys.modules |= dict.fromkeys({LACKING!r})"
-    code = f"{hide}; import pytest; sys.exit(pytest.main(['-q', '-m', 'gpu', '--collect-only', 'tests']))"
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Hydra's plugin imports Hydra
-    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout[-3000:]
-    assert "tests/pipeline/models/test_on_gpu.py" in finished.stdout
 
 
 def test_a_failed_part_is_reported_and_the_others_run(monkeypatch, capsys) -> None:

@@ -43,14 +43,14 @@ from tests.simulated_gpu import cuda
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("single_rank")]
 
 
-def small(family: str) -> nn.Module:
-    """Return a model with two heads, because Triton's interpreter runs programs for each of them."""
-    return build(family, num_attention_heads=2)
+def small(family: str, layers: int = 1) -> nn.Module:
+    """Return a model with two heads, because Triton's interpreter runs programs for each of them in each layer."""
+    return build(family, num_attention_heads=2, num_hidden_layers=layers)
 
 
 def engine_of(family: str, **layout: Any) -> Engine:
     config = EngineConfig(dtype="fp32", **layout)
-    return Engine(Policy(small(family)), config, optimizer=OPTIMIZER, rollout_path="lm")
+    return Engine(Policy(small(family, layers=2)), config, optimizer=OPTIMIZER, rollout_path="lm")
 
 
 def train(engine: Engine, token_ids: Sequence[Tensor], micro: int = 4) -> list[float]:
@@ -117,7 +117,7 @@ def test_a_checkpoint_copy_has_the_values_before_later_changes(can_pin: bool, mo
 
 def test_tied_weights_of_a_meta_model_stay_on_the_host() -> None:
     """A stage builds its model on the meta device and fills it later. The tied head is the embedding."""
-    policy = Policy(small("opt"))
+    policy = Policy(small("opt", layers=2))
     values = {name: p.detach().clone() for name, p in policy.named_parameters()}
 
     def fill(module: nn.Module) -> None:

@@ -22,14 +22,14 @@ pytestmark = needs_gpu
 PROMPTS = ragged_prompts(3, 11, 5)
 STREAMS = list(range(len(PROMPTS)))
 SAMPLED = Sampling(5, temperature=0.8, end_ids=ENDS, seed=6)
-# The simulated GPU runs llama. Triton's interpreter runs one program for each key head, and joins each query head.
-FEW_HEADS = {"llama": {"num_attention_heads": 2, "num_key_value_heads": 1}}
+# The simulated GPU runs llama. Triton's interpreter runs a program for each layer and head.
+SMALL = {"llama": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}}
 CAPTURED = ["opt", "gpt2", "gpt_neox", "phi", "llama", "qwen3", "mistral", "gemma2", "gemma3_text"]
 
 
 def on_device(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """Return the inference model on the device after a weight sync, with fused linear layers."""
-    changes = {**FEW_HEADS.get(family, {}), **changes}
+    changes = {**SMALL.get(family, {}), **changes}
     copy = InferenceModel(build(family, **changes), build(family, **changes), dtype)
     copy.sync()
     return copy.module
@@ -106,7 +106,7 @@ def test_a_model_that_cannot_be_captured_warns_and_runs_without_graphs(
 ) -> None:
     """A forward that reads a number from the device cannot be captured. It runs without graphs, and leaves no state."""
     monkeypatch.setattr(cuda_graph, "_warned", set())
-    model = on_device("opt", num_attention_heads=2)
+    model = on_device("opt", num_hidden_layers=1, num_attention_heads=2)
     arguments = PROMPTS[:2], replace(SAMPLED, max_new_tokens=3), STREAMS[:2]
     expected = Generator(model, DEVICE).generate(*arguments)
     handle = model.model.decoder.layers[0].register_forward_pre_hook(

@@ -177,10 +177,8 @@ DEVICE_LAYOUTS: list[dict[str, Any]] = [
     {"zero_stage": 3, "adapters": True, "offload_parameters": "cpu"},
     {"zero_stage": 2, "adapters": True, "offload_optimizer": "cpu"},
     {"zero_stage": 2, "compress": "reduce8"},
-    {"zero_stage": 3, "compress": "gather8"},
     {"zero_stage": 3, "compress": "both"},
     {"zero_stage": 2, "shard_ranks": 1},
-    {"zero_stage": 2, "offload_optimizer": "cpu"},
     {"zero_stage": 2, "offload_optimizer": "cpu", "shard_ranks": 1},
 ]
 
@@ -188,8 +186,13 @@ DEVICE_LAYOUTS: list[dict[str, Any]] = [
 MOST = 1.02  # times the predicted peak
 
 
-def device_peaks() -> list[tuple[float, int]]:
-    """Measure the peak of a step with two micro-batches on a device, and predict it, for each layout."""
+def device_peaks() -> list[tuple[float, int, list[str]]]:
+    """Measure the peak of a step with two micro-batches on a device, predict it, and list the waits for the device.
+
+    Returns (bytes, predicted bytes, functions in which the host waited) of each layout.
+    """
+    from tests.simulated_gpu import cuda  # importing it elsewhere would change that process's torch
+
     x, peaks = torch.randn(1, WIDTH, device="cuda"), []
     for layout in DEVICE_LAYOUTS:
         gc.collect()
@@ -200,12 +203,13 @@ def device_peaks() -> list[tuple[float, int]]:
         predicted = trained_states(shape_of(Net()), Workload(config, dist.world().size, adapters=adapters)).peak
         for step in range(20):
             torch.cuda.reset_peak_memory_stats()
+            cuda.waits()
             engine.update([x, x], lambda module, row: (module(row).float().square().sum(), {}), 2.0)
-            actual = torch.cuda.max_memory_allocated() - before
+            actual, waits = torch.cuda.max_memory_allocated() - before, cuda.waits()
             # Other streams that lag behind on a busy machine hold memory for longer. Then the step is repeated.
             if step and dist.max_over_ranks(actual / predicted) < MOST:
                 break
-        peaks.append((actual, predicted))
+        peaks.append((actual, predicted, waits))
         del engine
     return peaks
 
@@ -213,8 +217,11 @@ def device_peaks() -> list[tuple[float, int]]:
 @pytest.mark.skipif(building.unavailable_reason() is not None, reason="the simulated device cannot be built")
 def test_the_peak_of_a_step_on_a_device() -> None:
     peaks = run_ranks(device_peaks, 2, device="cuda")[0]
-    for layout, (actual, predicted) in zip(DEVICE_LAYOUTS, peaks, strict=True):
+    for layout, (actual, predicted, waits) in zip(DEVICE_LAYOUTS, peaks, strict=True):
         assert (0.9 if "adapters" in layout else 0.95) * predicted < actual < MOST * predicted, layout
+        assert any("offload" in name for name in layout) or waits == ["engine/parallel/dist.py:reduce_over_ranks"], (
+            layout
+        )
 
 
 def states_of(engine: dict[str, Any], **keys: Any) -> ModelStates:
