@@ -33,7 +33,7 @@ def turns(*roles: str, count: int = 40) -> list[dict[str, Any]]:
 
 
 BROKEN: list[tuple[str, str, str | bytes, str]] = [
-    ("not JSON", "a.jsonl", "hello\n", "a line is not a JSON object .line 1"),
+    ("not JSON", "a.jsonl", "hello\n", "a line is not a JSON object: line 1"),
     ("cut off", "a.jsonl", lines(chats(3))[:-9], "1 of 3 rows cannot be used.*first: line 3"),
     ("100,000 brackets in .json", "a.json", "[" * 100_000, "is not JSON"),
     ("an image", "a.jsonl", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "not UTF-8"),

@@ -1,43 +1,32 @@
 """Data sets of the hub: the real client with a hub on loopback, with a cache, and without a connection."""
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from importlib import reload
 
 import pytest
+import yaml
 
+from pipeline.config.schema import DataConfig, SourceConfig
+from tests.ranks import Worker
 from tests.stand_in_hub import StandInHub, card, parquet, serve, ultrafeedback
+from tests.tiny import ROOT, tiny_config
 
-ROOT = Path(__file__).parents[3]
-SECONDS = 240  # limit of one process
-COMMANDS = """
-import contextlib, io, json, sys
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
-from pipeline.config.check_machine import hub_data
-from pipeline.data.load import load_stage
-from pipeline.errors import UserError
-results = []
-for words in json.loads(sys.argv[1]):
-    config, status = validate(compose(words)), 0
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        try:
-            print(*hub_data(config), sep="\\n")
-            for stage in ("sft", "reward", "ppo"):
-                records = load_stage(config.data, stage, 1)
-                print(stage, type(records.train[0]).__name__, len(records.train), len(records.held_out))
-        except UserError as problem:
-            print(problem)
-            status = 2
-    results.append((status, output.getvalue()))
-print(json.dumps(results))
-"""
-PREFERENCES = ["model=opt-1.3b"]
-NOTHING = ["model=opt-1.3b", "data.sources=[{hub: me/nothing}]"]
-NO_SUBSET = ["model=opt-1.3b", "data.sources=[{hub: me/two}]"]
-NO_SPLIT = ["model=opt-1.3b", "data.sources=[{hub: me/two, subset: main, split: validation}]"]
+SETS = ROOT / "conf" / "data"
+PREFERENCES, CONVERSATIONS, QUESTIONS = (
+    DataConfig(**yaml.safe_load((SETS / f"{name}.yaml").read_text()))
+    for name in ("ultrafeedback", "ultrachat", "gsm8k")
+)
+NOTHING, NO_SUBSET, NO_SPLIT = (
+    DataConfig(name="mine", sources=[source])
+    for source in (
+        SourceConfig(hub="me/nothing"),
+        SourceConfig(hub="me/two"),
+        SourceConfig(hub="me/two", subset="main", split="validation"),
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +39,18 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandInHub]:
 @pytest.fixture(scope="module")
 def online(hub: StandInHub) -> list[tuple[int, str]]:
     """The results of commands in a process that reaches the hub."""
-    return run(hub.environment, PREFERENCES, NOTHING, NO_SUBSET, NO_SPLIT)
+    results, errors = run(hub.environment, PREFERENCES, NOTHING, NO_SUBSET, NO_SPLIT)
+    assert "the hub does not answer" not in errors
+    return results
+
+
+@pytest.fixture(scope="module")
+def offline(hub: StandInHub, online: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """The results of commands in a process that has only the cache of `online`."""
+    closed = hub.environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # no process listens on this port
+    results, errors = run(closed, PREFERENCES, CONVERSATIONS, QUESTIONS)
+    assert "warning: the hub does not answer (ConnectError: [Errno 111] Connection refused), so this run" in errors
+    return results
 
 
 def two_configurations() -> dict[str, bytes]:
@@ -62,20 +62,44 @@ def two_configurations() -> dict[str, bytes]:
     return {"README.md": card(lines), **{f"{name}/train-0.parquet": rows for name in names}}
 
 
-def run(environment: dict[str, str], *commands: list[str]) -> list[tuple[int, str]]:
-    """Return the exit status and the output of each command. All commands run in one new process."""
-    command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
-    path = {"PATH": "", "PYTHONPATH": str(ROOT), "HOME": "/nowhere"}
-    result = subprocess.run(
-        command, env=path | environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    closed = "warning: the hub does not answer (ConnectError: [Errno 111] Connection refused), so this run uses only"
-    assert (closed in result.stderr) == ("127.0.0.1:9" in environment["HF_ENDPOINT"].split("/"))
-    return [(status, output) for status, output in json.loads(result.stdout.splitlines()[-1])]
+def run(environment: dict[str, str], *data: DataConfig) -> tuple[list[tuple[int, str]], str]:
+    """Return (exit status, output) of each data set, which one process reads, and what it printed otherwise."""
+    worker = Worker(read_here, data, environment=environment)
+    output, _ = worker.communicate()
+    assert worker.returncode == 0, output
+    *others, results = output.splitlines()
+    return [(status, text) for status, text in json.loads(results)], "\n".join(others)
 
 
-def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub, online: list[tuple[int, str]]) -> None:
+def read_here(sets: tuple[DataConfig, ...]) -> None:
+    """Read each data set as the launcher and then the stages do."""
+    from huggingface_hub import constants
+
+    reload(constants)  # reads the environment of this process
+
+    from pipeline.config.check_machine import hub_data
+    from pipeline.data.load import load_stage
+    from pipeline.errors import UserError
+
+    results = []
+    for data in sets:
+        config, status = tiny_config().model_copy(update={"data": data}), 0
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            try:
+                print(*hub_data(config), sep="\n")
+                for stage in ("sft", "reward", "ppo"):
+                    records = load_stage(data, stage, 1)
+                    print(stage, type(records.train[0]).__name__, len(records.train), len(records.held_out))
+            except UserError as problem:
+                print(problem)
+                status = 2
+        results.append((status, output.getvalue()))
+    print(json.dumps(results))
+
+
+def test_preferences_of_the_hub_are_read_cached_and_named(
+    online: list[tuple[int, str]], offline: list[tuple[int, str]]
+) -> None:
     """A process without the hub reads them from the cache. The stages divide the rows."""
     status, output = online[0]
     first, *stages = output.splitlines()
@@ -86,18 +110,15 @@ def test_preferences_of_the_hub_are_read_cached_and_named(hub: StandInHub, onlin
     rows = [line.split() for line in stages]
     assert [row[:2] for row in rows] == [["sft", "Conversation"], ["reward", "Preference"], ["ppo", "Prompt"]]
     assert sum(int(row[2]) for row in rows) == 1000 and all(row[3] == "7" for row in rows)
-    offline = hub.environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # no process listens on this port
-    assert run(offline, PREFERENCES) == [online[0]]
+    assert offline[0] == online[0]
 
 
-def test_without_a_hub_two_alternatives_are_offered(tmp_path: Path) -> None:
-    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    questions = ["model=opt-1.3b", "data=gsm8k", "stage=sft"]
-    (status, output), (_, subset) = run(environment, ["model=opt-1.3b", "data=ultrafeedback", "stage=all"], questions)
+def test_without_a_hub_two_alternatives_are_offered(offline: list[tuple[int, str]]) -> None:
+    (status, output), (_, subset) = offline[1:]
     assert status == 2
-    assert output.startswith("HuggingFaceH4/ultrafeedback_binarized (split train_prefs) cannot be downloaded")
+    assert output.startswith("HuggingFaceH4/ultrachat_200k (split train_sft) cannot be downloaded")
     assert "set data.path=FILE to your own data, or data.path=FOLDER to a copy" in output
-    assert "--include '*train_prefs*' '*test_prefs*' --local-dir FOLDER" in output
+    assert "--include '*train_sft*' '*test_sft*' --local-dir FOLDER" in output
     assert "--include '*main*train*' '*main*test*' --local-dir FOLDER" in subset  # and not socratic
 
 

@@ -40,7 +40,7 @@ def prompts(records: list[Any]) -> set[bytes]:
 
 
 def test_one_file_gives_all_stages_disjoint_prompts(tmp_path: Path) -> None:
-    data = DataConfig(name="x", path=write(tmp_path / "p.jsonl", pairs(range(1000)) * 2), eval_fraction=0.1)
+    data = DataConfig(name="x", path=write(tmp_path / "p.jsonl", pairs(range(400)) * 2), eval_fraction=0.1)
     loaded = {stage: load_stage(data, stage, seed=1) for stage in STAGES}
     kinds = {"sft": Conversation, "reward": Preference, "ppo": Prompt}
     for stage, records in loaded.items():
@@ -48,16 +48,16 @@ def test_one_file_gives_all_stages_disjoint_prompts(tmp_path: Path) -> None:
     train = {stage: prompts(records.train) for stage, records in loaded.items()}
     held_out = prompts(loaded["sft"].held_out)
     assert all(prompts(records.held_out) == held_out for records in loaded.values())
-    assert len(held_out) == pytest.approx(100, abs=30)
-    assert sum(len(part) for part in train.values()) + len(held_out) == 1000
+    assert len(held_out) == pytest.approx(40, abs=18)
+    assert sum(len(part) for part in train.values()) + len(held_out) == 400
     assert len(train["reward"]) == pytest.approx(2 * len(train["sft"]), rel=0.3)
     assert len(loaded["reward"].train) == 2 * len(train["reward"])  # equal pairs are not merged
     assert len(loaded["ppo"].train) == len(train["ppo"])  # equal prompts are merged
-    assert loaded["ppo"].skipped["repeats another row"] == 1000
+    assert loaded["ppo"].skipped["repeats another row"] == 400
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"):
-        write(folder / name, pairs(range(1000)))
+        write(folder / name, pairs(range(400)))
     shards = DataConfig(name="x", path=str(folder), eval_fraction=0.1)
     for stage, records in loaded.items():  # as in one file
         assert len(load_stage(shards, stage, seed=1).train) == len(records.train)
@@ -92,14 +92,14 @@ def threads(count: int) -> list[dict[str, Any]]:
 
 
 def test_conversations_with_the_same_first_turn_are_in_one_split(tmp_path: Path) -> None:
-    data = DataConfig(name="x", path=write(tmp_path / "c.jsonl", threads(400)), eval_fraction=0.1)
+    data = DataConfig(name="x", path=write(tmp_path / "c.jsonl", threads(200)), eval_fraction=0.1)
     loaded = {stage: load_stage(data, stage, seed=1) for stage in ("sft", "ppo")}
     turns = {stage: {first_turn(record) for record in records.train} for stage, records in loaded.items()}
     held_out = {first_turn(record) for record in loaded["ppo"].held_out}
     assert held_out == {first_turn(record) for record in loaded["sft"].held_out}
-    assert len(held_out) == pytest.approx(40, abs=18) and len(loaded["ppo"].held_out) > 1.5 * len(held_out)
+    assert len(held_out) == pytest.approx(20, abs=12) and len(loaded["ppo"].held_out) > 1.5 * len(held_out)
     assert not held_out & (turns["sft"] | turns["ppo"]) and not turns["sft"] & turns["ppo"]
-    assert len(turns["sft"] | turns["ppo"] | held_out) == 400
+    assert len(turns["sft"] | turns["ppo"] | held_out) == 200
     trained = {
         tuple(message.content.lower() for message in record.messages[:end])
         for record in loaded["sft"].train
@@ -176,9 +176,8 @@ def test_the_held_out_prompt_of_a_tiny_file_is_removed_from_other_sources(tmp_pa
 
 @pytest.mark.parametrize("evaluated", ["ppo", "sft"])
 def test_the_evaluation_prompt_of_a_tiny_file_is_trained_by_no_stage(evaluated: str, tmp_path: Path) -> None:
-    numbers = [n for n, row in enumerate(chats(range(1000))) if held_out_point(digest_of_question(row)) > 0.5][:8]
-    tiny = write(tmp_path / "a.jsonl", [chats(range(1000))[n] for n in numbers])
-    large = write(tmp_path / "b.jsonl", pairs(range(1000)))
+    rows = [row for row in chats(range(50)) if held_out_point(digest_of_question(row)) > 0.5][:8]
+    tiny, large = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", pairs(range(50)))
     others = ["sft", "reward"] if evaluated == "ppo" else ["reward"]
     data = of({"path": tiny, "stages": [evaluated]}, {"path": large, "stages": others})
     held_out = prompts(DataReader(data, seed=1).held_out())
@@ -202,7 +201,7 @@ def digest_of_question(row: dict[str, Any]) -> bytes:
 
 
 def test_sources_are_mixed_by_weight_and_seed(tmp_path: Path) -> None:
-    paths = [write(tmp_path / "a.jsonl", chats(range(1000))), write(tmp_path / "b.jsonl", chats(range(1000, 1100)))]
+    paths = [write(tmp_path / "a.jsonl", chats(range(400))), write(tmp_path / "b.jsonl", chats(range(1000, 1100)))]
     sources = [{"path": path, "stages": ["sft"], "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
     records = load_stage(of(*sources), "sft", seed=1)
     counts = {name: sum(record.source == name for record in records.train) for name in ("a", "b")}

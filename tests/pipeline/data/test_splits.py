@@ -40,7 +40,7 @@ def test_the_first_turn_is_the_system_message_and_the_first_question() -> None:
 
 
 def test_shares_are_exact_and_independent_of_the_held_out_share() -> None:
-    keys = [digest(Prompt((Message("user", str(i)),), "a")) for i in range(20_000)]
+    keys = [digest(Prompt((Message("user", str(i)),), "a")) for i in range(6_000)]
     held_out = {key for key in keys if held_out_point(key) < 0.1}
     assert len(held_out) / len(keys) == pytest.approx(0.1, abs=0.01)
     for group in (held_out, set(keys) - held_out):
