@@ -14,8 +14,8 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +38,7 @@ _HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[
 class Table:
     """Rows with one set of columns. `numbers[i]` is the position of row i in the file, counted from 1.
 
-    columns, new_names: `columns` has the names after the renaming that `new_names` lists: {name in the file: new name}
+    columns: the names of the columns that are not null in every row
     broken: (position, reason) of each line that is no row, in the order of the file; these lines count as bad rows
     """
 
@@ -48,15 +48,10 @@ class Table:
     numbers: Sequence[int]
     unit: str = "row"
     broken: tuple[tuple[str, str], ...] = ()
-    new_names: Mapping[str, str] = field(default_factory=dict)
 
     def position(self, index: int) -> str:
         """Return the position of a row in its file, for messages: "line 3"."""
         return f"{self.unit} {self.numbers[index]}"
-
-    def renamed(self, row: Row) -> Row:
-        """Return a row with its renamed columns under both names."""
-        return {**row, **{new: row.get(name) for name, new in self.new_names.items()}} if self.new_names else row
 
 
 def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
@@ -66,7 +61,7 @@ def data_files(path: str, key: str) -> tuple[list[Path], list[Path]]:
         raise UserError(missing(path, key))
     if found.is_file():
         return [found], []
-    files = sorted(file for file in files_in(found) if _suffix(file) in SUFFIXES and _is_data(file, found))
+    files = sorted(filter(_is_data, files_in(found)))
     if not files:
         raise UserError(
             f"{key}={path}: the folder has no {', '.join(SUFFIXES)} file. Set {key} to a file or another folder."
@@ -132,11 +127,11 @@ def table_of(
     return Table(name, rows, columns, numbers, unit, tuple(broken))
 
 
-def _is_data(file: Path, folder: Path) -> bool:
-    """Return whether the name of a file suggests rows. Download tools leave hidden folders without rows."""
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+def _is_data(file: Path) -> bool:
+    """Return whether the name of a file suggests rows."""
     is_cache = file.suffix == ".arrow" and file.name.startswith("cache-")  # a cache file of `datasets`
-    return file.is_file() and not hidden and not is_cache and file.name not in _METADATA_FILES
+    is_other = is_cache or file.name.startswith(".") or file.name in _METADATA_FILES
+    return _suffix(file) in SUFFIXES and not is_other and file.is_file()
 
 
 def _is_held_out(file: Path) -> bool:
@@ -174,19 +169,13 @@ def _lines(path: Path) -> Iterator[str]:
     position = 0
     try:
         with open(path, "rb") as file:
-            stream = _unpacked(file)
-            for raw in stream:
-                try:
-                    text = raw.decode("utf-8" if position else "utf-8-sig")
-                except UnicodeDecodeError as error:
-                    position += error.start
-                    for _ in stream:  # a damaged archive raises its own error
-                        pass
-                    raise UserError(f"{path}: not UTF-8 text at byte {position}; save the file as UTF-8.") from error
+            for raw in _unpacked(file):
+                yield raw.decode("utf-8" if position else "utf-8-sig")
                 position += len(raw)
-                yield text
-    except UserError:
-        raise
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 text at byte {position + error.start}; save the file as UTF-8 (or the archive again)."
+        ) from error
     except (OSError, EOFError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 

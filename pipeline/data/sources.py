@@ -38,7 +38,10 @@ class _Parsed:
     records: list[tuple[int, Record, bytes]]
     bad: list[tuple[str, str]]
     unused: Counter[str]
-    count: int
+
+    @property
+    def count(self) -> int:
+        return len(self.records) + len(self.bad) + self.unused.total()
 
 
 @dataclass
@@ -77,7 +80,7 @@ class RecordTable:
                 bad.append((self.table.position(index), str(reason)))
             else:
                 if self.keeps_rows and isinstance(own, Prompt):
-                    own = replace(own, row=self.table.renamed(self.table.rows[index]))
+                    own = replace(own, row=self.table.rows[index])
                 records.append((own, turn))
         if len(bad) > bad_row_limit * parsed.count:
             raise UserError(_refusal(self.name, stage, bad, parsed.count, bad_row_limit))
@@ -91,8 +94,7 @@ class RecordTable:
     def _parsed(self) -> _Parsed:
         table, records, bad = self.table, [], []
         unused: Counter[str] = Counter()
-        for index, read in enumerate(table.rows):
-            row = table.renamed(read)
+        for index, row in enumerate(table.rows):
             named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a column
             try:
                 record = parse_row(named, self.form, self.source)
@@ -103,7 +105,7 @@ class RecordTable:
                 bad.append((table.position(index), str(reason)))
         if not self.keeps_rows:
             self.table = replace(table, rows=())
-        return _Parsed(records, [*bad, *table.broken], unused, len(table.rows) + len(table.broken))
+        return _Parsed(records, [*bad, *table.broken], unused)
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ def _open_hub(config: "SourceConfig") -> Source:
 
 
 def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
-    """Return the table with renamed columns: `columns` is {name in the file: new name}."""
+    """Return the table with its renamed columns under both names. `columns` is {name in the file: new name}."""
     if not columns:
         return table
     missing = sorted(set(columns) - table.columns)
@@ -255,8 +257,8 @@ def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
             f"{table.name}: there is no column {', '.join(missing)}, which `columns` in data.sources renames. "
             f"Columns found: {', '.join(sorted(table.columns))}."
         )
-    renamed = frozenset(columns.get(column, column) for column in table.columns)
-    return replace(table, columns=renamed, new_names=columns)
+    rows = [{**row, **{new: row.get(name) for name, new in columns.items()}} for row in table.rows]
+    return replace(table, rows=rows, columns=frozenset(columns.get(column, column) for column in table.columns))
 
 
 def _refusal(name: str, stage: str, bad: Sequence[tuple[str, str]], rows: int, limit: float) -> str:

@@ -334,10 +334,8 @@ def with_template(hf: "PreTrainedTokenizerBase", *, chat_template: str | None, t
     if chat_template is not None:
         hf.chat_template = _template_text(chat_template)
     if thinking:
-        given = hf.chat_template or DEFAULT_TEMPLATE
-        named = given if isinstance(given, dict) else {"": given}
-        marked = {name: text if text.startswith(THINKING) else THINKING + text for name, text in named.items()}
-        hf.chat_template = marked if isinstance(given, dict) else marked[""]
+        own = hf.get_chat_template() if hf.chat_template else DEFAULT_TEMPLATE
+        hf.chat_template = THINKING + own.removeprefix(THINKING)
         try:
             ChatTemplate(hf).answer((USER, Message("assistant", "", reasoning="-").turn))
         except UserError as problem:

@@ -33,14 +33,11 @@ class Scored:
         return id(self) if self.pair.conversation is None else self.pair.conversation
 
 
-def share(outcomes: Sequence[bool], groups: Sequence[Hashable] | None = None) -> Card | None:
-    """Return the share of True with its interval and the number of outcomes.
-
-    groups: the group of each outcome, if outcomes of a group are not independent
-    """
+def share(outcomes: Sequence[bool], groups: Sequence[Hashable]) -> Card | None:
+    """Return the share of True with its interval and the number of outcomes. Those of a group are not independent."""
     if not outcomes:
         return None
-    low, high = grouped_share_interval(outcomes, range(len(outcomes)) if groups is None else groups)
+    low, high = grouped_share_interval(outcomes, groups)
     return {"share": sum(outcomes) / len(outcomes), "low": low, "high": high, "count": len(outcomes)}
 
 

@@ -316,7 +316,8 @@ def test_gsm8k() -> None:
         pytest.skip("no shared/data/gsm8k beside this checkout")
     text = (CONF / "gsm8k.yaml").read_text()
     data = DataConfig(**yaml.safe_load(text.replace("gsm8k/", f"{folder}/")))
-    loaded = {stage: load_stage(data, stage, seed=1) for stage in (*STAGES, "dpo")}
+    reader = DataReader(data, seed=1)
+    loaded = {stage: reader.stage(stage) for stage in (*STAGES, "dpo")}
     assert len(loaded["sft"].held_out) == len(loaded["ppo"].held_out) == 1000
     held_out = set().union(*(prompts(records.held_out) for records in loaded.values()))
     assert not any(prompts(records.train) & held_out for records in loaded.values())
