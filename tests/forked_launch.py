@@ -35,7 +35,7 @@ def fork_ranks() -> None:
     """Let the launcher of this process fork its ranks."""
     from pipeline.launch import processes
 
-    processes.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+    processes.subprocess = FORKING  # type: ignore[attr-defined]
 
 
 class Launcher:
@@ -132,6 +132,10 @@ class ForkedRank:
         """Send a signal, if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+FORKING = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+"""Replaces `subprocess` in `pipeline/launch/processes.py`."""
 
 
 def _run_module(command: Sequence[str], environment: dict[str, str]) -> int:

@@ -1,6 +1,5 @@
 """How ranks and stages end: the interface of launcher and worker, exit statuses, causes, and advice on errors."""
 
-import errno
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +25,43 @@ AGAIN = "run the same command again"
 DISK_TIMEOUT = 5.0  # seconds to write what is useful but not necessary
 MESSAGE_LENGTH, TRACEBACK_LENGTH = 4000, 12_000
 """Characters of an error that a rank sends. UTF-8 takes at most 4 bytes for each, and a pipe has 65,536 bytes."""
-HOST_FULL = "can't allocate memory"  # the message of torch's host allocator, a RuntimeError
-NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # RuntimeErrors of Python and of C++
-PANIC = "PanicException"  # a BaseException of libraries in Rust, such as tokenizers
+DISK_FULL = ("the disk is full", "free some space")
+DISK_FAILED = ("the disk failed", "repair it, or move the run folder to another disk and set run_dir= to it")
+NO_THREAD = (
+    "no thread can be started, because memory or the number of processes is limited",
+    "raise the limit (ulimit -v, ulimit -u), or use fewer ranks",
+)
+OUT_OF_MEMORY = (
+    "out of memory outside of forward and backward (while a model is built, the optimizer steps or a checkpoint is "
+    "written), where a smaller micro-batch does not help",
+    "choose engine=auto, engine=zero3, or an offload tier (engine=zero3-offload, engine=zero3-nvme)",
+)
+LIMITS = {
+    "/dev/shm/nccl": (
+        "NCCL has too little shared memory",
+        "start the container with --ipc=host or --shm-size=8g, or enlarge /dev/shm",
+    ),
+    "CUDA driver error": (  # of the functions for virtual memory, which segments that grow need
+        "the driver of the GPU refuses PyTorch's expandable segments",
+        "write PYTORCH_ALLOC_CONF=expandable_segments:False in front of the command",
+    ),
+    "No usable temporary directory": (
+        "there is no temporary folder",
+        "set the environment variable TMPDIR to a writable folder",
+    ),
+    "No space left on device": DISK_FULL,
+    "Disk quota exceeded": DISK_FULL,
+    "Input/output error": DISK_FAILED,
+    "Read-only file system": DISK_FAILED,
+    "Permission denied": ("no permission", "change the permissions of the file or folder"),
+    "Too many open files": ("too many open files", "raise the limit (ulimit -n 4096)"),
+    "can't start new thread": NO_THREAD,  # of Python
+    "Resource temporarily unavailable": NO_THREAD,  # of C++ and Rust
+    "can't allocate memory": OUT_OF_MEMORY,  # of torch's host allocator
+    "Cannot allocate memory": OUT_OF_MEMORY,
+    "out of memory": OUT_OF_MEMORY,  # of torch on GPUs
+}
+"""Text of an error that a limit of the machine causes -> what is wrong, and the remedy. The first one counts."""
 
 END_ORDER = {
     "user": 0,
@@ -93,46 +126,10 @@ def advise(problem: BaseException) -> str | None:
         return str(problem)
     if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
         return in_keys(str(problem))
-    text = str(problem)
-    if "/dev/shm/nccl" in text:
-        return (
-            f"NCCL has too little shared memory ({text.splitlines()[-1]}): start the container with --ipc=host or "
-            "--shm-size=8g, or enlarge /dev/shm; then run the same command again to resume"
-        )
-    if "CUDA driver error" in text:  # of the functions for virtual memory, which segments that grow need
-        return (
-            f"the driver of the GPU refuses PyTorch's expandable segments ({text.partition(chr(10))[0]}): write "
-            "PYTORCH_ALLOC_CONF=expandable_segments:False in front of the command"
-        )
-    if "No space left on device" in text or "Disk quota exceeded" in text:
-        return f"the disk is full ({text}): free some space, then run the same command again to resume"
-    if "No usable temporary directory" in text:
-        return f"{text}: set the environment variable TMPDIR to a writable folder, then run the same command again"
-    if isinstance(problem, OSError) and problem.errno in (errno.EIO, errno.EROFS):
-        return (
-            f"the disk failed ({text}): repair it, or move the run folder to another disk and set run_dir= to it; then "
-            "run the same command again to resume"
-        )
-    if isinstance(problem, OSError) and problem.errno == errno.EACCES:
-        return f"no permission ({text}): change the permissions of the file or folder, then run the same command again"
-    if isinstance(problem, OSError) and problem.errno in (errno.EMFILE, errno.ENFILE):
-        return (
-            f"too many open files ({text}): raise the limit (ulimit -n 4096), then run the same command again to resume"
-        )
-    is_panic = type(problem).__name__ == PANIC and NO_THREAD[1] in text
-    if is_panic or (isinstance(problem, RuntimeError) and text.startswith(NO_THREAD)):
-        return (
-            f"no thread can be started ({text}), because memory or the number of processes is limited: raise the limit "
-            "(ulimit -v, ulimit -u), or use fewer ranks; then run the same command again to resume"
-        )
-    is_full = isinstance(problem, OSError) and problem.errno == errno.ENOMEM
-    if is_full or isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or HOST_FULL in text:
-        return (
-            "out of memory outside of forward and backward (while a model is built, the optimizer steps or a "
-            "checkpoint is written), where a smaller micro-batch does not help: choose engine=auto, engine=zero3, or "
-            "an offload tier (engine=zero3-offload, engine=zero3-nvme); then run the same command again to resume. "
-            f"{text.partition(chr(10))[0]}"
-        )
+    lines = str(problem).splitlines() or ["out of memory" if isinstance(problem, MemoryError) else ""]
+    for text, (cause, remedy) in LIMITS.items():
+        if line := next((line for line in lines if text in line), None):
+            return f"{cause} ({line}): {remedy}; then {AGAIN} to resume"
     return None
 
 

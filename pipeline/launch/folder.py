@@ -148,14 +148,7 @@ def _create_numbered(config: RunConfig, suffix: str) -> RunFolder:
 
 
 def _create(path: Path) -> bool:
-    """Create the folder if it is missing. Return True if the folder is new. Raise UserError for a stage of a run."""
-    absolute = path.resolve()
-    if absolute.name in STAGES and (absolute.parent / "manifest.json").exists():
-        run = path.parent if path.name else absolute.parent  # "." has no name
-        raise UserError(
-            f"{path} is the folder of the {absolute.name} stage of the run {run}: set run_dir={run} to continue that "
-            "run, or another folder"
-        )
+    """Create the folder if it is missing. Return True if the folder is new."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:

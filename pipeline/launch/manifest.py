@@ -11,7 +11,6 @@ later stages again. The tokenizer of a run has inputs of its own: the files of `
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -156,31 +155,20 @@ class Manifest:
         """
         identity, request = run_identity(config), hash_request(config, stages)
         if self.identity and self.stages:
-            old = {kind: self.identity.get(kind, {}).get("source") for kind in ("model", "data")}
-            changed = [kind for kind in old if old[kind] != identity[kind]["source"]]
-            if changed:
-                raise UserError(self._describe_conflict(identity, changed))
+            old, new = (
+                {f"{kind}.{key}": value for kind in identity for key, value in each[kind].get("source", {}).items()}
+                for each in ({**identity, **self.identity}, identity)
+            )
+            if changes := _changed_keys(old, new):
+                raise UserError(
+                    f"{self.run_dir} belongs to another configuration: {'; '.join(changes)}. Choose another name=, or "
+                    f"use the original configuration ({self.run_dir}/*/config.yaml)"
+                )
         if (identity, request) != (self.identity, self.request):  # else the report is newer than the file
             self.identity, self.request = identity, request
             self.save()
         for stage in self.stages:
             self.keep(stage)
-
-    def _describe_conflict(self, identity: dict[str, Any], changed: list[str]) -> str:
-        old, new = (
-            " ".join(_described(kind, each.get(kind, {})) for kind in changed) for each in (self.identity, identity)
-        )
-        difference = f"{old}, not {new}" if old != new else " and ".join(self._other_keys(identity, changed))
-        return (
-            f"{self.run_dir} belongs to another configuration: it was made with {difference}. "
-            f"Choose another name=, or use the original configuration ({self.run_dir}/*/config.yaml)"
-        )
-
-    def _other_keys(self, identity: dict[str, Any], changed: list[str]) -> Iterator[str]:
-        """Yield the keys that differ if the names and the paths of the model and the data are equal."""
-        for kind in changed:
-            old, new = self.identity.get(kind, {}).get("source") or {}, identity[kind]["source"]
-            yield from (f"another {kind}.{key}" for key in {**old, **new} if old.get(key) != new.get(key))
 
     def decide(self, stage: str, consumed: dict[str, Any]) -> Decision:
         """Decide whether to skip, resume or run a stage whose inputs are now `consumed`."""
@@ -305,11 +293,8 @@ def _without_selection(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Describe how the inputs of a stage have changed. At most three keys are listed with both values."""
-    before, now = old["settings"], new["settings"]
-    keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
-    changes = [f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys[:3]]
-    changes += [f"{len(keys) - 3} more keys"] if len(keys) > 3 else []
+    """Describe how the inputs of a stage have changed."""
+    changes = _changed_keys(old["settings"], new["settings"])
     changes += ["the data changed"] if any(old.get(key) != new.get(key) for key in ("data", "files")) else []
     changes += ["the tokenizer's files changed"] if old.get("tokenizer") != new.get("tokenizer") else []
     functions = {old.get("reward_function"), new.get("reward_function")} - {None}
@@ -320,10 +305,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(changes) or "its settings changed"
 
 
-def _described(kind: str, identity: dict[str, Any]) -> str:
-    """Return the name of a model or data set, with its path if it has one: two files may have the same name."""
-    path = identity.get("source", {}).get("path")
-    return f"{kind}={identity.get('name')}" + (f" ({path})" if path else "")
+def _changed_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return one text per key with another value, at most three, and the number of further keys."""
+    keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
+    changes = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in keys[:3]]
+    return changes + ([f"{len(keys) - 3} more keys"] if len(keys) > 3 else [])
 
 
 def move_aside(folder: Path) -> Path:

@@ -289,27 +289,32 @@ def test_stop_strings_and_cache_bytes():
 def test_paths_are_checked_before_any_work(tmp_path):
     with pytest.raises(UserError, match=r"data.path=.*no such file"):
         check_paths(config_of(f"data.path={tmp_path}/none.jsonl"))
+
+    def with_model(path: Path) -> RunConfig:
+        config = config_of()
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+
     with pytest.raises(UserError, match=r"model.path=.*no config.json"):
-        check_paths(config_of(f"model.path={tmp_path}"))
+        check_paths(with_model(tmp_path))
     (tmp_path / "sft" / "model").mkdir(parents=True)
     (tmp_path / "sft" / "model" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=f"model.path={tmp_path}/sft"):
-        check_paths(config_of(f"model.path={tmp_path}"))
-    check_paths(config_of(f"model.path={tmp_path}/sft"))
+        check_paths(with_model(tmp_path))
+    check_paths(with_model(tmp_path / "sft"))
     with pytest.raises(
         UserError, match=f"json is a file: set the folder of the model, model.path={tmp_path}/sft/model$"
     ):
-        check_paths(config_of(f"model.path={tmp_path}/sft/model/config.json"))
+        check_paths(with_model(tmp_path / "sft/model/config.json"))
     with pytest.raises(UserError, match=r"^actor=none"):
         check_paths(config_of("stage=ppo", "actor=none", "reward=none"))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").touch()
     with pytest.raises(UserError, match=f"has only adapters: merge .* python -c .* {tmp_path}/adapter adapter-merged"):
-        check_paths(config_of(f"model.path={tmp_path}/adapter"))
+        check_paths(with_model(tmp_path / "adapter"))
     (tmp_path / "model.gguf").touch()
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(UserError, match="is in GGUF format, which cannot be trained: set the folder of the orig"):
-            check_paths(config_of(f"model.path={path}"))
+            check_paths(with_model(path))
     (tmp_path / "model.gguf").unlink()
 
 

@@ -22,6 +22,7 @@ from pipeline.export.command import _parser as export_parser
 from pipeline.report.report import _parser as report_parser
 from pipeline.serve.command import _page_parser
 from pipeline.serve.command import _parser as serve_parser
+from tests.composed import config_of
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,8 +41,12 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def check_training(words: Sequence[str], stage: str | None = None) -> None:
     words = ["data=demo" if word == "data=mine" else word for word in words]  # the reader writes conf/data/mine.yaml
-    for job in compose_jobs(parse_command(words)):
-        validate({**job.raw, "stage": stage} if stage is not None else job.raw)
+    command = parse_command([*words, *([f"stage={stage}"] if stage is not None else [])])
+    if command.multirun:
+        for job in compose_jobs(command):
+            validate(job.raw)
+    else:
+        config_of(*command.overrides)
 
 
 def check_chat(words: Sequence[str]) -> None:

@@ -98,18 +98,6 @@ def test_a_file_system_without_locks_gives_a_warning(
     assert "has no locks" in capsys.readouterr().err
 
 
-def test_a_stage_of_another_run_is_no_run_folder(config: RunConfig, tmp_path: Path) -> None:
-    stage = tmp_path / "run" / "ppo"
-    stage.mkdir(parents=True)
-    nested = config.model_copy(update={"run_dir": str(stage)})
-    open_folder(nested, ["sft"]).close()  # any folder may have that name
-    (tmp_path / "run" / "manifest.json").touch()
-    with pytest.raises(
-        UserError, match=r"run/ppo is the folder of the ppo stage of the run .*run: set run_dir=.*run to"
-    ):
-        open_folder(nested, ["sft"])
-
-
 def test_a_folder_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
     config = config.model_copy(update={"run_dir": str(tmp_path / "run")})
     first = open_folder(config, ["sft"])
