@@ -1,6 +1,5 @@
 """A model in the chat: its conversation, the turns that fit its context, and its answers as a stream."""
 
-from bisect import bisect_left
 from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,16 +76,12 @@ def fit(
     UserError if they exceed `bound`.
     """
     head = [Message("system", system)] if system else []
-    messages = [*head, *turns]
-    prompt = encode(messages)
-    if bound is None or len(prompt) <= bound:
-        return messages, prompt
-    firsts = range(0, len(turns), 2)
-    index = bisect_left(firsts, True, key=lambda first: len(encode([*head, *turns[first:]])) <= bound)
-    messages = [*head, *turns[firsts[min(index, len(firsts) - 1)] :]]
-    prompt = encode(messages)
-    if index < len(firsts):
-        return messages, prompt
+    prompt: list[int] = []
+    for first in range(0, len(turns), 2):
+        messages = [*head, *turns[first:]]
+        prompt = encode(messages)
+        if bound is None or len(prompt) <= bound:
+            return messages, prompt
     raise UserError(
         f"the message is too long: with the system message it has {len(prompt)} tokens, and at most {bound} fit "
         "together with the answer; write a shorter message, or set a smaller max-new-tokens"

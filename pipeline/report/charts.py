@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.report.axes import MINUS, Axis, axis, format_number
+from pipeline.report.axes import MINUS, axis, format_number
 from pipeline.report.html import Child, Markup, element
 from pipeline.report.svg import BOTTOM, TOP, WIDTH, Frame, Series, figure, polyline
 
@@ -126,11 +126,3 @@ def _legend(groups: Sequence[Series], right: float) -> list[Markup]:
         labels.append(element("text", one.label, x=right, y=9, text_anchor="end", class_=f"label tone-{one.tone}"))
         right -= 6.5 * len(one.label) + 12
     return labels
-
-
-def meter(share: float, tone: str) -> Markup:
-    """Draw a small inline bar for a value in [0, 1]."""
-    width = Axis(0.0, 1.0, ()).pixel(share, 0, 44)
-    track = element("rect", x=0, y=0, width=44, height=6, rx=2, class_="track")
-    bar = element("rect", x=0, y=0, width=width, height=6, rx=2, class_=f"bar tone-{tone}")
-    return element("svg", track, bar, viewBox="0 0 44 6", class_="meter", aria_hidden="true")

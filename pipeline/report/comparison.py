@@ -9,7 +9,7 @@ from pipeline.data.records import Message
 from pipeline.evaluation.samples import BEST_OF, Sample
 from pipeline.report.axes import format_interval, format_signed
 from pipeline.report.changes import Change, Measure, change_over, shared_temperatures, standings
-from pipeline.report.charts import histogram_chart, interval_chart, meter
+from pipeline.report.charts import histogram_chart, interval_chart
 from pipeline.report.data import SHOWN_MODELS, RunReading
 from pipeline.report.html import Child, Markup, element, grid, section, table
 from pipeline.report.svg import Series
@@ -20,19 +20,13 @@ LONGEST_TEXT = 4000
 OPEN_CARDS = 6  # prompts that are shown at once
 EXTREMES = 3  # of the best and of the worst answers
 MEASURES: dict[Measure, str] = {"gold": "Gold score", "scores": "Reward score", "function": "Reward function"}
-SCORED = {
-    "reward model": "By the reward model that PPO was trained on. It has no fixed scale.",
-    "reward function": "By the reward function that PPO was trained on.",
-    "reward": "The sum of reward model and reward function, which PPO was trained on. It has no fixed scale.",
-    "teacher": "The log-ratio of teacher and student, which distillation was trained on.",
-}
 
 
 def verdict_header(run: RunReading, facts: Markup) -> Markup:
     """Build the top of the page: the verdict, its evidence, and the scores of the models."""
     notes = {
         "gold": f"By {run.judge or 'the program that checks answers'}, which is not used for training. From 0 to 1.",
-        "scores": SCORED[run.rewarder],
+        "scores": f"By the {run.rewarder} that PPO was trained on. The scores have no fixed scale.",
         "function": "The reward function's share of the reward score.",
     }
     charts = [
@@ -223,8 +217,7 @@ def answer_card(samples: Sequence[Sample], labels: Mapping[str, str]) -> Markup:
 def _answer(sample: Sample, model: str, label: str) -> Markup:
     figures: list[Child] = []
     if model in sample.gold:
-        gold = sample.gold[model]
-        figures += [element("span", f"gold {gold:.2f}", class_="score"), meter(gold, model)]
+        figures.append(element("span", f"gold {sample.gold[model]:.2f}", class_="score"))
     if model in sample.scores:
         figures.append(element("span", f"reward {format_signed(sample.scores[model])}", class_="score"))
     answer = sample.answers[model]

@@ -1,5 +1,7 @@
 """Build the report sections about time, speed, memory and configuration."""
 
+import json
+
 from pipeline.config.messages import format_bytes, format_time
 from pipeline.config.stages import STAGES
 from pipeline.report.axes import format_number
@@ -97,7 +99,7 @@ def memory_section(run: RunReading) -> Markup | None:
         "Bytes allocated on the device, and resident host memory of the process. The table shows the rank with the "
         "highest peak; summary.json has all ranks."
     )
-    table_of_peaks = table(("Stage", "Ranks", "Largest", "Device", "Host"), rows, numbers=range(1, 5))
+    table_of_peaks = table(("Stage", "Ranks", "Largest rank", "Device", "Host"), rows, numbers=range(1, 5))
     return section("memory", "Memory", lead, table_of_peaks, ledger(run), restarts(run))
 
 
@@ -148,8 +150,8 @@ def _bytes(value: int | None, missing: str) -> str:
 def configuration_section(run: RunReading) -> Markup | None:
     """Build the section with the resolved configuration of each stage and the manifest."""
     texts = [(f"{name}/config.yaml", stage.config) for name, stage in run.stages.items() if stage.config]
-    if run.manifest_text:
-        texts.append((MANIFEST, run.manifest_text))
+    if run.manifest:
+        texts.append((MANIFEST, json.dumps(run.manifest, indent=1)))
     if not texts:
         return None
     folded = [element("details", element("summary", title), element("pre", text)) for title, text in texts]

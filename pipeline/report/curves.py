@@ -106,7 +106,7 @@ def _last(one: Series) -> float:
 def _hover(shown: Sequence[Series], frame: Frame, x_name: str) -> list[Markup]:
     """Draw invisible columns that show the values of a step under the mouse pointer."""
     steps = sorted({x for one in shown for x, _ in one.points})
-    shown_steps = _evenly(steps, HOVER_COLUMNS)
+    shown_steps = steps[:: math.ceil(len(steps) / HOVER_COLUMNS)]
     pixels = [frame.pixel(step, 0)[0] for step in shown_steps]
     columns = []
     for at, (step, x) in enumerate(zip(shown_steps, pixels, strict=True)):
@@ -130,12 +130,6 @@ def _hover(shown: Sequence[Series], frame: Frame, x_name: str) -> list[Markup]:
             )
         )
     return columns
-
-
-def _evenly(values: Sequence[float], count: int) -> list[float]:
-    if len(values) <= count:
-        return list(values)
-    return [values[round(at * (len(values) - 1) / (count - 1))] for at in range(count)]
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

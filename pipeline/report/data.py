@@ -76,13 +76,12 @@ class StageReading:
 
 @dataclass(frozen=True)
 class RunReading:
-    """A run folder: its name, its stages, the settings they share, and the manifest, also as text."""
+    """A run folder: its name, its stages, the settings they share, and the manifest."""
 
     name: str
     stages: Mapping[str, StageReading]
     settings: Mapping[str, Any]
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    manifest_text: str = ""
 
     def stage(self, name: str) -> StageReading:
         return self.stages.get(name) or StageReading(name)
@@ -184,7 +183,6 @@ def read_run(run_dir: Path) -> RunReading:
         stages=stages,
         settings={} if newest is None else read_settings(run_dir / newest),
         manifest=read_object(run_dir / MANIFEST),
-        manifest_text=_read_text(run_dir / MANIFEST),
     )
 
 

@@ -200,7 +200,7 @@ def test_text_of_models_and_files_is_escaped(tmp_path: Path) -> None:
         f'model: {{name: "<script>"}}\n# </pre><script>{HOSTILE.encode("ascii", "replace").decode()}',
     )
     write_stage(run_dir / "reward", summary={"eval_accuracy_by_source": {HOSTILE: 0.5}})
-    (run_dir / "manifest.json").write_text("</details><script>")
+    (run_dir / "manifest.json").write_text('{"</details><script>": 1}')
     actual = check(write_report(run_dir).read_text(encoding="utf-8"))
     assert actual.text.count("<script>") >= 5
 

@@ -1,13 +1,10 @@
-"""What the tests of the server and of its pages share, imported at the first use: a bare machine collects this file."""
+"""The models of the tests of the server, imported at the first use: a bare machine collects this file."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-
     from pipeline.serve.models import ServedModel
 
 
@@ -23,11 +20,3 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, ServedModel]"
     for seed, name in enumerate(("ppo", "sft")):
         save_model(root / name, seed)
     return {name: serve(load(ChatModel(name, root / name)), 4, None) for name in ("ppo", "sft")}
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    from tests.pipeline.serve.chromium import chromium
-
-    with chromium() as browser:
-        yield browser

@@ -1,7 +1,6 @@
-"""The arena: rounds over HTTP, and its page in a real headless Chromium."""
+"""The arena: rounds over HTTP, and its options."""
 
 import json
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from pipeline.chat.command import main
 from pipeline.serve import command
@@ -18,7 +16,6 @@ from pipeline.serve.app import create_app
 from pipeline.serve.arena import Arena
 from pipeline.serve.models import ServedModel
 from pipeline.serve.votes import Contestant, VoteFile
-from tests.pipeline.serve.chromium import HOSTILE, needs_chromium
 from tests.pipeline.serve.running import LIMIT, pause_after, served
 from tests.test_chat import empty_run, save_model
 
@@ -44,24 +41,6 @@ def url(models: dict[str, ServedModel], file: VoteFile) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="module")
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    with browser.new_context() as made:
-        made.set_default_timeout(LIMIT * 1000)
-        yield made
-
-
-@pytest.fixture
-def page(context: BrowserContext, url: str, votes: VoteFile) -> Iterator[Page]:
-    """A new tab, which has no round."""
-    page = context.new_page()
-    page.goto(url)
-    page.locator("summary").click()
-    page.fill("#max_tokens", "8")
-    yield page
-    page.close()
-
-
 def post(url: str, body: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     return json.load(urllib.request.urlopen(request, timeout=LIMIT))
@@ -85,9 +64,10 @@ def answers(events: list[dict[str, Any]]) -> list[str]:
     return ["".join(event["text"] for event in events if event.get("side") == side) for side in (0, 1)]
 
 
-def test_a_round_hides_the_names_until_the_vote(url: str, votes: VoteFile) -> None:
-    seen = set()
-    for number in range(12):
+def test_a_round_hides_the_names_until_the_vote(url: str, votes: VoteFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, seen = iter([0, 1, 0]), set()
+    monkeypatch.setattr("pipeline.serve.arena.secrets.randbelow", lambda _: next(drawn))
+    for number in range(3):
         name, events = play(url, temperature=0)
         assert not any(word in json.dumps(events) for word in ("ppo", "sft"))
         assert events[-1] == {"done": True, "problem": None, "result": None}
@@ -100,7 +80,7 @@ def test_a_round_hides_the_names_until_the_vote(url: str, votes: VoteFile) -> No
         assert row["comment"] == f"no. {number} 🙂" and row["sampling"] == {"temperature": 0, "max_tokens": 8}
         assert actual["tally"]["votes"] == number + 1
         seen.add((tuple(actual["names"]), left))
-    assert len(seen) == 2, "the sides are shuffled, and the names belong to the answers"  # chance of failure: 1 in 2048
+    assert len(seen) == 2, "the sides are shuffled, and the names belong to the answers"
     assert {row["right"]["version"] for row in votes.rows()} == {"aa", "bb"}
 
 
@@ -177,67 +157,3 @@ def test_the_arena_has_the_two_newest_stages_and_knows_their_versions(
     assert main([str(tmp_path), "--arena", "--port", "0", "--key", "k"]) == 0
     assert (seen[0]["first"], seen[0]["second"], seen[0]["wins"]) == ("ppo", "sft", 1)
     assert seen[1] == "arena of ppo and sft"
-
-
-@needs_chromium
-def test_people_vote_in_two_tabs(page: Page, url: str, votes: VoteFile) -> None:
-    expect(page.locator("#rate")).to_have_text("No votes on ppo and sft yet.")
-    tab = page.context.new_page()
-    tab.goto(url)
-    tab.locator("summary").click()
-    tab.fill("#max_tokens", "8")
-    for number, each in enumerate((page, tab)):
-        each.fill("#text", f"hello {number}")
-        each.keyboard.press("Enter")
-    for number, each in enumerate((page, tab)):
-        expect(each.locator("#ballot")).to_be_visible()
-        assert each.locator(".user").text_content() == f"hello {number}"
-        assert each.locator(".name:visible").all_text_contents() == ["Answer A", "Answer B"]
-        each.fill("#comment", HOSTILE)
-        each.click("button[value=neither]" if number else "button[value=both]")
-        expect(each.locator("#ballot")).to_be_hidden()
-        assert {text.partition(": ")[2] for text in each.locator(".side .name").all_text_contents()} == {"ppo", "sft"}
-    expect(tab.locator("#rate")).to_contain_text("0 for ppo, 0 for sft, 1 for both, 1 for neither")
-    rows = list(votes.rows())
-    assert [row["prompt"][0]["content"] for row in rows] == ["hello 0", "hello 1"]
-    assert [row["vote"] for row in rows] == ["both", "neither"] and rows[0]["comment"] == HOSTILE
-
-
-@needs_chromium
-def test_a_reload_in_the_middle_of_a_round_continues_it(
-    page: Page, models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch, votes: VoteFile
-) -> None:
-    go_on = [pause_after(6, model, monkeypatch) for model in models.values()]
-    page.fill("#temperature", "0")  # six sampled tokens may have no visible text
-    page.fill("#text", "hello")
-    page.click("#send")
-    expect(page.locator(".assistant")).to_have_text([re.compile("."), re.compile(".")])
-    page.reload()
-    expect(page.locator(".user")).to_have_text("hello")
-    for event in go_on:
-        event.set()
-    expect(page.locator("#ballot")).to_be_visible()
-    page.click("button[value=both]")
-    expect(page.locator("#thanks")).to_have_text("You chose both answers.")
-    (row,) = votes.rows()
-    assert page.locator(".assistant").all_text_contents() == [row[side]["answer"] for side in ("left", "right")]
-    page.reload()
-    expect(page.locator("#thanks")).to_have_text("You chose both answers.")
-
-
-@needs_chromium
-def test_hostile_answers_and_names_do_not_run(page: Page) -> None:
-    events = [{"side": side, "text": HOSTILE} for side in (0, 1)] + [{"done": True, "problem": None, "result": None}]
-    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-    tally = {"first": HOSTILE, "second": HOSTILE, "votes": 1, "rate": 1, "low": 0, "high": 1, "wins": 1, "losses": 0,
-             "both": 0, "neither": 0}  # fmt: skip
-    page.route("**/arena/rounds/*", lambda route: route.fulfill(body=stream))
-    page.route("**/arena/votes", lambda route: route.fulfill(
-        json={"vote": HOSTILE, "names": [HOSTILE, HOSTILE], "tally": tally}))  # fmt: skip
-    page.fill("#text", HOSTILE)
-    page.click("#send")
-    expect(page.locator("#ballot")).to_be_visible()
-    page.click("button[value=both]")
-    expect(page.locator("#rate")).to_contain_text(HOSTILE)
-    assert page.locator(".message").all_text_contents() == [HOSTILE] * 3
-    assert page.locator("body img, main script").count() == 0 and page.evaluate("window.hacked") is None

@@ -1,9 +1,8 @@
 """The file of votes: win rates by hand, killed writers, concurrent writers, and use as training data."""
 
 import json
-import os
-import subprocess
-import sys
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +54,21 @@ def test_a_line_that_a_killed_process_left_incomplete_is_removed(tmp_path: Path)
     assert lines.pop() == "" and [json.loads(line)["vote"] for line in lines] == ["left", "right"]
 
 
+def write_votes(path: Path) -> None:
+    while True:
+        VoteFile(path).append({"vote": "left", "comment": "x" * 20_000})
+
+
 def test_killed_writers_leave_complete_lines(tmp_path: Path) -> None:
-    code = (
-        "import json, sys\nfrom pathlib import Path\nfrom pipeline.serve.votes import VoteFile\n"
-        "file = VoteFile(Path(sys.argv[1]))\nprint('ready', flush=True)\n"
-        "while True: file.append({'vote': 'left', 'comment': 'x' * 20_000})\n"
-    )
     path = tmp_path / "votes.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    start = [sys.executable, "-c", code, str(path)]
-    writers = [subprocess.Popen(start, stdout=subprocess.PIPE, env=environment) for _ in range(2)]
+    writers = [Worker(write_votes, path, environment={}) for _ in range(2)]
     try:
-        for writer in writers:
-            assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
         while not path.exists() or path.stat().st_size < 500_000:
             assert all(writer.poll() is None for writer in writers)
+            time.sleep(0.005)
     finally:
         for writer in writers:
-            writer.kill()
+            writer.send_signal(signal.SIGKILL)
             writer.communicate()
     VoteFile(path).append({"vote": "right"})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
