@@ -59,9 +59,8 @@ def _chat(options: argparse.Namespace) -> int:
     participants = [load(model, trust_remote_code=options.trust_remote_code) for model in models]
     interactive = options.prompt is None and sys.stdin.isatty()
     session = Session(participants, sampling, options.system, labels=len(participants) > 1 or interactive)
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # replace invalid bytes and characters that the locale lacks
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # of invalid bytes; `exit_status` prepares stdout
     if options.prompt is not None:
         return 0 if session.answer(options.prompt) else 130
     if interactive:
