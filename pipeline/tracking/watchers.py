@@ -51,7 +51,7 @@ class ProgressDisplay:
         self._place, self._now = place and f" ({place})", now
         self._evaluations, self._later = evaluations, later
         self._stream = stream if stream is not None else sys.stderr
-        self._clock = clock
+        self._clock, self._opened = clock, clock()
         self._first: tuple[int, float, float] | None = None  # the first step, its tokens, and its time
         self._shown_at = -float("inf")
 
@@ -79,7 +79,8 @@ class ProgressDisplay:
         done, took = step - first_step, clock - began
         if done <= 0 or step >= self._steps:
             return "", ""
-        seconds = took / done * (self._steps - step + self._evaluations)
+        evaluations = took / done * self._evaluations - (began - self._opened)  # less the one before the first step
+        seconds = took / done * (self._steps - step) + max(evaluations, 0.0)
         left = f"{format_time(seconds)} left"
         speed = f"{(tokens - first_tokens) / took:,.0f} tokens/s" if tokens > first_tokens and took > 0 else ""
         if self._later is None:

@@ -158,7 +158,10 @@ def test_lines_are_printed_first_periodically_and_last():
 
 
 def test_progress_shows_stage_speed_and_remaining_time(offline_run):
-    """50 of 100 steps took 50 s. The plan has evaluations of 20 steps, and later stages of 50 steps."""
+    """50 of 100 steps took 50 s. The plan has evaluations of 20 steps, and later stages of 50 steps.
+
+    The evaluation before the first step took 8 of the 20 s.
+    """
     plan = {"seconds": {"train": 0.08, "step": 0.02}, "stage_seconds": 12.0, "later_seconds": 5.0}
     (offline_run / "plan.json").write_text(json.dumps(plan))
     outlook = _outlook(config_of("tracking=none"), "sft", offline_run, 100)
@@ -167,15 +170,16 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run):
     assert one_stage == pytest.approx({"evaluations": 20.0})
     stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
     progress = ProgressDisplay("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
+    seconds[0] = 8.0
     progress.log(0, {"tokens": 10})
-    seconds[0] = 50.0
+    seconds[0] = 58.0
     progress.log(50, {"tokens": 5010, "loss": 1.0})
     shown = stream.getvalue().splitlines()[-1]
-    assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  1.2 min left, run ends about Fri 12:02"
-    seconds[0] = 80.0  # a step took a second, and an evaluation 20 s: both are in the speed
+    assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  1.0 min left, run ends about Fri 12:01"
+    seconds[0] = 88.0  # a step took a second, and an evaluation 20 s: both are in the speed
     progress.log(60, {"tokens": 6010, "loss": 1.0, "eval_loss": 1.0})
     assert "  53 s left, run ends about Fri 12:02" in stream.getvalue().splitlines()[-1]
-    seconds[0] = 6 * 86400.0
+    seconds[0] = 6 * 86400.0 + 8.0
     progress.log(60, {"loss": 1.0})
     assert stream.getvalue().endswith("96.0 h left, run ends about 11 Jan 12:00\n")
 
