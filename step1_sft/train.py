@@ -63,7 +63,8 @@ def run(config: RunConfig, folder: Path) -> None:
         print(f"sft: {token_line(tokenizer)}", *shown, sep="\n", flush=True)
     evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, held_out))
     del records, held_out, to_come  # frees the texts
-    plan = plan_stage(config, "sft", folder, data.train, policy=source, later=later)
+    held_out_rows = max(len(data.held_out), len(evaluator.prompts))
+    plan = plan_stage(config, "sft", folder, data.train, policy=source, later=later, held_out=held_out_rows)
     config, section = plan.config, plan.config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)

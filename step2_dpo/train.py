@@ -51,7 +51,8 @@ def run(config: RunConfig, folder: Path) -> None:
     prompts = evaluation_prompts(config, tokenizer, held_out)
     del records, held_out  # frees the texts
     evaluator = build_evaluator(config, tokenizer, prompts)
-    plan = plan_stage(config, "dpo", folder, data.train, policy=source)
+    held_out_rows = max(len(data.held_out), len(prompts))
+    plan = plan_stage(config, "dpo", folder, data.train, policy=source, held_out=held_out_rows)
     config, section = plan.config, plan.config.dpo
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_policy(source, choice, generates=True)

@@ -53,7 +53,9 @@ def run(config: RunConfig, folder: Path) -> None:
     data = examples(config, "reward", records, tokenizer)
     log_divided("reward", tokenizer)
     del records  # frees the texts
-    plan = plan_stage(config, "reward", folder, data.train, policy=source, later=later or None)
+    plan = plan_stage(
+        config, "reward", folder, data.train, policy=source, later=later or None, held_out=len(data.held_out)
+    )
     config, section = plan.config, plan.config.reward
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_scorer(source, choice, pad_id=tokenizer.model_pad_id)

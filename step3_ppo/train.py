@@ -79,7 +79,8 @@ def run(config: RunConfig, folder: Path) -> None:
     for source in filter(None, (sources.actor, sources.critic, *sources.rewards, sources.teacher)):
         require_context(config, "ppo", source)
     prompts, evaluation_prompts, skipped = load_prompts(config, sources)
-    plan = plan_stage(config, "ppo", folder, prompts, policy=sources.actor, reward=next(iter(sources.rewards), None))
+    reward, held_out = next(iter(sources.rewards), None), len(evaluation_prompts)
+    plan = plan_stage(config, "ppo", folder, prompts, policy=sources.actor, reward=reward, held_out=held_out)
     config, rollout = plan.config, plan.config.rollout
     ppo = Ppo(config, sources, prompts)
     evaluator = ppo_evaluator(config, ppo.models, sources.tokenizer, evaluation_prompts, folder)

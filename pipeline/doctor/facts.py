@@ -1,7 +1,7 @@
 """The facts that `zerochat doctor` shows: the data, the tokenizer and the models of each stage, without weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def _stage_facts(config: RunConfig, stage: str, records: StageRecords, tokenizer
         train = labelled_answers(train)
     sample = train[:SAMPLE]
     items, cut = encoder(config, stage, tokenizer)(sample)
-    size = sampled_size(items, len(sample), len(train))
+    size = replace(sampled_size(items, len(sample), len(train)), held_out=len(records.held_out))
     steps = stage_steps(getattr(config, stage), size.rows)
     counts = len(train), len(records.held_out), len(sample)
     return StageFacts(stage, steps, *counts, records.skipped, cut, size, _example(items[0]))

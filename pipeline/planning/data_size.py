@@ -25,12 +25,16 @@ TEMPLATE = 8  # tokens of the chat template
 
 @dataclass(frozen=True)
 class DataSize:
-    """Training examples of a stage, mean tokens of a prompt and of an answer (None: unknown), and their origin."""
+    """Training examples of a stage, mean tokens of a prompt and of an answer (None: unknown), and their origin.
+
+    held_out: the held-out examples, or as many as the evaluations use (None: unknown)
+    """
 
     rows: int
     prompt: float | None = None
     answer: float | None = None
     origin: str = ""
+    held_out: int | None = None
 
 
 def size_of(items: Sequence[Any]) -> DataSize:
@@ -72,17 +76,19 @@ def data_sizes(config: RunConfig, stages: Sequence[str]) -> dict[str, DataSize]:
         if any(map(is_remote, sources)):
             sizes[stage] = _recorded_size(config, stage, sources)
             continue
-        records: Sequence[Any] = reader.stage(stage).train
+        read = reader.stage(stage)
+        records: Sequence[Any] = read.train
         if stage == "dpo" and not config.dpo.reads_pairs:
             records = labelled_answers(records)
         tokenizer = tokenizer or _local_tokenizer(config, records)
         sample = records[:: max(1, len(records) // SAMPLE)]
         origin = f"counted in {config.data.path or config.data.name}"
         if tokenizer is None:
-            sizes[stage] = _size_by_characters(sample, len(records), f"{origin}, {CHARACTERS:g} characters a token")
-            continue
-        items, _ = encoder(config, stage, tokenizer)(sample)
-        sizes[stage] = replace(sampled_size(items, len(sample), len(records)), origin=origin)
+            size = _size_by_characters(sample, len(records), f"{origin}, {CHARACTERS:g} characters a token")
+        else:
+            items, _ = encoder(config, stage, tokenizer)(sample)
+            size = replace(sampled_size(items, len(sample), len(records)), origin=origin)
+        sizes[stage] = replace(size, held_out=len(read.held_out))
     known = next((size.answer for size in sizes.values() if size.answer), None)  # PPO's prompts have no answers
     return {stage: replace(size, answer=size.answer or known) for stage, size in sizes.items()}
 

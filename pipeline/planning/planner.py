@@ -103,7 +103,9 @@ def _expected_seconds(config: RunConfig, planned: Prediction, inputs: PlanInputs
     assert inputs.size is not None
     stages, own = _later_stages(config, task.stage), inputs.size
     sizes = {later: inputs.later.get(later) or later_size(config, task.stage, own, later) for later in stages}
-    sizes = {later: replace(size, answer=size.answer or own.answer) for later, size in sizes.items()}
+    sizes = {
+        later: replace(size, answer=size.answer or own.answer, held_out=own.held_out) for later, size in sizes.items()
+    }
     # Reward model and policy have about the same shape, so the rates of this stage serve the later ones.
     planning = partial(plan, config, ranks=distributed.world().size, capacity=capacity, rates=rates)
     later_seconds: float | None

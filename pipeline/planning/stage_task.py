@@ -211,23 +211,28 @@ def stage_steps(section: StageSection, examples: int) -> int:
 def _length_of_stage(config: RunConfig, stage: str, size: DataSize) -> dict[str, Any]:
     """Return the fields of a task that depend on the data.
 
-    SFT evaluates the base and the trained model, PPO every evaluated step and the start. The reference of DPO scores
-    each pair once.
+    SFT and DPO evaluate the models before and after training, PPO every evaluated step and the start. DPO scores the
+    held-out pairs once more at its end, and its reference scores each pair once.
     """
-    section, prompts = getattr(config, stage), config.evaluation.prompts
+    section = getattr(config, stage)
+    prompts, examples = config.evaluation.prompts, section.eval_examples
+    if size.held_out is not None:
+        prompts, examples = min(prompts, size.held_out), min(examples, size.held_out)
     steps = stage_steps(section, size.rows)
     evaluations = 1 + ((steps - 1) // section.eval_every if section.eval_every else 0)
     answers = prompts * len(config.temperatures)
     answered = {
         "sft": 2 * answers,
         "reward": 0,
-        "dpo": answers,
+        "dpo": 2 * answers,
         "ppo": answers * (1 + evaluations) + prompts * (config.evaluation.best_of - 1),
     }[stage]
     pair = item_sequences(config, stage)
-    scored = evaluations * pair * section.eval_examples
-    if stage == "dpo" and config.dpo.has_reference:
-        scored += pair * (section.eval_examples * evaluations + min(size.rows, steps * section.batch_size))
+    scored = evaluations * pair * examples
+    if stage == "dpo":
+        scored += pair * examples
+        if config.dpo.has_reference:
+            scored += pair * (examples + min(size.rows, steps * section.batch_size))
     response, tokens = 0.0, 0.0
     if stage == "ppo":
         response = min(size.answer or math.inf, config.rollout.max_new_tokens)

@@ -183,13 +183,15 @@ def plan_stage(
     policy: ModelSource,
     reward: ModelSource | None = None,
     later: Mapping[str, DataSize] | None = None,
+    held_out: int | None = None,
 ) -> StagePlan:
     """Log the number of steps and the predicted memory, choose settings for `engine=auto`, and seed torch.
 
     Call this when the records are deleted.
 
     `examples` are the encoded training examples. `later` are the sizes of the data of later stages (default: those that
-    SFT found). On a CPU, compile the kernels in C, so that no step waits for the compiler.
+    SFT found). `held_out` is the number of examples or prompts for evaluations. On a CPU, compile the kernels in C, so
+    that no step waits for the compiler.
     """
     return_memory_of_texts()
     section = getattr(config, stage)
@@ -202,7 +204,7 @@ def plan_stage(
         for warning in (slow_precision(EngineChoice(config.engine).layout()["config"].dtype), slow_kernels):
             if warning and distributed.is_rank_zero():
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-    size, found_by_sft = size_of(examples), read_plan(folder.parent / "sft")
+    size, found_by_sft = replace(size_of(examples), held_out=held_out), read_plan(folder.parent / "sft")
     if size.answer is None:  # PPO's prompts: answers as long as those of SFT
         size = replace(size, answer=found_by_sft.get("answer_tokens"))
     if later is None:

@@ -21,7 +21,7 @@ from pipeline.planning import hours, planner
 from pipeline.planning.candidates import Capacity
 from pipeline.planning.data_size import DataSize, data_sizes, later_size, size_of
 from pipeline.planning.hours import Machine, describe, format_time
-from pipeline.planning.stage_task import PlanInputs
+from pipeline.planning.stage_task import PlanInputs, stage_task
 from tests.pipeline.planning.test_candidates import RATES
 from tests.pipeline.planning.test_planner import GIB, source
 from tests.tiny import tiny_config
@@ -180,6 +180,22 @@ def test_a_stage_writes_its_plan_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(planner, "measure", again)
     planner.fit_settings(tiny_config(), "sft", tmp_path, PlanInputs(source(), size=size))
     assert read_plan(tmp_path) == record
+
+
+@pytest.mark.parametrize(
+    ("stage", "held_out", "answered", "scored"),
+    [("sft", None, 32, 256), ("sft", 3, 12, 3), ("dpo", 3, 12, 2 * (6 + 3 + 64)), ("ppo", 3, 21, 21)],
+)
+def test_evaluations_use_the_held_out_rows_that_exist(
+    stage: str, held_out: int | None, answered: int, scored: int
+) -> None:
+    """A small file has fewer held-out rows than `evaluation.prompts` (8) and `eval_examples` (256).
+
+    PPO answers 3 prompts at 2 temperatures before and after training, and 3 times more for the best of 4.
+    """
+    size = DataSize(100, 40.0, 10.0, held_out=held_out)
+    task = stage_task(tiny_config(), stage, PlanInputs(source(), size=size), ranks=1, is_cpu=True)
+    assert (task.answered, task.scored) == (answered, scored)
 
 
 def test_a_later_stage_takes_the_seconds_of_its_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
