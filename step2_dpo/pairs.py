@@ -13,8 +13,7 @@ from pipeline.data.encode import PairItem
 from pipeline.data.microbatches import (
     largest_microbatch,
     local_microbatches,
-    longer_side,
-    pair_budget,
+    padded_length,
     pair_lengths,
     score_items,
 )
@@ -45,7 +44,7 @@ class PairBatches(Batches[PairItem]):
 
     @property
     def longest(self) -> int:
-        return 2 * max(map(longer_side, self.train))  # both sides are padded to the same length
+        return max(map(padded_length, self.train))
 
     def step(self, step: int, budget: int) -> StepBatch[AnswerBatch]:
         indices = self.schedule[step]
@@ -86,7 +85,6 @@ class PairBatches(Batches[PairItem]):
             return collate_answers(chosen, reference[list(indices)], self.pad_id, packing=self.packing)
 
         lengths = pair_lengths(pairs, packing=self.packing, shared=before_last_of_prompt)
-        budget = pair_budget(budget, packing=self.packing)
         return divide(range(len(pairs)), lengths, collate, budget=budget, packing=self.packing)
 
 

@@ -13,7 +13,6 @@ from pipeline.data.encode import PairItem
 from pipeline.data.microbatches import (
     largest_microbatch,
     local_microbatches,
-    pair_budget,
     pair_lengths,
     score_items,
 )
@@ -56,7 +55,7 @@ class RewardBatches(SupervisedTask[PairBatch]):
             return (pack_pairs if self.packing else collate_pairs)(chosen, self.pad_id)
 
         lengths = pair_lengths(pairs, packing=self.packing)
-        return divide(pairs, lengths, collate, budget=pair_budget(budget, packing=self.packing), packing=self.packing)
+        return divide(pairs, lengths, collate, budget=budget, packing=self.packing)
 
     def loss(self, module: nn.Module, batch: PairBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
         """Return the summed loss of a micro-batch, its correct pairs and the sum of its margins."""

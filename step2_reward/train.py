@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.encode import PairItem
-from pipeline.data.microbatches import longer_side
+from pipeline.data.microbatches import padded_length
 from pipeline.data.tokenizer import ChatTokenizer
 from pipeline.evaluation.pair_accuracy import Scored, accuracies
 from pipeline.models.build import EngineChoice, build_scorer
@@ -61,7 +61,7 @@ def run(config: RunConfig, folder: Path) -> None:
     engine = build_scorer(source, choice, pad_id=tokenizer.model_pad_id)
     packing = verify(engine, max_length=section.max_length).packing
     batches = RewardBatches(engine, section, data.train, data.held_out, config.seed, packing, tokenizer.pad_id)
-    longest = 2 * max(longer_side(pair) for pair in data.train)
+    longest = max(map(padded_length, data.train))
     with open_stage(
         plan, "reward", folder, {"reward": engine}, best_metric=batches.best_metric, longest=longest
     ) as stage:

@@ -164,7 +164,6 @@ class PairBatch(Movable):
     input_ids: Tensor
     ends: Tensor
     margins: Tensor
-    sources: tuple[str, ...]
     documents: Documents | None = None
 
 
@@ -218,7 +217,7 @@ def collate_pairs(items: Sequence[PairItem], pad_id: int) -> PairBatch:
     """Return a batch of padded rows: chosen sides, then rejected sides."""
     sides = [item.chosen for item in items] + [item.rejected for item in items]
     ids, ends, _ = lay_out(sides or [[pad_id]] * 2, pad_id, packing=False)
-    return PairBatch(ids, torch.tensor(ends), *_labels(items))
+    return PairBatch(ids, torch.tensor(ends), _margins(items))
 
 
 def pack_pairs(
@@ -230,7 +229,7 @@ def pack_pairs(
     `shared` returns the length of the prefix, at most `shared_tokens`.
     """
     if not items:
-        return PairBatch(torch.tensor([[pad_id, pad_id]]), torch.tensor([0, 1]), *_labels([]), Documents((1, 1)))
+        return PairBatch(torch.tensor([[pad_id, pad_id]]), torch.tensor([0, 1]), _margins([]), Documents((1, 1)))
     parts: list[Any] = []
     prefixes: list[int | None] = []
     sides: list[tuple[int, int]] = []
@@ -244,12 +243,11 @@ def pack_pairs(
         prefixes += [first if common else None] * 2
     documents = Documents(tuple(len(part) for part in parts), tuple(prefixes))
     ends = torch.tensor(documents.ends())[torch.tensor(sides).T.flatten()]
-    return PairBatch(torch.as_tensor(np.concatenate(parts, dtype=np.int64))[None], ends, *_labels(items), documents)
+    return PairBatch(torch.as_tensor(np.concatenate(parts, dtype=np.int64))[None], ends, _margins(items), documents)
 
 
-def _labels(items: Sequence[PairItem]) -> tuple[Tensor, tuple[str, ...]]:
-    margins = torch.tensor([item.margin for item in items], dtype=torch.float32)
-    return margins, tuple(item.source for item in items)
+def _margins(items: Sequence[PairItem]) -> Tensor:
+    return torch.tensor([item.margin for item in items], dtype=torch.float32)
 
 
 def true_indices(counts: Tensor) -> Tensor:

@@ -104,9 +104,9 @@ def _paused_collection() -> Iterator[None]:
             gc.enable()
 
 
-def load_stage(data: "DataConfig", stage: str, seed: int, *, rows: bool = False, labels: bool = False) -> StageRecords:
+def load_stage(data: "DataConfig", stage: str, seed: int, *, labels: bool = False) -> StageRecords:
     """Return the records of a single stage. The arguments are those of `DataReader`."""
-    return DataReader(data, seed, labels=labels, keeps_rows=rows).stage(stage)
+    return DataReader(data, seed, labels=labels).stage(stage)
 
 
 def is_generated(data: "DataConfig", stage: str) -> bool:

@@ -111,27 +111,18 @@ def gather_rows(rows: Mapping[int, Tensor], dtype: torch.dtype = torch.float32) 
     return gathered
 
 
-def longer_side(pair: PairItem) -> int:
-    """Return the number of tokens of the longer side of a pair."""
-    return max(len(pair.chosen), len(pair.rejected))
+def padded_length(pair: PairItem) -> int:
+    """Return the number of tokens of a pair in padded rows: both rows are as long as its longer side."""
+    return 2 * max(len(pair.chosen), len(pair.rejected))
 
 
 def pair_lengths(
     pairs: Sequence[PairItem], *, packing: bool, shared: Callable[[PairItem], int] = shared_tokens
 ) -> list[int]:
-    """Return the length of each pair for `divide_batch`.
-
-    In a packed row a pair has the tokens of both sides, and the `shared` tokens once. In padded rows it has those of
-    the longer side; `pair_budget` allows for the other side.
-    """
+    """Return the number of tokens of each pair. In a packed row the `shared` tokens of both sides count once."""
     if packing:
         return [len(pair.chosen) + len(pair.rejected) - shared(pair) for pair in pairs]
-    return [longer_side(pair) for pair in pairs]
-
-
-def pair_budget(budget: int, *, packing: bool) -> int:
-    """Return the budget for `pair_lengths`: a padded pair has two rows as long as its longer side."""
-    return budget if packing else max(1, budget // 2)
+    return [padded_length(pair) for pair in pairs]
 
 
 def divide_batch(

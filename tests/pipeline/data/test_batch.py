@@ -107,7 +107,7 @@ def test_empty_batches_have_no_scored_tokens() -> None:
     assert collate_pairs([], PAD).input_ids.tolist() == [[PAD], [PAD]]
     assert pack_pairs([], PAD).input_ids.tolist() == [[PAD, PAD]]
     for pairs in (collate_pairs([], PAD), pack_pairs([], PAD)):
-        assert pairs.ends.tolist() == [0, 1] and len(pairs.margins) == 0 and pairs.sources == ()
+        assert pairs.ends.tolist() == [0, 1] and len(pairs.margins) == 0
 
 
 FIRST = PairItem(np.array([1, 2, 3]), np.array([1, 4]), 0.5, "a", 1)
@@ -118,9 +118,9 @@ def test_pairs_are_chosen_rows_then_rejected_rows() -> None:
     batch = collate_pairs([FIRST, SECOND], PAD)
     assert batch.input_ids.tolist() == [[1, 2, 3, PAD], [5, PAD, PAD, PAD], [1, 4, PAD, PAD], [6, 7, 8, 9]]
     assert batch.input_ids.flatten()[batch.ends].tolist() == [3, 5, 4, 9]
-    assert batch.margins.tolist() == [0.5, 0.0] and batch.sources == ("a", "b")
+    assert batch.margins.tolist() == [0.5, 0.0]
     moved = batch.to("meta")
-    assert moved.input_ids.device.type == "meta" and moved.sources == ("a", "b")
+    assert moved.input_ids.device.type == "meta" and moved.documents is None
 
 
 def test_pairs_in_one_row_share_their_common_prefix() -> None:
@@ -128,7 +128,7 @@ def test_pairs_in_one_row_share_their_common_prefix() -> None:
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert batch.documents == Documents((1, 2, 1, 1, 4), (None, 0, 0, None, None))
     assert batch.input_ids.flatten()[batch.ends].tolist() == [3, 5, 4, 9]
-    assert batch.margins.tolist() == [0.5, 0.0] and batch.sources == ("a", "b")
+    assert batch.margins.tolist() == [0.5, 0.0]
 
 
 @pytest.mark.parametrize(

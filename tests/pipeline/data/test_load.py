@@ -269,7 +269,7 @@ def test_a_renamed_column_no_longer_counts_under_its_old_name(tmp_path: Path) ->
     rows = [{"prompt": "old", "mine": f"q {i}", "input": "note", "answer": f"a {i}"} for i in range(50)]
     columns = {"prompt": "first", "mine": "question", "input": "comment"}
     source = {"path": write(tmp_path / "a.jsonl", rows), "stages": ["ppo"], "columns": columns}
-    for record in load_stage(of(source), "ppo", seed=1, rows=True).train:
+    for record in DataReader(of(source), seed=1, keeps_rows=True).stage("ppo").train:
         assert record.messages[0].content == record.row["mine"]  # a reward function receives the row of the file
         assert record.row["prompt"] == record.row["first"] == "old"
 
