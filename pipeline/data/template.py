@@ -133,9 +133,7 @@ class ChatTemplate:
     def before_answer(self) -> tuple[str, str]:
         """Return a prompt, and the white space that the template writes between it and the answer."""
         prompt = self._prompt((USER,))
-        conversation = self._render((USER, ASSISTANT), generation_prompt=False)
-        gap = _text_after(conversation[: conversation.index(1)], prompt) if 1 in conversation else None
-        return _PLACEHOLDER.sub("a", prompt), gap or ""
+        return _PLACEHOLDER.sub("a", prompt), self._gap((USER,), prompt)
 
     def after_answer(self) -> str:
         """Return the text that the template writes after the last answer."""
@@ -227,30 +225,29 @@ class ChatTemplate:
         empty block of reasoning), unless the model thinks.
         """
         prompt = _joined(self._render(turns, generation_prompt=True))
-        if self.thinks:
-            return prompt
-        conversation = self._render((*turns, ASSISTANT), generation_prompt=False)
-        if len(turns) not in conversation:
-            return prompt
-        before_answer = conversation[: conversation.index(len(turns))]
-        gap = _text_after(before_answer, prompt)
-        return prompt + gap if gap is not None and gap.strip() else prompt
+        gap = "" if self.thinks else self._gap(turns, prompt)
+        return prompt + gap if gap.strip() else prompt
+
+    def _gap(self, turns: tuple[Turn, ...], prompt: str) -> str:
+        """Return the text that the template writes between a prompt and the content of the answer; "" if not plain."""
+        text = _joined(self._render((*turns, ASSISTANT), generation_prompt=False))
+        before, answer, _ = text.partition(_placeholder(len(turns)))
+        gap = before.removeprefix(prompt)
+        return gap if answer and before.startswith(prompt) and not _PLACEHOLDER.search(gap) else ""
 
     def _render(self, turns: tuple[Turn, ...], *, generation_prompt: bool) -> tuple[Fragment, ...]:
         messages = [_message(index, turn) for index, turn in enumerate(turns)]
         tools = next((message.pop("tools") for message in messages if "tools" in message), None)
-        try:
-            return self._render_messages(messages, tools, generation_prompt)
-        except jinja2.TemplateError as error:
-            roles = [turn.role for turn in turns]
-            if roles[:2] != ["system", "user"]:
-                raise UserError(self._refusal(roles, error)) from error
-            # no system role: its text precedes that of the user
+        roles, variants, errors = [turn.role for turn in turns], [messages], list[jinja2.TemplateError]()
+        if roles[:2] == ["system", "user"]:  # for a template without a system role, its text precedes that of the user
             first = messages[1] | {"content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+            variants.append([first, *messages[2:]])
+        for variant in variants:
             try:
-                return self._render_messages([first, *messages[2:]], tools, generation_prompt)
-            except jinja2.TemplateError:
-                raise UserError(self._refusal(roles, error)) from error
+                return self._render_messages(variant, tools, generation_prompt)
+            except jinja2.TemplateError as error:
+                errors.append(error)
+        raise UserError(self._refusal(roles, errors[0])) from errors[0]
 
     def _render_messages(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool
@@ -275,10 +272,10 @@ class ChatTemplate:
             except jinja2.UndefinedError as error:  # also if it reads the field of a part in a text
                 undefined = undefined or error
                 continue
-            own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
-            if expected <= set(fragments) and not all(name in own for name in names):
-                raise jinja2.TemplateRuntimeError(_NO_TOOLS)
             if expected <= set(fragments):
+                own = "".join(fragment for fragment in fragments if isinstance(fragment, str))
+                if not all(name in own for name in names):
+                    raise jinja2.TemplateRuntimeError(_NO_TOOLS)
                 return fragments
         raise undefined or jinja2.TemplateRuntimeError(
             "it supports neither texts nor content parts, or it omits a content"
@@ -342,15 +339,6 @@ def _fragments(text: str) -> tuple[Fragment, ...]:
         end = match.end()
     fragments.append(text[end:])
     return tuple(fragment for fragment in fragments if fragment != "")
-
-
-def _text_after(fragments: tuple[Fragment, ...], prefix: str) -> str | None:
-    """Return the text of `fragments` after `prefix`; None if they do not begin with it or a content follows."""
-    text = _joined(fragments)
-    if not text.startswith(prefix):
-        return None
-    rest = text[len(prefix) :]
-    return None if _PLACEHOLDER.search(rest) else rest
 
 
 def _joined(fragments: tuple[Fragment, ...]) -> str:
