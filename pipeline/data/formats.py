@@ -16,6 +16,7 @@ from pipeline.data.records import (
     Message,
     Preference,
     Prompt,
+    Record,
     Row,
     UnusedRow,
     answer_of,
@@ -23,6 +24,7 @@ from pipeline.data.records import (
     in_order,
     list_in,
     messages_of,
+    prompt_of,
     question_of,
     text_of,
     turns_of,
@@ -31,7 +33,6 @@ from pipeline.data.tool_calls import with_tools
 from pipeline.errors import UserError
 
 Form = Literal["preferences", "messages", "completions", "labelled", "prompts", "text"]
-Record = Conversation | Document | LabelledAnswer | Preference | Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")  # the first that a row has
 RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {name in the file: name of zerochat}}]"'
@@ -133,23 +134,21 @@ def for_stage(record: Record, stage: str, *, labels: bool) -> Record:
     if reads == "reward":
         assert isinstance(record, Preference) or (labels and isinstance(record, LabelledAnswer))
         return record
-    if isinstance(record, LabelledAnswer):
-        if reads == "sft" and not record.label:
-            if labels:
-                raise UnusedRow("label is false, for dpo")
-            raise BadRow("label is false, and only method=dpo dpo=kto learns from undesirable answers")
-        record = Conversation(record.messages, record.source)
     if isinstance(record, Document):
         return record  # SFT learns its text; for other stages it is only held out
-    if reads == "sft":
-        if isinstance(record, Preference):
-            return Conversation((*record.prompt, record.chosen), record.source)
-        if isinstance(record, Prompt):
-            raise BadRow("no assistant's turn")
-        return record
+    if reads == "ppo":
+        return record if isinstance(record, Prompt) else Prompt(prompt_of(record), record.source)
     if isinstance(record, Preference):
-        return Prompt(record.prompt, record.source)
-    return Prompt(record.messages[:-1], record.source) if isinstance(record, Conversation) else record
+        return Conversation((*record.prompt, record.chosen), record.source)
+    if isinstance(record, Prompt):
+        raise BadRow("no assistant's turn")
+    if isinstance(record, LabelledAnswer):
+        if not record.label and labels:
+            raise UnusedRow("label is false, for dpo")
+        if not record.label:
+            raise BadRow("label is false, and only method=dpo dpo=kto learns from undesirable answers")
+        return Conversation(record.messages, record.source)
+    return record
 
 
 def _first(row: Row, names: tuple[str, ...]) -> Any:

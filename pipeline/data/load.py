@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGES
-from pipeline.data.formats import RENAME, STAGES_BY_FORM, Record, stages_of
-from pipeline.data.records import Prompt
+from pipeline.data.formats import RENAME, STAGES_BY_FORM, stages_of
+from pipeline.data.records import Prompt, Record
 from pipeline.data.sources import RecordTable, Source, configured_sources, digest, is_absent, is_remote, open_source
 from pipeline.errors import UserError
 

@@ -111,6 +111,16 @@ class LabelledAnswer:
     source: str
 
 
+Record = Conversation | Document | LabelledAnswer | Preference | Prompt
+
+
+def prompt_of(record: Record) -> tuple[Message, ...]:
+    """Return every message before the answer of a record, or the text of a document."""
+    if isinstance(record, Preference):
+        return record.prompt
+    return record.messages[:-1] if isinstance(record, Conversation | LabelledAnswer) else record.messages
+
+
 CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("tool_calls", "function_call")
 NAMES = {  # of each role, in data files

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.data.files import Table, data_files, read_table, table_of
-from pipeline.data.formats import Record, detect, for_stage, parse_row
-from pipeline.data.records import BadRow, Conversation, Document, LabelledAnswer, Message, Preference, Prompt, UnusedRow
+from pipeline.data.formats import detect, for_stage, parse_row
+from pipeline.data.records import BadRow, Message, Prompt, Record, UnusedRow, prompt_of
 from pipeline.errors import UserError
 from pipeline.installation import pip_install
 
@@ -276,12 +276,8 @@ def _refusal(name: str, stage: str, bad: Sequence[tuple[str, str]], rows: int, l
 
 
 def digest(record: Record) -> bytes:
-    """Return the SHA-256 of the prompt of a record (every message before the answer, with its role), or of its text."""
-    if isinstance(record, Document):
-        return digest_of(record.messages)
-    if isinstance(record, Conversation | LabelledAnswer):
-        return digest_of(record.messages[:-1])
-    return digest_of(record.prompt if isinstance(record, Preference) else record.messages)
+    """Return the SHA-256 of the prompt of a record, with the roles of its messages, or of the text of a document."""
+    return digest_of(prompt_of(record))
 
 
 def first_turn(record: Record) -> bytes:
@@ -290,7 +286,7 @@ def first_turn(record: Record) -> bytes:
     The first turn is the system message, if there is one, and the first message of the user, or a document's text.
     Conversations with the same first turn may contain each other's prompts and answers.
     """
-    messages = record.prompt if isinstance(record, Preference) else record.messages
+    messages = prompt_of(record)
     turn = messages[: 2 if messages[0].role == "system" else 1]
     return digest_of([Message(message.role, " ".join(message.content.casefold().split())) for message in turn])
 

@@ -10,9 +10,8 @@ from engine.memory import measure_shape
 from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
-from pipeline.data.formats import Record
 from pipeline.data.load import load_stage
-from pipeline.data.records import Message, Preference
+from pipeline.data.records import Message, Preference, Record
 from pipeline.data.template import THINKING
 from pipeline.data.tokenizer import ChatTokenizer, load_tokenizer, with_template
 from pipeline.errors import UserError
