@@ -2,11 +2,10 @@
 
 import ctypes
 import os
-import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +22,11 @@ class Host:
     address: str
     names: Path
 
-    def start(self, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        """Run a command on this host. A pipe receives its output and errors."""
-        # `ip netns exec` makes a mount namespace too. No name server can be reached, and name look-ups would wait for
-        # minutes, so the names come from /etc/hosts.
-        with_names = f"mount --bind {shlex.quote(str(self.names))} /etc/hosts && exec {shlex.join(command)}"
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, "sh", "-c", with_names],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
     def enter(self) -> None:
-        """Move this process, which must have one thread, to this host, as `start` does with a command."""
+        """Move this process, which must have one thread, to this host.
+
+        No name server can be reached, and name look-ups would wait for minutes, so the names come from /etc/hosts.
+        """
         library = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespace}") as namespace:
             for status in (library.setns(namespace.fileno(), NETWORK), library.unshare(NEW_MOUNTS)):

@@ -20,8 +20,6 @@ import psutil
 import pytest
 import yaml
 
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
 from pipeline.errors import Stopped, UserError, exit_status, handle_signals, raise_stopped
 from pipeline.launch import command, control, processes, ranks
 from pipeline.launch.control import Control, LeaderLost
@@ -44,7 +42,8 @@ from pipeline.launch.ranks import (
     thread_settings,
     waiting_settings,
 )
-from tests.forked_launch import FAKE_STAGES, fork_ranks, launch
+from tests.composed import config_of
+from tests.forked_launch import FAKE_STAGES, FORKING, fork_ranks, launch
 from tests.ranks import Worker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,11 +51,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Create a run folder whose three stages are `fake_stage.py`."""
+    """Create a run folder whose three stages are `fake_stage.py`, and fork the ranks of this process."""
     monkeypatch.setattr(processes, "MODULES", FAKE_STAGES)
+    monkeypatch.setattr(processes, "subprocess", FORKING)
     stage_dir = tmp_path / "run" / "sft"
     stage_dir.mkdir(parents=True)
-    config = validate(compose(["model=gpt2", "tracking=none"]))
+    config = config_of("model=gpt2", "tracking=none")
     (stage_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return tmp_path / "run"
 
@@ -94,10 +94,12 @@ def test_ranks_get_their_environment(fake, monkeypatch):
 def test_a_file_in_the_current_folder_replaces_no_module_of_a_rank(fake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests.py").write_text("raise SystemExit('the file of the user')")
-    assert launch_fake(fake).status == 0
+    monkeypatch.setattr(processes, "subprocess", subprocess)
+    assert launch_fake(fake, world=1).status == 0
 
 
 def test_text_that_the_locale_lacks_stops_no_rank_and_no_command(fake, monkeypatch, capfd):
+    monkeypatch.setattr(processes, "subprocess", subprocess)
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
     monkeypatch.setenv("FAKE_STAGE", "prints")
     assert launch_fake(fake, world=1).status == 0
@@ -374,27 +376,17 @@ def test_a_launcher_that_is_stopped_before_the_start_stops_the_stage(launchers):
     assert end.status == STOPPED and "rank 1" in end.message
 
 
-@pytest.mark.parametrize(
-    "changed", [{"RANK": "abc"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "x"}, {"MASTER_PORT": "70000"}]
-)
-def test_invalid_variables_of_torchrun_are_named(changed):
-    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"} | changed
-    ((name, value),) = changed.items()
-    with pytest.raises(UserError, match=f"{name}={value}: start through torchrun"):
-        external_ranks(env)
-    assert ranks.prints_mistakes(env)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_GPUS_ON_NODE", "MASTER_PORT"],
-)
-def test_invalid_variables_of_slurm_are_named(name):
-    env = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
-    with pytest.raises(UserError, match=f"{name}=-x: start through srun"):
-        external_ranks({**env, name: "-x"})
-    empty = external_ranks({**env, name: ""})
-    assert empty is None if name == "SLURM_PROCID" else empty.world == 2
+def test_invalid_variables_of_torchrun_and_slurm_are_refused():
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    slurm = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    changes = {"abc": torchrun | {"LOCAL_RANK": "abc"}, "-x": slurm | {"SLURM_GPUS_ON_NODE": "-x"}}
+    changes |= {"MASTER_ADDR": {"RANK": "1", "WORLD_SIZE": "2"}, "node list '['": slurm | {"SLURM_NODELIST": "["}}
+    for text, env in changes.items():
+        with pytest.raises(UserError, match=f"cannot read the variables of torchrun or Slurm .*{re.escape(text)}"):
+            external_ranks(env)
+        assert ranks.prints_mistakes(env)
+    empty = external_ranks({**slurm, "SLURM_GPUS_ON_NODE": ""})
+    assert empty.world == 2 and external_ranks({**slurm, "SLURM_PROCID": ""}) is None
 
 
 def test_a_launcher_that_never_connects_ends_the_stage(launchers, monkeypatch):
@@ -419,7 +411,7 @@ def test_every_machine_of_a_plan_sees_its_configuration(is_external, tmp_path, m
     folders = []
     monkeypatch.setattr(command, "_start", lambda stage, run_dir, *_, **__: folders.append(run_dir) or StageEnd(0))
     started = Ranks(2, 0, 1, 0, 1, "h", 7, "torchrun") if is_external else own_ranks(2, gpus=0)
-    command._plan(validate(compose(["model=gpt2", "stage=plan"])), started, SimpleNamespace())
+    command._plan(config_of("model=gpt2", "stage=plan"), started, SimpleNamespace())
     assert (folders[0].parent == tmp_path) == is_external
     assert not folders[0].exists()
 
@@ -511,9 +503,10 @@ def test_gpus_with_a_driver_that_is_too_old_do_not_count(usable, count, tmp_path
 
 
 def test_ranks_on_cpus_of_a_machine_with_gpus_print_one_warning(fake, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(processes, "subprocess", subprocess)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert launch_fake(fake).status == 0
+    assert launch_fake(fake, world=1).status == 0
     assert capfd.readouterr().err == ""
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     assert launch_fake(fake).status == 0

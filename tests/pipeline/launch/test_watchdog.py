@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch import failure, processes, ranks, watchdog
+from pipeline.launch import control, failure, processes, ranks, watchdog
 from pipeline.launch.failure import CRASHED, END_ORDER, HUNG, StageEnd, merge_ends
 from pipeline.launch.watchdog import LongSteps, RankState, RankWatch, frames, is_hung, report, stacks
 from tests import hosts
@@ -314,24 +314,30 @@ def test_launchers_of_several_machines_restart_a_lost_rank(tmp_path):
     assert second == ""
 
 
-MAIN = f"import sys\nfrom pipeline.launch import control, processes\nprocesses.MODULES.update({FAKE_STAGES})\n"
-MAIN += "control.REPORT_TIMEOUT = 4.0  # for a host that cannot report\n"
-MAIN += "from pipeline.launch.command import main\nsys.exit(main(sys.argv[1:]))"
+def launch_on_host(host: hosts.Host, folder: Path, arguments: list[str]) -> None:
+    host.enter()
+    control.REPORT_TIMEOUT = 4.0  # for a host that cannot report
+    launch(folder, arguments, FAKE_STAGES)
 
 
 def test_a_disconnected_host_ends_the_job_on_all_hosts(tmp_path):
     reason = hosts.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    paths = {"PYTHONPATH": str(ROOT), "FAKE_STAGE": "hang", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", MAIN, *ARGUMENTS, f"run_dir={tmp_path / 'run'}", "restarts=3"]
+    words = [*ARGUMENTS, "restarts=3"]
     with hosts.two_hosts(tmp_path) as both:
         running = [
-            host.start(command, {**paths, **_given(rank, ranks.free_port(), both[0].address), "MASTER_PORT": "29471"})
+            Worker(
+                launch_on_host,
+                host,
+                tmp_path,
+                words,
+                environment={"FAKE_STAGE": "hang", **_given(rank, 29471, "10.77.0.1")},
+            )
             for rank, host in enumerate(both)
         ]
         deadline = time.monotonic() + 120
-        while not all((tmp_path / "run" / "sft" / f"rank-{rank}.json").exists() for rank in (0, 1)):
+        while not all((tmp_path / "runs" / "x" / "sft" / f"rank-{rank}.json").exists() for rank in (0, 1)):
             assert time.monotonic() < deadline and all(process.poll() is None for process in running)
             time.sleep(0.05)
         hosts.disconnect(both[1])
