@@ -322,9 +322,9 @@ def load_tokenizer(folder_or_hub: str, *, chat_template: str | None = None, thin
             remedy = "Set another tokenizer with model.tokenizer=FOLDER."
             raise UserError(f"{folder}: the tokenizer cannot be read: {reason}. {remedy}") from error
         raise UserError(
-            f"The tokenizer of {folder_or_hub} cannot be downloaded from the hub: {reason}. Without access to the hub, "
-            "download the model on another machine, copy the folder to this machine, and set model.path=FOLDER (or "
-            "model.tokenizer=FOLDER)."
+            f"{folder_or_hub}: there is no such folder, and the hub gives no tokenizer of this name: {reason}. Without "
+            "access to the hub, download the model on another machine, copy the folder to this machine, and set "
+            "model.path=FOLDER (or model.tokenizer=FOLDER)."
         ) from error
     return with_template(hf, chat_template=chat_template, thinking=thinking)
 

@@ -55,28 +55,26 @@ class Facts:
 
 
 def gather(config: RunConfig) -> Facts:
-    """Read the data and the tokenizer of a run, and check the models as the first stage would.
+    """Check the models of a run as the first stage would, and read its tokenizer and its data.
 
     Only one stage's records are in memory at a time, beside the parsed rows, which the stages share. Raises the
     UserError that the run would end with.
     """
     stages = stages_to_run(config)
     reader = DataReader(config.data, config.seed, labels=not config.dpo.reads_pairs)
-    records = reader.stage(stages[0])
     reward = _source(config.reward_model, config.seed) if config.reward_model is not None else None
     if stages[0] in POLICIES and config.actor is not None:
         policy, tokenizer = policy_to_tune(config, Path(config.actor))
     else:
         policy = _source(config.model, config.seed)
-        tokenizer = make_tokenizer(config, records.train if stages[0] == "sft" else ())
+        reads_first = config.model.trains_tokenizer and stages[0] == "sft"
+        tokenizer = make_tokenizer(config, reader.stage("sft").train if reads_first else ())
         check_vocabulary(policy, tokenizer)
         adopt_special_ids(policy, tokenizer)
     for stage in stages:
         require_context(config, stage, reward or policy if stage == "reward" else policy)
     require_later_models(config, policy, tokenizer)
-    facts = [_stage_facts(config, stages[0], records, tokenizer)]
-    del records
-    facts += [_stage_facts(config, stage, reader.stage(stage), tokenizer) for stage in stages[1:]]
+    facts = [_stage_facts(config, stage, reader.stage(stage), tokenizer) for stage in stages]
     return Facts(policy, reward, tokenizer, facts)
 
 

@@ -325,7 +325,10 @@ def test_an_unreachable_hub_is_an_error_with_a_remedy(monkeypatch: pytest.Monkey
         raise OSError("We couldn't connect.\nMore lines")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(UserError, match=r"some/model cannot .* the hub: OSError: We couldn't connect\..*model\.path="):
+    with pytest.raises(
+        UserError,
+        match=r"some/model: there is no such folder, and the hub .*: OSError: We couldn't connect\..*model\.path=",
+    ):
         load_tokenizer("some/model")
 
 

@@ -68,7 +68,7 @@ def test_the_screen_shows_the_rows_of_each_stage(
     assert "sft.lr=1: OUTSIDE 0.00033 to 0.003 (recipe=tiny: 0.001)" in screen
     assert screen.count("memory: about") == screen.count("time: about") == 2
     assert [path.name for path in pairs.parent.iterdir()] == [pairs.name]  # no run folder is created
-    assert len(loaded) == 2
+    assert len(loaded) == 3  # SFT's records also train the tokenizer
     assert not torch.distributed.is_initialized()  # NCCL would warn about the group when the command ends
 
 
@@ -123,6 +123,11 @@ def test_a_reward_model_that_does_not_suit_its_place_is_reported(
     assert f"the reward model in {other} has another tokenizer or chat template" in capsys.readouterr().err
     assert doctor(["stage=dpo", f"data.path={pairs}", "data.bad_row_limit=0.5", f"actor={other}"]) == 2
     assert f"{other} has a LlamaForSequenceClassification, not a language model" in capsys.readouterr().err
+
+
+def test_the_models_are_checked_before_the_data_is_read(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(["model=tiny", f"data.path={pairs}", "data.bad_row_limit=0", "model.tokenizer=/nothing"]) == 2
+    assert "/nothing: there is no such folder" in capsys.readouterr().err
 
 
 def test_the_tokens_of_the_loss_are_marked_and_control_characters_are_shown() -> None:
