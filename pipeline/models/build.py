@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +21,7 @@ from pipeline.installation import pip_install
 from pipeline.models.adapters import add_adapters
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, own_field
-from pipeline.models.weights import fill, is_reward_model, warn_once
+from pipeline.models.weights import empty_model, fill, is_reward_model, warn_once
 
 NO_SCORER = (
     "Set reward_model= to a model with such a head (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and the "
@@ -225,13 +224,7 @@ def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrain
             "original model in 16 or 32 bits"
         )
     try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = auto.from_config(
-                config,
-                attn_implementation=source.attention,
-                dtype=torch.float32,
-                trust_remote_code=source.trust_remote_code,
-            )
+        return empty_model(auto, config, source, attn_implementation=source.attention)
     except Exception as error:  # wrong configurations and missing packages raise errors of many types
         if "scaled_dot_product_attention" in str(error):
             raise UserError(
@@ -243,8 +236,6 @@ def _empty(source: ModelSource, config: PretrainedConfig, auto: Any) -> PreTrain
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")  # the rest is advice
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model {source.name} cannot be built as a {auto.__name__}: {kind}{reason}") from error
-    model.tie_weights()
-    return model
 
 
 def without_dropout(config: PretrainedConfig, rate: float) -> PretrainedConfig:

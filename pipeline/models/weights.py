@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from engine import distributed, loading
@@ -124,13 +130,21 @@ def _missing_from(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> li
 
 def _without_values(model: PreTrainedModel, source: ModelSource) -> PreTrainedModel:
     """Return the model as transformers creates it before it reads a folder, with parameters on the meta device."""
-    auto: Any = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
-    with init_empty_weights(include_buffers=False):
-        empty: PreTrainedModel = auto.from_config(
-            source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+    auto = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
+    return empty_model(auto, source.config, source)
+
+
+def empty_model(auto: Any, config: PretrainedConfig, source: ModelSource, **options: Any) -> PreTrainedModel:
+    """Return a model with tied parameters on the meta device. Its buffers have their values.
+
+    transformers would initialize the parameters on the meta device, too, which takes most of the time.
+    """
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model: PreTrainedModel = auto.from_config(
+            config, dtype=torch.float32, trust_remote_code=source.trust_remote_code, **options
         )
-    empty.tie_weights()
-    return empty
+    model.tie_weights()
+    return model
 
 
 def _matching(plain: Mapping[str, str], available: Container[str], base: str) -> dict[str, str]:
