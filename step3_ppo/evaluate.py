@@ -77,13 +77,13 @@ def ppo_evaluator(
 class PlayedEpisodes:
     """The scores of episodes on held-out prompts. A text alone cannot be scored again.
 
-    The scores of the newest episodes are in memory. Those of earlier ones are read from samples.jsonl in `folder`.
+    The scores of the newest episodes are in memory, also with the penalties of PPO. Those of earlier ones are read from
+    samples.jsonl in `folder`.
     """
 
     def __init__(self, models: Models, prompts: Sequence[Prompt], folder: Path, shaping: RewardShaping) -> None:
         self._models, self._prompts, self._file, self._shaping = models, prompts, folder / SAMPLES, shaping
-        self._newest: dict[tuple[Any, str], float] = {}
-        self._shaped: dict[tuple[Any, str], float] = {}
+        self._newest: dict[tuple[Any, str], tuple[float, float]] = {}
 
     def answer(
         self,
@@ -101,7 +101,7 @@ class PlayedEpisodes:
         rows = [prompt.row or {} for prompt in prompts]
         assert self._models.function is not None
         played = play_episodes(engine, self._models.function, tokenizer, token_ids, rows, settings, keep=keep)
-        self._newest, self._shaped = {}, {}
+        self._newest = {}
         for episodes in played:
             rewards = [episode.rewards for episode in episodes]
             scores = score_answers(self._models, [], [], pad_id=0, budget=1, played=rewards).total
@@ -109,30 +109,26 @@ class PlayedEpisodes:
             lengths = torch.tensor([len(episode.logprobs) for episode in episodes])  # without messages
             shaped = answer_scores(torch.tensor(scores), finished, lengths, self._shaping).tolist()
             keys = self._keys([episode.text for episode in episodes])
-            self._newest |= zip(keys, scores, strict=True)
-            self._shaped |= zip(keys, shaped, strict=True)
+            self._newest |= zip(keys, zip(scores, shaped, strict=True), strict=True)
         return [[episode.text for episode in episodes] for episodes in played]
 
     def scores(self, texts: Sequence[str]) -> tuple[list[float] | None, None]:
         """Return the score of each text; None if any text is not that of a recorded episode."""
-        keys = self._keys(texts)
-        scores = self._newest if all(key in self._newest for key in keys) else self._newest | self._recorded()
-        return ([scores[key] for key in keys] if all(key in scores for key in keys) else None), None
-
-    def shaped_scores(self, texts: Sequence[str], _: Sequence[float]) -> list[float]:
-        """Return the score of each of the newest episodes, less the penalties of PPO."""
-        return [self._shaped[key] for key in self._keys(texts)]
-
-    def _keys(self, texts: Sequence[str]) -> list[tuple[Any, str]]:
-        return [(prompt.messages, text) for prompt, text in zip(self._prompts, texts, strict=True)]
-
-    def _recorded(self) -> dict[tuple[Any, str], float]:
-        """Return the scores in samples.jsonl."""
-        return {
+        known = {
             (sample.prompt, sample.answers[name]): score
             for sample in read_samples(self._file)
             for name, score in sample.scores.items()
         }
+        known |= {key: score for key, (score, _) in self._newest.items()}
+        found = [known[key] for key in self._keys(texts) if key in known]
+        return (found if len(found) == len(texts) else None), None
+
+    def shaped_scores(self, texts: Sequence[str], _: Sequence[float]) -> list[float]:
+        """Return the score of each of the newest episodes, less the penalties of PPO."""
+        return [self._newest[key][1] for key in self._keys(texts)]
+
+    def _keys(self, texts: Sequence[str]) -> list[tuple[Any, str]]:
+        return [(prompt.messages, text) for prompt, text in zip(self._prompts, texts, strict=True)]
 
 
 def resume(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None:

@@ -1,6 +1,7 @@
 """PPO before its first step: the prompts, the models, and the numbers that the configuration gives to the loop."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import nlargest
 from typing import TYPE_CHECKING, cast
@@ -208,34 +209,33 @@ class Ppo:
         return compute_advantages(rollout, self.shaping, self._estimate, kl_coef=self.kl.coef)
 
     def minibatches(self, rollout: Rollout, step: int, budget: int) -> Iterator[Minibatch]:
-        """Yield the minibatches of all epochs over a rollout; each epoch has its own order."""
+        """Yield the minibatches of all epochs over a rollout; each epoch has its own order.
+
+        `budget` is the largest number of tokens of a micro-batch.
+        """
+        packing = self.models.packing
         for epoch in range(self.section.update_epochs):
-            if self.section.minibatches == 1 and not self.only_finished:
-                yield single_minibatch(rollout)
-                continue
-            yield from minibatches(
-                rollout,
-                count=self.section.minibatches,
-                seed=(self.seed * 1_000_003 + step) * 1_009 + epoch,
-                pad_id=self.tokenizer.pad_id,
-                budget=budget,
-                packing=self.models.packing,
-                only_finished=self.only_finished,
-            )
+            of_epoch = [single_minibatch(rollout)]
+            if self.section.minibatches > 1 or self.only_finished:
+                of_epoch = minibatches(
+                    rollout,
+                    count=self.section.minibatches,
+                    seed=(self.seed * 1_000_003 + step) * 1_009 + epoch,
+                    pad_id=self.tokenizer.pad_id,
+                    budget=budget,
+                    packing=packing,
+                    only_finished=self.only_finished,
+                )
+            for minibatch in of_epoch:
+                number = self.models.actor.step_count
+                ptx = None if self.ptx is None else self.ptx.batch(number, budget, packing=packing)
+                yield replace(minibatch, ptx=ptx)
 
     def update(
-        self,
-        step: int,
-        minibatch: Minibatch,
-        rollout: Rollout,
-        advantages: Advantages,
-        updates: UpdateMetrics,
-        *,
-        budget: int,
+        self, step: int, minibatch: Minibatch, rollout: Rollout, advantages: Advantages, updates: UpdateMetrics
     ) -> None:
         """Update the actor (after `ppo.critic_warmup` rollouts) and the critic on a minibatch, and add their metrics.
 
-        `budget` is the largest number of tokens of a micro-batch of the SFT conversations that `ppo.ptx_coef` adds.
         Raises UserError if the ratio of the first minibatch of a rollout is not 1, before the parameters change.
         """
         actor, critic, policy, values = self.models.actor, self.models.critic, None, None
@@ -249,7 +249,6 @@ class Ppo:
                 self.section,
                 temperature=self.rollout.temperature,
                 kl_coef=self.kl.coef if self.section.kl_counts_in == "loss" else 0.0,
-                ptx=self.ptx.batch(actor.step_count, budget, packing=self.models.packing) if self.ptx else None,
                 check=None if updates.steps else check,
             )
         if critic is not None:

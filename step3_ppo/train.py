@@ -28,7 +28,7 @@ def train(ppo: Ppo, evaluator: Evaluator, guard: Guard, stage: StageRun) -> None
         updates = UpdateMetrics()
         with stage.clock.phase("train"):
             for minibatch in ppo.minibatches(rollout, step, stage.budget):
-                ppo.update(step, minibatch, rollout, advantages, updates, budget=stage.budget)  # clipped losses
+                ppo.update(step, minibatch, rollout, advantages, updates)  # clipped policy and value losses
         log_step(ppo, evaluator, guard, stage, step, rollout, advantages, updates)
         stage.save(step)
 

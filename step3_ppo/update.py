@@ -23,17 +23,23 @@ from step3_ppo.rollout import Rollout
 RATIO_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 
 
+PtxBatch = tuple[list[TokenBatch], int]
+"""This rank's micro-batches, and the number of target tokens of the global batch."""
+
+
 @dataclass(frozen=True)
 class Minibatch:
     """This rank's micro-batches of one optimizer step.
 
     tokens: response tokens of the global minibatch
     sequences: sequences of the global minibatch
+    ptx: the SFT conversations that `ppo.ptx_coef` adds; None without them
     """
 
     batches: list[Microbatch]
     tokens: int
     sequences: int
+    ptx: PtxBatch | None = None
 
 
 def minibatches(
@@ -72,10 +78,6 @@ def single_minibatch(rollout: Rollout) -> Minibatch:
     return Minibatch(rollout.batches, rollout.tokens(), len(rollout))
 
 
-PtxBatch = tuple[list[TokenBatch], int]
-"""This rank's micro-batches, and the number of target tokens of the global batch."""
-
-
 @dataclass(frozen=True)
 class PtxMix:
     """Pretraining mix: `size` SFT conversations for each policy step (Ouyang et al., 2022, eq. 2)."""
@@ -100,7 +102,6 @@ def update_policy(
     *,
     temperature: float,
     kl_coef: float = 0.0,
-    ptx: PtxBatch | None = None,
     check: Callable[[float], None] | None = None,
 ) -> Update:
     """Take one optimizer step of the actor.
@@ -109,7 +110,7 @@ def update_policy(
     the loss. `check` gets the mean |ratio - 1| before the step; if it raises, the parameters stay unchanged.
     """
 
-    ptx_batches, ptx_tokens = ptx or ([], 1)
+    ptx_batches, ptx_tokens = minibatch.ptx or ([], 1)
     loss_function, keys = POLICY_LOSSES[ppo.loss]
     surrogate = partial(loss_function, **{key: getattr(ppo, key) for key in keys})
 

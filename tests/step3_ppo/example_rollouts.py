@@ -106,5 +106,5 @@ def learn(ppo: Ppo, step: int, rollout: Rollout, advantages: Advantages, budget:
     """Run all updates of a rollout like the training loop. Return their metrics."""
     updates = UpdateMetrics()
     for minibatch in ppo.minibatches(rollout, step, budget):
-        ppo.update(step, minibatch, rollout, advantages, updates, budget=budget)
+        ppo.update(step, minibatch, rollout, advantages, updates)
     return updates.summary()

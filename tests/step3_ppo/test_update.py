@@ -264,8 +264,8 @@ def test_the_mix_of_conversations_adds_its_mean_loss(tmp_path: Path) -> None:
     logs = torch.log_softmax(AutoModelForCausalLM.from_pretrained(tmp_path / "actor")(input_ids=ids).logits, -1)
     nats = [-logs[row, t - 1, ids[row, t]].item() for row, t in counts.nonzero().tolist()]
     plain = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
-    ptx = [mixed], len(nats)
-    update = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0, ptx=ptx)
+    minibatch = dataclasses.replace(minibatch, ptx=([mixed], len(nats)))
+    update = update_policy(models_in(tmp_path).actor, minibatch, rollout, targets, section, temperature=1.0)
     mean = math.fsum(nats) / len(nats)
     assert update.loss == pytest.approx(plain.loss + 0.3 * mean, rel=1e-4)
     assert means(update, minibatch.tokens)["ptx_loss"] == pytest.approx(mean, rel=1e-5)
