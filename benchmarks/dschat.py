@@ -124,7 +124,7 @@ def build(size: Size) -> Chat:
         _engine(size, scores=True, learns=False),
     )
     for engine in engines:
-        assert verify(engine, max_length=2 * size.length).packing
+        assert verify(engine, max_length=2 * size.length)
     return Chat(*engines, size)
 
 

@@ -32,8 +32,6 @@ from pipeline.stages.data import (
     check_lengths_to_come,
     evaluation_prompts,
     examples,
-    held_out_prompts,
-    log_divided,
     open_data,
     stage_records,
 )
@@ -51,25 +49,24 @@ def run(config: RunConfig, folder: Path) -> None:
     reader = open_data(config)
     records = stage_records(config, "sft", reader)
     to_come = check_data_to_come(config, "sft", records, reader)
-    held_out = held_out_prompts(reader)
-    del reader  # frees the records of later stages
     tokenizer = tokenizer or checked_tokenizer(trained_on=records.train)
+    prompts = evaluation_prompts(config, tokenizer, reader)
+    del reader  # frees the records of later stages
     later = check_lengths_to_come(config, to_come, tokenizer)
     data = examples(config, "sft", records, tokenizer)
-    log_divided("sft", tokenizer)
     if distributed.is_rank_zero():
         first = data.train[0]
         shown = example_lines(tokenizer, first.ids.tolist(), first.counts.tolist())
         print(f"sft: {token_line(tokenizer)}", *shown, sep="\n", flush=True)
-    evaluator = build_evaluator(config, tokenizer, evaluation_prompts(config, tokenizer, held_out))
-    del records, held_out, to_come  # frees the texts
+    evaluator = build_evaluator(config, tokenizer, prompts)
+    del records, to_come  # frees the texts
     held_out_rows = max(len(data.held_out), len(evaluator.prompts))
     plan = plan_stage(config, "sft", folder, data.train, policy=source, later=later, held_out=held_out_rows)
     config, section = plan.config, plan.config.sft
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora, section.dropout)
     engine = build_policy(source, choice, generates=True)
     prepare_generation(engine, config.rollout)
-    packing = _choose_packing(engine, section.packing, section.max_length)
+    packing = verify(engine, max_length=section.max_length) and section.packing
     batches = SftBatches(engine, data.train, data.held_out, section.batch_size, config.seed, packing, tokenizer.pad_id)
     longest = max(len(item.ids) for item in data.train)
     with open_stage(plan, "sft", folder, {"policy": engine}, best_metric=batches.best_metric, longest=longest) as stage:
@@ -143,12 +140,3 @@ def record_answers(name: str, engine: Engine, evaluator: Evaluator, folder: Path
     evaluations = evaluator.evaluate(engine)
     write_table(evaluator.prompts, {name: evaluations}, folder, extend=True)
     return metrics_of(evaluations)
-
-
-def _choose_packing(engine: Engine, configured: bool, max_length: int) -> bool:
-    """Return whether rows are packed: the configuration enables packing and the model supports packed rows."""
-    abilities = verify(engine, max_length=max_length)
-    if distributed.is_rank_zero():
-        for note in abilities.notes:
-            print(f"sft: {note}", flush=True)
-    return configured and abilities.packing

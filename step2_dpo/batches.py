@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -82,9 +82,6 @@ class Batches(SupervisedTask[AnswerBatch], Generic[Example]):
     packing: bool
     pad_id: int
 
-    unit: ClassVar[str]
-    """What messages call the examples."""
-
     @property
     @abstractmethod
     def longest(self) -> int:
@@ -108,17 +105,17 @@ class Batches(SupervisedTask[AnswerBatch], Generic[Example]):
         """Return these batches with the log-probabilities under the reference: the policy before its first step."""
         sets = {"train": self.train, "held_out": self.held_out}
         read = partial(self.logprobs, budget=budget)
-        return replace(self, reference=reference_tables(folder, sets, read, unit=self.unit))
+        return replace(self, reference=reference_tables(folder, sets, read))
 
 
 def reference_tables(
-    folder: Path, sets: Mapping[str, Sequence[Example]], read: Callable[[Sequence[Example]], Tensor], *, unit: str
+    folder: Path, sets: Mapping[str, Sequence[Example]], read: Callable[[Sequence[Example]], Tensor]
 ) -> dict[str, Tensor]:
     """Return the log-probabilities of each set under the reference model, (N, 2) fp32 for N examples.
 
     The log-probabilities are read from `reference.safetensors` in `folder`, or computed by `read` and saved there. A
     restarted run computes only the missing log-probabilities. The reference is the model before training: call this
-    function before the first optimizer step, on every rank. `unit` is what messages call the examples.
+    function before the first optimizer step, on every rank.
     """
     saved_tables = on_rank_zero(lambda: _load_tables(folder / REFERENCE_FILE))
     tables = {name: saved_tables.get(name, torch.empty(0, 2)) for name in sets}
@@ -130,7 +127,7 @@ def reference_tables(
     missing = [(name, chunk) for name, chunk in chunks if tables[name][chunk].isnan().any()]
     is_leader, count = distributed.is_rank_zero(), sum(len(tables[name][chunk]) for name, chunk in missing)
     if is_leader and missing:
-        print(f"dpo: the reference (the model before training) scores {count} {unit}", flush=True)
+        print(f"dpo: the reference (the model before training) scores {count} examples", flush=True)
     saved_at, done = time.monotonic(), 0
     for name, chunk in missing:
         tables[name][chunk] = read(sets[name][chunk])
@@ -140,7 +137,7 @@ def reference_tables(
                 write_atomically(folder / REFERENCE_FILE, save(tables))
             saved_at = time.monotonic()
             if done < count:
-                print(f"dpo: the reference has scored {done} of {count} {unit}", flush=True)
+                print(f"dpo: the reference has scored {done} of {count} examples", flush=True)
     return tables
 
 

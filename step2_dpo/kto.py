@@ -84,8 +84,6 @@ def collate_sides(sides: Sequence[Side], reference: Tensor, pad_id: int, *, pack
 class LabelBatches(Batches[Example]):
     """The labelled answers as batches. The second answer of each example is the unrelated one."""
 
-    unit = "answers"
-
     @property
     def longest(self) -> int:
         return max(max(len(each.ids), len(each.unrelated)) for each in self.train)

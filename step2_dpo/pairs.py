@@ -40,8 +40,6 @@ def pair_loss(dpo: DpoSection, scores: Tensor, logprobs: Tensor, lengths: Tensor
 class PairBatches(Batches[PairItem]):
     """The training and held-out pairs as batches."""
 
-    unit = "pairs"
-
     @property
     def longest(self) -> int:
         return max(map(padded_length, self.train))

@@ -19,9 +19,6 @@ from pipeline.models.stage_models import actor_folder, policy_to_tune, require_c
 from pipeline.stages.data import (
     evaluation_prompts,
     examples,
-    held_out_prompts,
-    log_divided,
-    log_undecided,
     open_data,
     stage_records,
 )
@@ -40,16 +37,12 @@ def run(config: RunConfig, folder: Path) -> None:
     require_context(config, "dpo", source)
     reader = open_data(config)
     records, reads_pairs = stage_records(config, "dpo", reader), config.dpo.reads_pairs
-    held_out = held_out_prompts(reader)
+    prompts = evaluation_prompts(config, tokenizer, reader)
     del reader
-    if reads_pairs:
-        log_undecided("dpo", records.train)
-    else:
+    if not reads_pairs:
         records = replace(records, train=labelled_answers(records.train), held_out=labelled_answers(records.held_out))
     data = examples(config, "dpo", records, tokenizer)
-    log_divided("dpo", tokenizer)
-    prompts = evaluation_prompts(config, tokenizer, held_out)
-    del records, held_out  # frees the texts
+    del records  # frees the texts
     evaluator = build_evaluator(config, tokenizer, prompts)
     held_out_rows = max(len(data.held_out), len(prompts))
     plan = plan_stage(config, "dpo", folder, data.train, policy=source, held_out=held_out_rows)
@@ -57,7 +50,7 @@ def run(config: RunConfig, folder: Path) -> None:
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_policy(source, choice, generates=True)
     prepare_generation(engine, config.rollout)
-    packing = verify(engine, max_length=section.max_length).packing
+    packing = verify(engine, max_length=section.max_length)
     schedule = [batch_indices(len(data.train), section.batch_size, config.seed, step) for step in range(plan.steps)]
     sets: dict[str, Sequence[Any]] = {"held_out": data.held_out}
     sets["train"], schedule = select_used(data.train, schedule)

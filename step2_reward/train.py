@@ -17,8 +17,8 @@ from pipeline.models.stage_models import (
     actor_folder,
     actor_tokenizer,
     adopt_special_ids,
-    check_base_tokenizer,
     check_vocabulary,
+    check_vocabulary_of,
     require_context,
     run_tokenizer,
 )
@@ -26,8 +26,6 @@ from pipeline.stages.data import (
     check_data_to_come,
     check_lengths_to_come,
     examples,
-    log_divided,
-    log_undecided,
     open_data,
     stage_records,
 )
@@ -49,9 +47,7 @@ def run(config: RunConfig, folder: Path) -> None:
     records = stage_records(config, "reward", reader)
     later = check_lengths_to_come(config, check_data_to_come(config, "reward", records, reader), tokenizer)
     del reader  # frees the records of later stages
-    log_undecided("reward", records.train)
     data = examples(config, "reward", records, tokenizer)
-    log_divided("reward", tokenizer)
     del records  # frees the texts
     plan = plan_stage(
         config, "reward", folder, data.train, policy=source, later=later or None, held_out=len(data.held_out)
@@ -59,7 +55,7 @@ def run(config: RunConfig, folder: Path) -> None:
     config, section = plan.config, plan.config.reward
     choice = EngineChoice(config.engine, optimizer_config(section, steps=plan.steps), section.lora)
     engine = build_scorer(source, choice, pad_id=tokenizer.model_pad_id)
-    packing = verify(engine, max_length=section.max_length).packing
+    packing = verify(engine, max_length=section.max_length)
     batches = RewardBatches(engine, section, data.train, data.held_out, config.seed, packing, tokenizer.pad_id)
     longest = max(map(padded_length, data.train))
     with open_stage(
@@ -96,7 +92,7 @@ def starting_point(config: RunConfig, run_dir: Path) -> tuple[ModelSource, ChatT
     if config.reward_model is None:
         return resolve(config.model, config.seed), tokenizer
     source = resolve(config.reward_model, config.seed)
-    check_base_tokenizer(source, tokenizer)
+    check_vocabulary_of("reward_model", source, tokenizer)
     return source, tokenizer
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine import distributed
 from pipeline.config.schema import RunConfig
-from pipeline.config.stage_sections import GuardAction, PpoSection
+from pipeline.config.stage_sections import GuardAction
 from pipeline.evaluation.evaluator import Evaluation, Evaluations
 from pipeline.evaluation.intervals import paired_difference
 from pipeline.stages.restart import Rollback, read_rollbacks, roll_back
@@ -173,11 +173,11 @@ class Guard:
             raise roll_back(stage.folder, stage.checkpoints, Rollback(step, best, reason))
         self.stopped_step = stage.last_step = step
         if distributed.is_rank_zero():
-            otherwise = "training continues" if step < stage.steps else "the last step is exported"
+            exported = step if best is None else best
             print(
-                f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports "
-                f"{exported_model(best, step, evaluates=stage.evaluates_between)}. Change the key that the "
-                f"sign names, and run again; with ppo.guard=warn {otherwise}",
+                f"ppo: the training guard stops the stage after step {step} of {stage.steps} and exports step "
+                f"{exported} (0 is the SFT model; with ppo.eval_every=N, more steps can be the best). Change the key "
+                "that the sign names, and run again; ppo.guard=warn only prints the sign",
                 flush=True,
             )
 
@@ -193,25 +193,15 @@ class Guard:
         }
 
 
-def exported_model(best: int | None, step: int, *, evaluates: bool) -> str:
-    """Return the model that a stage exports if it stops after `step`, as text for a message.
-
-    best: the best evaluated step; 0 is the SFT model
-    evaluates: whether the stage evaluates steps before its last one
-    """
-    if best is None:
-        return f"step {step}, because no evaluated step may be the best"
-    model = f"step {best}, the best one" if best else "the SFT model"
-    if evaluates:
-        return model if best else f"{model}, because no evaluated step is better"
-    return f"{model}, because ppo.eval_every=0 evaluates only the SFT model and the last step (set ppo.eval_every=N)"
-
-
 def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     """Return the guard of a stage, and print how it selects the best step if that is weak."""
     ppo = config.ppo
     if not has_judge and ppo.selects_best and distributed.is_rank_zero():
-        print(f"ppo: without evaluation.judge, {_weakness(ppo)}: set evaluation.judge=FILE.py:NAME", flush=True)
+        print(
+            "ppo: without evaluation.judge, the held-out reward selects the best step. This choice is weak, because "
+            "PPO is trained on this reward: set evaluation.judge=FILE.py:NAME",
+            flush=True,
+        )
     # The small clip range of ratios per answer (GSPO) clips a large share of the tokens also in normal runs.
     # The KL to a teacher starts high: it measures what the student has to learn.
     unwatched = {"clip_fraction"} if ppo.ratio == "sequence" else set()
@@ -220,21 +210,6 @@ def open_guard(config: RunConfig, folder: Path, *, has_judge: bool) -> Guard:
     watched += [] if ppo.reward_model else ["score", "score_std"]  # a reward model can be gamed more easily
     rollbacks = distributed.broadcast_object(read_rollbacks(folder))
     return Guard(ppo.guard, has_judge, ppo.kl_budget, rollbacks, watched)
-
-
-def _weakness(ppo: PpoSection) -> str:
-    """Return how a stage without a judge selects the best step, and why this is weak, as text for a message."""
-    if ppo.advantage == "distill":
-        return (
-            "held-out answers have no grade, because distillation has no reward. No step can be the best, so a stage "
-            "that the guard stops exports its last step"
-        )
-    exported = "the exported step" if ppo.export == "best" else "if the guard stops PPO, the exported step"
-    budget = f" and a KL of at most {ppo.kl_budget:g} nats per answer" if ppo.needs_reference else ""
-    return (
-        f"{exported} is the one with the highest held-out reward{budget}. This choice is weak, because PPO is trained "
-        "on this reward"
-    )
 
 
 def evaluation_metrics(evaluations: Evaluations) -> dict[str, float]:

@@ -13,14 +13,8 @@ from pipeline.models.build import EngineChoice, build_policy, build_scorer
 from pipeline.models.checks import adopt, verify
 from pipeline.models.internals import adapters_off
 from pipeline.models.modules import Policy, Scorer
-from pipeline.models.source import ModelSource, check_kind, resolve
-from pipeline.models.stage_models import (
-    actor_folder,
-    check_reward_tokenizer,
-    check_teacher_tokenizer,
-    check_vocabulary,
-    policy_to_tune,
-)
+from pipeline.models.source import ModelSource, resolve
+from pipeline.models.stage_models import actor_folder, load_reward, load_teacher, policy_to_tune
 from pipeline.stages.start import optimizer_config
 
 if TYPE_CHECKING:
@@ -117,26 +111,12 @@ def load_models(config: RunConfig, run_dir: Path) -> ModelSources:
     if not config.ppo.reward_model:
         # a copy, because building a scorer changes its configuration
         critic = resolve(config.model, config.seed, folder=policy_folder)
-        return ModelSources(actor, critic, tokenizer, teacher=load_teacher(config, tokenizer))
+        teacher = None if config.teacher is None else load_teacher(config, config.teacher, tokenizer)
+        return ModelSources(actor, critic, tokenizer, teacher=teacher)
     first = run_dir / "reward" if config.reward_path is None else Path(config.reward_path)
-    rewards = []
-    for folder in (first, *map(Path, config.ppo.reward_ensemble)):
-        reward = resolve(config.reward_model or config.model, config.seed, folder=folder)
-        check_kind(reward, wanted="ForSequenceClassification")
-        check_reward_tokenizer(folder, tokenizer)
-        rewards.append(reward)
+    folders = (first, *map(Path, config.ppo.reward_ensemble))
+    rewards = [load_reward(config, folder, tokenizer) for folder in folders]
     return ModelSources(actor, rewards[0], tokenizer, rewards)
-
-
-def load_teacher(config: RunConfig, tokenizer: ChatTokenizer) -> ModelSource | None:
-    """Return the model that `teacher=` names; None if the key is null. Raises UserError for another vocabulary."""
-    if config.teacher is None:
-        return None
-    check_teacher_tokenizer(config.teacher, tokenizer)
-    teacher = resolve(config.model, config.seed, folder=Path(config.teacher))
-    check_kind(teacher, wanted="ForCausalLM")
-    check_vocabulary(teacher, tokenizer)
-    return teacher
 
 
 def build_models(config: RunConfig, sources: ModelSources, *, actor_steps: int, critic_steps: int) -> Models:

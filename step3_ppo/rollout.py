@@ -118,19 +118,7 @@ def generate(
             text=text,
         )
     check_generator(models.actor)
-    gathered = gather_rows(dict(zip(indices, map(_packed, answers), strict=True)), torch.int32)
-    return [_unpacked(gathered[index]) for index in range(len(gathered))]
-
-
-def _packed(answer: Generation) -> Tensor:
-    """Return an answer of R tokens as int32 (1 + 2 R,): whether it is finished, token ids, bits of fp32 logprobs."""
-    head = torch.tensor([answer.finished, *answer.token_ids], dtype=torch.int32)
-    return torch.cat([head, torch.tensor(answer.logprobs, dtype=torch.float32).view(torch.int32)])
-
-
-def _unpacked(row: Tensor) -> Generation:
-    tokens, logprobs = row[1:].view(2, len(row) // 2)
-    return Generation(tokens.tolist(), logprobs.view(torch.float32).tolist(), bool(row[0]))
+    return gather_by_index(dict(zip(indices, answers, strict=True)))
 
 
 def check_generator(actor: Engine) -> None:

@@ -20,7 +20,6 @@ from pipeline.planning.stage_task import DECODE_BATCH, stage_steps
 from pipeline.stages.data import (
     encode_for_all,
     evaluation_prompts,
-    held_out_prompts,
     log_cut,
     open_data,
     stage_records,
@@ -278,10 +277,10 @@ class Ppo:
 def load_prompts(config: RunConfig, sources: ModelSources) -> tuple[list[PromptItem], list[Prompt], dict[str, int]]:
     """Return the training prompts, the evaluation prompts, and the number of skipped rows by reason."""
     reader, tokenizer = open_data(config), sources.tokenizer
-    records, held_out = stage_records(config, "ppo", reader), held_out_prompts(reader)
+    records = stage_records(config, "ppo", reader)
     prompts, notes = encode_for_all(encoder(config, "ppo", tokenizer), records.train)
     log_cut("ppo", notes, len(records.train), "rollout.max_prompt_tokens")
-    return prompts, evaluation_prompts(config, tokenizer, held_out), {**records.skipped, **notes}
+    return prompts, evaluation_prompts(config, tokenizer, reader), {**records.skipped, **notes}
 
 
 def ptx_mix(config: RunConfig, tokenizer: ChatTokenizer) -> PtxMix | None:

@@ -89,7 +89,7 @@ def main() -> None:
     start(task)
     engine = build_policy(model_source(task), engine_choice(task), generates=False)
     fill(engine.module.get_submodule("lm"))
-    packing = verify(engine, max_length=task["max_length"]).packing
+    packing = verify(engine, max_length=task["max_length"])
     items = [_pair(*preference) for preference in task["preferences"]]
     count, steps, unread = task["pairs_a_step"], task["warmup"] + task["steps"], {"train": torch.zeros(len(items), 2)}
     schedule = [range(step * count, (step + 1) * count) for step in range(steps)]

@@ -71,7 +71,7 @@ def main() -> None:
     start(task)
     prompts, new_tokens, count = task["prompts"], task["new_tokens"], task["minibatches"]
     engine = build_policy(model_source(task), engine_choice(task), generates=True)
-    assert verify(engine, max_length=task["max_length"]).packing
+    assert verify(engine, max_length=task["max_length"])
     sampling = Sampling(max_new_tokens=new_tokens, end_ids=(), seed=1)
     with engine.generating() as generator:
         answers = generator.generate(prompts, sampling, sample_seeds=range(len(prompts)), batch_size=len(prompts))

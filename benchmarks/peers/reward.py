@@ -53,7 +53,7 @@ def main() -> None:
     task = read_task()
     start(task)
     engine = build_scorer(model_source(task, scores=True), engine_choice(task), pad_id=1)
-    packing = verify(engine, max_length=task["max_length"]).packing
+    packing = verify(engine, max_length=task["max_length"])
     items = [PairItem(np.array(c, dtype=np.int32), np.array(r, dtype=np.int32), 0.0, "", 0) for c, r in task["pairs"]]
     section = RewardSection(batch_size=task["pairs_a_step"], centering=0.0, use_margin=False)
     batches, seconds = RewardBatches(engine, section, items, [], 0, packing, 1), []

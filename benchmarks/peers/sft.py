@@ -71,7 +71,7 @@ def main() -> None:
     task = read_task()
     start(task)
     engine = build_policy(model_source(task), engine_choice(task), generates=False)
-    packing = verify(engine, max_length=task["max_length"]).packing
+    packing = verify(engine, max_length=task["max_length"])
     items = [TokenItem(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in task["sequences"]]
     seconds, tokens = [], []
     for step in range(task["warmup"] + task["steps"]):

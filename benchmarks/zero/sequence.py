@@ -91,7 +91,7 @@ def _engine(ranks: int) -> Engine:
     settings = EngineSettings(dtype="bf16", zero_stage=3, sequence_parallel=ranks)
     source = resolve(ModelConfig(name="small", weights="random", architecture=SHAPE), seed=1)
     engine = build_policy(source, EngineChoice(settings, OptimizerConfig(lr=1e-4)))
-    assert verify(engine, max_length=TOKENS).packing
+    assert verify(engine, max_length=TOKENS)
     return engine
 
 

@@ -99,12 +99,12 @@ def score_items(
     return gather_by_index(local)
 
 
-def gather_rows(rows: Mapping[int, Tensor], dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
-    """Return the tensors (n,) of all ranks by index, on every rank and on the host.
+def gather_rows(rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the fp32 tensors (n,) of all ranks by index, on every rank and on the host.
 
     Every rank calls. It sends one tensor, because the pickle of a view contains the memory of the whole tensor.
     """
-    own = torch.cat([torch.empty(0, dtype=dtype), *rows.values()])
+    own = torch.cat([torch.empty(0), *rows.values()])
     gathered: dict[int, Tensor] = {}
     for sizes, values in distributed.gather_objects(({index: len(row) for index, row in rows.items()}, own)):
         gathered |= dict(zip(sizes, values.split(list(sizes.values())), strict=True))

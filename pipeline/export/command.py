@@ -21,11 +21,6 @@ from pipeline.installation import EXPORT
 FORMATS = ("folder", "adapter", "hub", "gguf")
 SUFFIXES = {"adapter": "-adapter", "gguf": ".gguf"}  # of the default name
 CONVERTER = "convert_hf_to_gguf.py"
-TRAINED_TOKENIZER = (
-    "does not support the tokenizer of {model}: llama.cpp has a list of published tokenizers, and a tokenizer that "
-    "zerochat trained (model.tokenizer=train) is not in this list. Train from a base model with its own tokenizer, or "
-    "use --to folder"
-)
 USAGE = """\
 Export a finished stage of a run, by default the newest one.
 
@@ -128,11 +123,15 @@ def upload(stage: TrainedStage, options: argparse.Namespace) -> str:
 
 def write_gguf(stage: TrainedStage, output: Path, converter: Path | None) -> Path:
     """Convert the model with llama.cpp's converter. Raises UserError, with the commands, if there is none."""
+    if stage.config.model.tokenizer == "train":
+        raise UserError(
+            f"llama.cpp does not support the tokenizer of {stage.model}: it has a list of published tokenizers, and a "
+            "tokenizer that zerochat trained (model.tokenizer=train) is not in this list. Train from a base model with "
+            "its own tokenizer, or use --to folder"
+        )
     script = converter or _find_converter()
     arguments = [str(stage.model), "--outfile", str(output), "--outtype", "auto"]
     if script is None or not script.is_file():
-        if stage.config.model.tokenizer == "train":
-            raise UserError(f"llama.cpp's {CONVERTER} {TRAINED_TOKENIZER.format(model=stage.model)}")
         raise UserError(
             f"llama.cpp's {CONVERTER} was not found (--converter, LLAMA_CPP, PATH). Run these commands:\n"
             "  git clone --depth 1 https://github.com/ggml-org/llama.cpp\n"
@@ -146,8 +145,6 @@ def write_gguf(stage: TrainedStage, output: Path, converter: Path | None) -> Pat
     if done.returncode or not output.is_file():
         output.unlink(missing_ok=True)
         lines = done.stderr.strip().splitlines()
-        if "pre-tokenizer was not recognized" in done.stderr:
-            raise UserError(f"{script} {TRAINED_TOKENIZER.format(model=stage.model)}")
         raise UserError(
             f"{script} failed: {lines[-1] if lines else 'without a message'}. Run it yourself: {shlex.join(command)}"
         )
@@ -173,18 +170,14 @@ def _new_folder(output: Path) -> Iterator[Path]:
         raise UserError(f"{output} exists and is not empty: set another --output")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    except OSError as problem:
-        raise UserError(f"{output} cannot be created ({problem}): set another --output") from problem
-    try:
-        staging.chmod(0o755)
-        yield staging
-        staging.replace(output)
+        prefix = f".{output.name}."
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent, ignore_cleanup_errors=True) as staging:
+            Path(staging).chmod(0o755)
+            yield Path(staging)
+            Path(staging).replace(output)
     except OSError as problem:
         reason = problem.args[0][0][2] if isinstance(problem, shutil.Error) else problem  # it lists all files
         raise UserError(f"{output} cannot be written ({reason}): free some space, or set another --output") from problem
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _parser() -> argparse.ArgumentParser:

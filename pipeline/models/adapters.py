@@ -38,23 +38,14 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         inject_adapter_in_model(config, wrapper)
     except ValueError as error:
         raise UserError(f"lora.targets={lora.targets} matches no module; this model has {', '.join(names)}") from error
-    others = [
-        name for name, layer in model.named_modules() if hasattr(layer, "lora_A") and not is_linear(layer.base_layer)
-    ]
-    if others:
-        raise UserError(
-            f"lora.targets={lora.targets} matches {others[0]}, which is not a linear layer: remove it; adapters can be "
-            f"added to {', '.join(names)}"
-        )
-    head = model.get_output_embeddings()
-    if hasattr(head, "lora_A") and head.base_layer.weight is model.get_input_embeddings().weight:
-        raise UserError(
-            f"lora.targets={lora.targets} matches the output head, but its weight is also the embedding of this model, "
-            "so no merged model could contain the update: remove it"
-        )
-    value_head = getattr(model, "score", None)
-    if hasattr(value_head, "lora_A"):
-        raise UserError(f"lora.targets={lora.targets} matches the value head, which trains in full anyway: remove it")
+    value_head, embedding = getattr(model, "score", None), model.get_input_embeddings().weight
+    for name, layer in model.named_modules():
+        base = getattr(layer, "base_layer", None)
+        if base is not None and (not is_linear(base) or base.weight is embedding or layer is value_head):
+            raise UserError(
+                f"lora.targets={lora.targets} matches {name}, which cannot have adapters: it is the value head, shares "
+                f"its weight with the embedding, or is not linear. Remove it; other modules are {', '.join(names)}"
+            )
     if isinstance(value_head, nn.Linear):
         value_head.requires_grad_(True)
 

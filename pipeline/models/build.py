@@ -19,9 +19,10 @@ from pipeline.config.stage_sections import LoraConfig
 from pipeline.errors import UserError
 from pipeline.installation import pip_install
 from pipeline.models.adapters import add_adapters
+from pipeline.models.checks import warn_once
 from pipeline.models.modules import Policy, Scorer
 from pipeline.models.source import ModelSource, check_kind, own_field
-from pipeline.models.weights import empty_model, fill, is_reward_model, warn_once
+from pipeline.models.weights import empty_model, fill, is_reward_model
 
 NO_SCORER = (
     "Set reward_model= to a model with such a head (OPT, GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Gemma, Phi) and the "
@@ -71,15 +72,11 @@ class EngineChoice:
             raise UserError(f"engine.deepspeed: {error}") from None
         return {"config": parsed.engine, "optimizer": parsed.optimizer, "scheduler": parsed.scheduler}
 
-    @property
-    def precision(self) -> str:
-        """Return the compute precision of `engine.dtype`."""
-        return natural_precision() if self.settings.dtype == "auto" else self.settings.dtype
-
     def _fields(self, source: ModelSource | None) -> dict[str, Any]:
         """Return the keys of `engine` as fields of an `EngineConfig`."""
         plan = source.tensor_plan if source is not None else None
-        return self.settings.engine_fields() | {"dtype": self.precision, "tensor_plan": plan}
+        dtype = natural_precision() if self.settings.dtype == "auto" else self.settings.dtype
+        return self.settings.engine_fields() | {"dtype": dtype, "tensor_plan": plan}
 
 
 def build_policy(source: ModelSource, choice: EngineChoice, *, generates: bool = False) -> Engine:

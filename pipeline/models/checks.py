@@ -4,8 +4,9 @@ The log-probabilities are compared at a low temperature, where they are differen
 relative to the norm. The checks thus detect errors in models with small logits, too.
 """
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -29,22 +30,11 @@ TRIAL_TOKENS = 128  # tokens of the trial in training mode; random routing assig
 SHORT = (9, 7, 5)  # lengths of the documents in the trial of packed rows
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """The features that a model supports.
-
-    packing: whether the model accepts several documents in one row
-    notes: a message for the user about each feature that the model does not support
-    """
-
-    packing: bool
-    notes: tuple[str, ...]
-
-
-def verify(engine: Engine, *, max_length: int) -> Abilities:
+def verify(engine: Engine, *, max_length: int) -> bool:
     """Compare the fast paths of a model with its own forward, and select a fallback for each path that differs.
 
-    Collective, for an engine around a `Policy` or a `Scorer`. Sets these attributes of the module:
+    Returns whether the model supports packed rows. Prints a warning about each fallback. Collective, for an engine
+    around a `Policy` or a `Scorer`. Sets these attributes of the module:
 
     use_logits: True if a policy's own logits differ from head(hidden)
     packs: True if the model supports packed rows, with documents of up to `max_length` tokens
@@ -59,39 +49,39 @@ def verify(engine: Engine, *, max_length: int) -> Abilities:
     """
     module = engine.module
     assert isinstance(module, Policy | Scorer)
-    tolerance = TOLERANCE[engine.config.dtype]
-    notes = []
+    tolerance, name = TOLERANCE[engine.config.dtype], type(module.backbone).__name__
     _check_positions(module.backbone, max_length)
     with engine.scoring():
         _check_runs(module, engine.config.dtype)
         if isinstance(module, Policy):
             module.use_logits = _needs_logits(engine, module, tolerance)
             if module.use_logits:
-                notes.append(
-                    "the logits of this model are not those of its head alone: all logits are computed, which needs "
-                    "more memory"
-                )
+                warn_once(f"{name} changes the logits of its head: all logits are computed, which needs more memory")
         if not _is_causal(module, tolerance):
             raise UserError(
-                f"{type(module.backbone).__name__} attends to later tokens, as encoders do, so it cannot generate "
-                "text: set model= to a causal language model"
+                f"{name} attends to later tokens, as encoders do, so it cannot generate text: set model= to a causal "
+                "language model"
             )
         module.packs = _packs(engine, module, tolerance, max_length)
         module.steady = _differs_in_training(module, max_length)
     if module.steady:
         module.eval()
-        notes.append(
-            "training mode changes the results of this model (noise, random routing): it trains in evaluation mode"
-        )
+        warn_once(f"training mode changes the results of {name} (noise, random routing): it trains in evaluation mode")
     if not module.packs and distributed.world().sequence > 1:
         raise UserError(
-            f"engine.sequence_parallel={distributed.world().sequence} needs packed rows, which "
-            f"{type(module.backbone).__name__} does not support: set engine.sequence_parallel=1, and "
-            "engine.activation_checkpointing=true for long sequences"
+            f"engine.sequence_parallel={distributed.world().sequence} needs packed rows, which {name} does not "
+            "support: set engine.sequence_parallel=1, and engine.activation_checkpointing=true for long sequences"
         )
     if not module.packs:
-        notes.append("this model does not support packed rows: batches are padded instead")
-    return Abilities(module.packs, tuple(notes))
+        warn_once(f"{name} does not support packed rows: batches are padded instead")
+    return module.packs
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Print a warning on rank 0, unless this process has printed it before."""
+    if distributed.is_rank_zero():
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def adopt(engine: Engine, like: Engine) -> None:
@@ -130,13 +120,10 @@ def _check_runs(module: Policy | Scorer, dtype: str) -> None:
     except Exception as problem:  # a forward with other requirements may raise any error
         if oom.is_out_of_memory(problem) or isinstance(problem, UserError):
             raise
-        advice = "" if dtype == "fp32" else f" in {dtype}; try engine.dtype=fp32"
-        from pipeline.models.quantized import quantized_layers  # here: benchmarks run without pydantic
-
-        if quantized_layers(module):  # a forward that reads the weight of a linear layer does not find it
-            advice += "; try model.quantize=none"
-        name = type(module.backbone).__name__
-        raise UserError(f"{name} cannot run a row of tokens{advice} ({kind_and_line(problem)})") from problem
+        raise UserError(
+            f"{type(module.backbone).__name__} cannot run a row of tokens in {dtype} ({kind_and_line(problem)}): "
+            "change engine.dtype, model.attention or model.quantize, or select another model"
+        ) from problem
 
 
 def _is_causal(module: Policy | Scorer, tolerance: float) -> bool:

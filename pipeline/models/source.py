@@ -262,15 +262,10 @@ def _check_weights(folder: Path) -> None:
                     f"{index} names the file {name}, which is not in its folder. Weights are read from the model's "
                     "folder only: copy the file into it, and correct the index"
                 )
-            _check_file(folder / name)
-        for name in named:
-            with safe_open(folder / name, framework="pt") as content:
-                missing = {tensor for tensor, file in weight_map.items() if file == name} - set(content.keys())
-            if missing:
-                raise UserError(
-                    f"{index} is damaged: {name} has no tensor {min(missing)}, which the index names; download both "
-                    "again"
-                )
+        stored = {name: _check_file(folder / name) for name in named}
+        missing = [f"{file} has no tensor {name}" for name, file in weight_map.items() if name not in stored[file]]
+        if missing:
+            raise UserError(f"{index} is damaged: {missing[0]}, which the index names; download both again")
         return
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
@@ -282,8 +277,8 @@ def _check_weights(folder: Path) -> None:
     raise UserError(f"{folder} has no model.safetensors: the download may be incomplete, download it again")
 
 
-def _check_file(file: Path) -> None:
-    """Raise UserError if a safetensors file is missing or damaged.
+def _check_file(file: Path) -> set[str]:
+    """Return the names of the tensors in a safetensors file. Raises UserError if it is missing or damaged.
 
     `safe_open` reads only the header, which determines the expected length of the file.
     """
@@ -293,8 +288,8 @@ def _check_file(file: Path) -> None:
             "again"
         )
     try:
-        with safe_open(file, framework="pt"):
-            pass
+        with safe_open(file, framework="pt") as tensors:
+            return set(tensors.keys())
     except (SafetensorError, OSError) as error:
         with file.open("rb") as content:
             pointer = content.read(20).startswith(b"version https://git")

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine import distributed
-from engine.memory import measure_shape
-from pipeline.config.messages import in_keys
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ANSWERING, STAGES, stages_to_run
 from pipeline.data.load import load_stage
@@ -192,8 +190,7 @@ def _require_reward_base(config: RunConfig, source: ModelSource, tokenizer: Chat
         source = resolve(model, config.seed, weights=hub is None)
         if hub is not None:
             source = replace(source, folder=download(hub, weights=False))
-        check_base_tokenizer(source, tokenizer)
-        _require_split(config, source)
+        check_vocabulary_of("reward_model", source, tokenizer)
         require_context(config, "reward", source)
     check_scores(source)
     _require_adapters(config, "reward", source)
@@ -202,17 +199,11 @@ def _require_reward_base(config: RunConfig, source: ModelSource, tokenizer: Chat
 def _require_models_of_ppo(config: RunConfig, source: ModelSource, tokenizer: ChatTokenizer) -> None:
     """Raise UserError if PPO cannot use a model that another run or the user trained, or a critic of the policy."""
     for folder in map(Path, filter(None, (config.reward_path, *config.ppo.reward_ensemble))):
-        reward = resolve(config.reward_model or config.model, config.seed, folder=folder)
-        check_kind(reward, wanted="ForSequenceClassification")
+        reward = load_reward(config, folder, tokenizer)
         check_scores(reward)
-        check_reward_tokenizer(folder, tokenizer)
-        _require_split(config, reward)
         require_context(config, "ppo", reward)
     if config.teacher is not None:
-        teacher = resolve(config.model, config.seed, folder=Path(config.teacher))
-        check_kind(teacher, wanted="ForCausalLM")
-        check_teacher_tokenizer(config.teacher, tokenizer)
-        require_context(config, "ppo", teacher)
+        require_context(config, "ppo", load_teacher(config, config.teacher, tokenizer))
     if not config.ppo.reward_model and config.ppo.advantage == "gae":
         check_scores(source)
     _require_adapters(config, "ppo", source)
@@ -228,48 +219,37 @@ def _require_adapters(config: RunConfig, stage: str, source: ModelSource) -> Non
             raise UserError(f"{stage}.{problem}") from problem
 
 
-def _require_split(config: RunConfig, reward: ModelSource) -> None:
-    """Raise UserError if tensor parallelism cannot split a reward model."""
-    tensor = config.engine.tensor_parallel
-    if tensor == 1 or reward.trust_remote_code:  # code of the model's folder is not run to measure it
-        return
-    try:
-        measure_shape(reward.name, reward.config, reward.attention, tensor, reward.tensor_plan, scores=True)
-    except ValueError as error:
-        message = in_keys(str(error)).replace("model.tensor_plan", "reward_model.tensor_plan")
-        raise UserError(f"the reward model {reward.name} cannot be split over the ranks: {message}") from error
+def check_vocabulary_of(key: str, source: ModelSource, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError if the model that a key names has another vocabulary than the policy.
 
-
-def check_base_tokenizer(source: ModelSource, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if the base of a separate reward model has another vocabulary than the policy's tokenizer.
-
-    The reward model reads the ids of the policy's tokenizer and chat template, so its own template has no effect.
+    The model reads the ids of the policy's tokenizer and chat template, so its own template has no effect.
     """
     if source.folder is not None and load_tokenizer(str(source.folder)).hf.get_vocab() != tokenizer.hf.get_vocab():
         raise UserError(
-            f"reward_model={source.name} has another tokenizer than the policy, so it would score other text than the "
-            "policy generates: select a model of the policy's family, or remove reward_model"
+            f"{key}={source.name} has another tokenizer than the policy, so it would read other text than the policy "
+            "writes: select a model with the vocabulary of the policy, or train the policy with the tokenizer of that "
+            "model (model.tokenizer=FOLDER)"
         )
 
 
-def check_reward_tokenizer(folder: Path, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if a trained reward model has another tokenizer than the actor."""
-    if load_tokenizer(str(model_folder(folder))).fingerprint() != tokenizer.fingerprint():
+def load_teacher(config: RunConfig, teacher: str, tokenizer: ChatTokenizer) -> ModelSource:
+    """Return the teacher of a distillation. Raises UserError for a model of another kind or vocabulary."""
+    source = replace(resolve(config.model, config.seed, folder=Path(teacher)), name=teacher)
+    check_kind(source, wanted="ForCausalLM")
+    check_vocabulary_of("teacher", source, tokenizer)
+    check_vocabulary(source, tokenizer)
+    return source
+
+
+def load_reward(config: RunConfig, folder: Path, tokenizer: ChatTokenizer) -> ModelSource:
+    """Return a trained reward model. Raises UserError for a model of another kind or with another tokenizer."""
+    source = resolve(config.reward_model or config.model, config.seed, folder=folder)
+    check_kind(source, wanted="ForSequenceClassification")
+    if load_tokenizer(str(source.folder)).fingerprint() != tokenizer.fingerprint():
         raise UserError(
             f"the reward model in {folder} has another tokenizer or chat template than the actor (model.thinking "
             "changes the template), so it would score other text than the actor writes; train it with the actor's "
             "tokenizer (stage=reward in the same run), or serve it and score with ppo.reward_function "
             "(examples/rewards/service.py)"
         )
-
-
-def check_teacher_tokenizer(teacher: str, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if the teacher has another vocabulary than the student.
-
-    The teacher reads the ids of the student's tokenizer and chat template, so its own template has no effect.
-    """
-    if load_tokenizer(str(model_folder(Path(teacher)))).hf.get_vocab() != tokenizer.hf.get_vocab():
-        raise UserError(
-            f"teacher={teacher} has another tokenizer than the student, so the two models have different tokens: train "
-            "the student with model.tokenizer of the teacher, or select a teacher with the vocabulary of the student"
-        )
+    return source

@@ -2,10 +2,8 @@
 
 import math
 import re
-import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from difflib import get_close_matches
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import distributed, loading
 from pipeline.errors import UserError
+from pipeline.models.checks import warn_once
 from pipeline.models.internals import initialize_module, unused_patterns
 from pipeline.models.quantized import QuantizedLinear, quantized_layers
 from pipeline.models.source import ModelSource
@@ -187,12 +186,7 @@ def _check_unused(stored: Sequence[str], empty: PreTrainedModel, source: ModelSo
     if hasattr(empty, "score") and not is_reward_model(source):
         unknown = [name for name in unknown if name.startswith(base)]
     if unknown:
-        near = get_close_matches(unknown[0], tensors, n=1)
-        advice = f"; did you mean {near[0]}?" if near else ""
-        warn_once(
-            f"{source.folder}: the model does not use {len(unknown)} tensors of the files, for example "
-            f"{unknown[0]}{advice}"
-        )
+        warn_once(f"{source.folder}: the model does not use {len(unknown)} tensors of the files, such as {unknown[0]}")
 
 
 def _check_tied(files: loading.SafetensorsFolder, empty: PreTrainedModel, source: ModelSource) -> None:
@@ -220,13 +214,6 @@ def _check_tied(files: loading.SafetensorsFolder, empty: PreTrainedModel, source
 def is_reward_model(source: ModelSource) -> bool:
     """Return whether a source has a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in source.config.architectures or [])
-
-
-@cache
-def warn_once(text: str) -> None:
-    """Print a warning on rank 0, unless this process has printed it before."""
-    if distributed.is_rank_zero():
-        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def check_report(source: ModelSource, report: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stage_sections import StageSection
 from pipeline.config.stages import POLICIES, STAGES, stages_to_run
 from pipeline.data.encode import ADDED, encoder, labelled_answers
+from pipeline.data.formats import Record
 from pipeline.data.load import OVERWEIGHT, RESERVED, DataReader, StageRecords, is_generated
 from pipeline.data.records import Preference, Prompt
 from pipeline.data.sources import first_turn
@@ -74,7 +75,7 @@ def open_data(config: RunConfig) -> DataReader:
 def stage_records(config: RunConfig, stage: str, reader: DataReader) -> StageRecords:
     """Return the records of a stage on rank 0; on the other ranks, return only the numbers of skipped rows.
 
-    Rank 0 prints the numbers of skipped and repeated rows.
+    Rank 0 prints the numbers of skipped and repeated rows, and of pairs that their scores do not decide.
     """
     loaded: list[StageRecords] = []
 
@@ -90,6 +91,7 @@ def stage_records(config: RunConfig, stage: str, reader: DataReader) -> StageRec
         repeats = 0 if generated else len(records.train) - len(set(records.train))
         if repeats:
             print(f"{stage}: {repeats} of {len(records.train)} rows are repeated, and each copy counts", flush=True)
+        log_undecided(stage, records.train)
         return records.skipped
 
     skipped = on_rank_zero(load)
@@ -105,6 +107,7 @@ def examples(config: RunConfig, stage: str, records: StageRecords, tokenizer: Ch
     encode = encoder(config, stage, tokenizer)
     train, notes = encode_for_all(encode, records.train)
     log_cut(stage, notes, len(records.train), f"{stage}.max_length")
+    log_divided(stage, tokenizer)
     evaluation_records = records.held_out[: section.eval_examples]
     parts, _ = encode_for_all(encode, evaluation_records)  # a long document has many
     count = min(len(parts), section.eval_examples)
@@ -144,7 +147,7 @@ def encode_for_all(
 
 
 def log_divided(stage: str, tokenizer: ChatTokenizer) -> None:
-    """Print a warning if answers had the names of control tokens. Call on every rank, after `examples`."""
+    """Print a warning if answers that were encoded had the names of control tokens."""
     if distributed.is_rank_zero() and tokenizer.divided:
         names = ", ".join(f"{name} in {count:,}" for name, count in tokenizer.divided.most_common())
         print(
@@ -156,12 +159,13 @@ def log_divided(stage: str, tokenizer: ChatTokenizer) -> None:
         )
 
 
-def log_undecided(stage: str, pairs: Sequence[Preference]) -> None:
+def log_undecided(stage: str, records: Sequence[Record]) -> None:
     """Print for how many pairs the scores in the data do not prefer the chosen answer."""
+    pairs = [record for record in records if isinstance(record, Preference)]
     scored = {pair.source for pair in pairs if pair.margin}
     ties = sum(not pair.margin for pair in pairs if pair.source in scored)
     flipped = sum(pair.margin < 0 for pair in pairs)
-    if distributed.is_rank_zero() and (ties or flipped):
+    if ties or flipped:
         print(
             f"{stage}: by the scores in the data, {ties} of {len(pairs)} pairs are ties, and in {flipped} the rejected "
             "answer is better; training uses all pairs as labelled",
@@ -251,22 +255,17 @@ def share_table(config: RunConfig, loaded: Mapping[str, StageRecords]) -> list[s
     return [*lines, _SHARE_ROW.format("held out", f"{held_out:,}", "", key)]
 
 
-def held_out_prompts(reader: DataReader) -> list[Prompt]:
-    """Return the held-out prompts on rank 0, with their rows if the reader keeps them. Other ranks return none."""
-    held_out: list[Prompt] = []
-    on_rank_zero(lambda: held_out.extend(reader.held_out()))
-    return held_out
+def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer, reader: DataReader) -> list[Prompt]:
+    """Return the evaluation prompts on every rank.
 
-
-def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt]) -> list[Prompt]:
-    """Return the evaluation prompts on every rank. The base, SFT and PPO (or DPO) models all answer them.
-
-    `held_out` are the held-out prompts on rank 0. Raises UserError if no prompt fits and the run has PPO or DPO.
+    The base, SFT and PPO (or DPO) models all answer them. Raises UserError if no prompt fits and the run has PPO or
+    DPO.
     """
-    return on_rank_zero(lambda: _chosen_prompts(config, tokenizer, held_out))
+    return on_rank_zero(lambda: choose_prompts(config, tokenizer, reader.held_out()))
 
 
-def _chosen_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt]) -> list[Prompt]:
+def choose_prompts(config: RunConfig, tokenizer: ChatTokenizer, held_out: Sequence[Prompt]) -> list[Prompt]:
+    """Return the evaluation prompts among the held-out prompts."""
     limit = config.rollout.max_prompt_tokens
     fitting: Iterator[Prompt] = (p for p in held_out if len(tokenizer.encode_prompt(p.messages)) <= limit)
     if not is_generated(config.data, "ppo"):  # generated conversations share a first turn by chance only

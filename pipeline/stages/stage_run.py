@@ -181,11 +181,6 @@ class StageRun:
         every = self._section.eval_every
         return step == self.steps or (every > 0 and step % every == 0)
 
-    @property
-    def evaluates_between(self) -> bool:
-        """Whether the stage evaluates steps before its last one."""
-        return 0 < self._section.eval_every < self.steps
-
     def save(self, step: int) -> None:
         """Write a checkpoint if one is due: every `save_every` steps, after the last and after the best step.
 
@@ -306,7 +301,13 @@ class StageRun:
         if distributed.is_rank_zero():
             for engine in self._engines.values():
                 if engine.step_count and engine.scaler.skipped == engine.step_count:
-                    print(f"warning: {self.folder.name}: {_no_step_taken(engine)}", file=sys.stderr, flush=True)
+                    print(
+                        f"warning: {self.folder.name}: all {engine.step_count} steps were skipped because no gradient "
+                        "was finite: the model did not change. With fp16, the loss scale falls with each skipped step: "
+                        "take more steps, or use engine.dtype=bf16, which needs no loss scale",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             summary = {
                 "stage": self.folder.name,
                 "steps": self.last_step,
@@ -334,15 +335,3 @@ class StageRun:
             with explained_disk(self.folder):
                 write_json(self.folder / "summary.json", summary)
         distributed.barrier()
-
-
-def _no_step_taken(engine: Engine) -> str:
-    """Return the warning about a model whose steps were all skipped."""
-    warning = f"all {engine.step_count} steps were skipped because no gradient was finite: the model did not change"
-    if not engine.scaler.moves:
-        return warning
-    return (
-        f"{warning}. The loss scale of fp16 is {engine.scaler.scale:g} and falls with each skipped step: take more "
-        "steps, start lower with engine.loss_scale_power= (in a DeepSpeed file fp16.initial_scale_power), or use "
-        "engine.dtype=bf16, which needs no loss scale"
-    )

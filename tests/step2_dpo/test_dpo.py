@@ -43,7 +43,7 @@ def pairs() -> list[PairItem]:
 
 def policy_in(folder: Path, *, packing: bool = True, **rest: Any) -> Engine:
     engine = build_policy(source_in(folder), trained(lr=LR, **rest))
-    assert not packing or verify(engine, max_length=24).packing
+    assert not packing or verify(engine, max_length=24)
     return engine
 
 
@@ -214,7 +214,7 @@ def test_the_reference_is_cached_and_is_the_model_without_adapters(folder: Path,
         return batches.logprobs(some, 64)
 
     def tables(**sets: Sequence[PairItem]) -> dict[str, Tensor]:
-        return reference_tables(tmp_path, sets, read, unit="pairs")
+        return reference_tables(tmp_path, sets, read)
 
     known = tables(train=items, held_out=items[:2])
     with torch.no_grad():
@@ -249,8 +249,8 @@ def test_an_interrupted_reference_pass_resumes(
     for name, value in {"CHUNK": 2, "SAVE_SECONDS": 0.0}.items():
         monkeypatch.setattr(batches_module, name, value)
     with pytest.raises(KeyboardInterrupt):
-        reference_tables(tmp_path, {"train": items}, partial(read, until=2), unit="pairs")
-    assert "scores 5 pairs" in (printed := capsys.readouterr().out) and "has scored 4 of 5 pairs" in printed
-    known = reference_tables(tmp_path, {"train": items}, read, unit="pairs")
+        reference_tables(tmp_path, {"train": items}, partial(read, until=2))
+    assert "scores 5 examples" in (printed := capsys.readouterr().out) and "has scored 4 of 5 examples" in printed
+    known = reference_tables(tmp_path, {"train": items}, read)
     assert computed == [2, 2, 1, 1] and known["train"].tolist() == numbers.tolist()
-    assert "scores 1 pairs" in capsys.readouterr().out
+    assert "scores 1 examples" in capsys.readouterr().out

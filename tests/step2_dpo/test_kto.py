@@ -34,7 +34,7 @@ def items() -> list[LabelledItem]:
 
 def batches_in(folder: Path, section: DpoSection, *, packing: bool) -> LabelBatches:
     engine = build_policy(source_in(folder), trained(lr=LR))
-    assert not packing or verify(engine, max_length=24).packing
+    assert not packing or verify(engine, max_length=24)
     examples = examples_of(items(), max_length=24)
     unread = {"train": torch.zeros(5, 2), "held_out": torch.zeros(3, 2)}
     return LabelBatches(engine, section, examples, examples[:3], unread, [range(5)] * STEPS, packing, 0)

@@ -60,7 +60,7 @@ def own(folder: Path) -> list[tuple[float, float]]:
 def batches_of(folder: Path, packing: bool, items: Sequence[PairItem] = (), **section: Any) -> RewardBatches:
     """Return batches with a new model."""
     engine = build_scorer(source_in(folder), trained(), pad_id=0)
-    assert not packing or verify(engine, max_length=16).packing
+    assert not packing or verify(engine, max_length=16)
     return RewardBatches(engine, RewardSection(**section), items or pairs(), (), 0, packing, 0)
 
 

@@ -92,7 +92,7 @@ def models_in(
         rewards=[build_scorer(reward, frozen(zero_stage=zero_stage), pad_id=0, shift=0.5)],
     )
     for engine in models.engines.values():
-        assert not packing or verify(engine, max_length=32).packing
+        assert not packing or verify(engine, max_length=32)
     assert models.packing == packing
     return models
 

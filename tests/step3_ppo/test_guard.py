@@ -10,7 +10,7 @@ from pipeline.errors import RestartStage
 from pipeline.evaluation.evaluator import Evaluation
 from pipeline.stages.restart import Rollback, read_rollbacks
 from pipeline.stages.stage_run import StageRun
-from step3_ppo.guard import Guard, evaluation_metrics, exported_model, open_guard
+from step3_ppo.guard import Guard, evaluation_metrics, open_guard
 from step3_ppo.guard_rules import Finding
 from tests.pipeline.stages.test_stage_run import stage_of, work
 from tests.tiny import tiny_config
@@ -205,7 +205,7 @@ def test_each_reaction(
     else:
         guard.act(stage, 3, findings)
         assert read_rollbacks(stage.folder) == []
-    stops = "stops the stage after step 3 of 10 and exports step 2, the best one. Change the key"
+    stops = "stops the stage after step 3 of 10 and exports step 2 (0 is the SFT model"
     assert (stops in capsys.readouterr().out) == (outcome == "stops")
     assert stage.last_step == (3 if outcome == "stops" else 10)
     assert guard.stopped_step == (3 if outcome == "stops" else None)
@@ -214,29 +214,11 @@ def test_each_reaction(
     assert restored.stopped_step == guard.stopped_step
 
 
-@pytest.mark.parametrize(
-    ("best", "evaluates", "text"),
-    [
-        (2, True, "step 2, the best one"),
-        (0, True, "the SFT model, because no evaluated step is better"),
-        (0, False, "the SFT model, because ppo.eval_every=0 evaluates only the SFT model and the last step (set ppo"),
-        (None, True, "step 3, because no evaluated step may be the best"),
-    ],
-)
-def test_the_exported_model_is_named(best: int | None, evaluates: bool, text: str) -> None:
-    assert exported_model(best, 3, evaluates=evaluates).startswith(text)
-
-
 def test_without_grades_no_step_is_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     guard = open_guard(tiny_config(ppo={"advantage": "distill"}), tmp_path, has_judge=False)
-    assert (
-        "No step can be the best, so a stage that the guard stops exports its last step: set" in capsys.readouterr().out
-    )
     assert guard.summary()["selects_by"] is None
     open_guard(tiny_config(), tmp_path, has_judge=False)
-    assert (
-        "the exported step is the one with the highest held-out reward and a KL of at most" in capsys.readouterr().out
-    )
+    assert "without evaluation.judge, the held-out reward selects the best step" in capsys.readouterr().out
 
 
 def test_without_an_earlier_step_a_rollback_stops(tmp_path: Path) -> None:

@@ -71,15 +71,6 @@ def test_every_sequence_once_within_the_budget(budget: int, packing: bool) -> No
         assert len(batch.scored) == sum(batch.response_lengths) == sum(RESPONSES[place] for place in batch.indices)
 
 
-def test_an_answer_is_the_same_after_its_way_between_ranks() -> None:
-    """Token ids fill 31 bits, and log-probabilities keep every bit of fp32: also -inf and the smallest number."""
-    logprobs = torch.tensor([-0.1, -1e-45, float("-inf"), -20.7]).tolist()
-    for answer in (Generation([2**31 - 1, 0, 7, 50256], logprobs, True), Generation([], [], False)):
-        row = rollout._packed(answer)
-        assert row.dtype == torch.int32 and row.nbytes == 4 + 8 * len(answer.token_ids)
-        assert rollout._unpacked(row) == answer
-
-
 def check_collected(actual: Rollout, folder: Path, temperature: float, *, reference: str = "actor") -> None:
     """Every number from transformers' own forward over that sequence alone."""
     policy = AutoModelForCausalLM.from_pretrained(folder / "actor")

@@ -26,7 +26,7 @@ from pipeline.evaluation.judge import judged, load_judge
 from pipeline.evaluation.user_function import JUDGE, UserFunction, load_function, try_reward
 from pipeline.launch.command import main
 from pipeline.progress import Progress, Row
-from pipeline.stages.data import evaluation_prompts, held_out_prompts, open_data, stage_records
+from pipeline.stages.data import evaluation_prompts, open_data, stage_records
 from tests import composed
 from tests.tiny import tiny_config
 
@@ -295,7 +295,7 @@ def test_a_judge_replaces_the_gold_scorer_and_gets_held_out_rows(tmp_path: Path)
     where = write_function(tmp_path, "def score(answer, row): return len(answer) / len(row['prompt'][-1]['content'])")
     config = tiny_config(evaluation={"prompts": 8, "judge": where, "judge_threads": 2})
     tokenizer = train_tokenizer(["some words"] * 9, 300)
-    prompts, judge = evaluation_prompts(config, tokenizer, held_out_prompts(open_data(config))), load_judge(config)
+    prompts, judge = evaluation_prompts(config, tokenizer, open_data(config)), load_judge(config)
     assert judge is not None and judge.threads == 2 and len(prompts) == 8
     assert judged(prompts, ["abc"] * 8, judge) == [3 / len(prompt.messages[-1].content) for prompt in prompts]
     assert judged(prompts, ["abc"] * 8, None) == [0.0] * 8  # the demo's gold scorer
@@ -321,7 +321,7 @@ def test_held_out_prompts_of_every_stage_are_judged(
     sources = {"sources": [{"path": f"{tmp_path}/a.jsonl", **listed}], **data}
     config = tiny_config(data=sources, evaluation={"judge": "mine.py:score"}).model_copy(update={"stage": "sft"})
     tokenizer = train_tokenizer(["some words"] * 9, 300)
-    prompts = evaluation_prompts(config, tokenizer, held_out_prompts(open_data(config)))
+    prompts = evaluation_prompts(config, tokenizer, open_data(config))
     assert prompts and all(prompt.row in rows for prompt in prompts)
     assert judged(prompts, ["a"] * len(prompts), giving(1, key=JUDGE)) == [1.0] * len(prompts)
 

@@ -96,7 +96,7 @@ def test_an_output_below_a_file_is_refused(run: Path, tmp_path: Path, capsys: py
     output = tmp_path / "file" / "new"
     assert main([str(run), "--to", "folder", "--output", str(output)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {output} cannot be created (") and f"'{output.parent}'" in error
+    assert error.startswith(f"error: {output} cannot be written (") and f"'{output.parent}'" in error
 
 
 def test_an_export_to_a_full_disk_is_one_message(
@@ -196,9 +196,6 @@ def test_gguf_runs_the_converter_or_prints_the_commands(
     script.write_text("import sys\nopen(sys.argv[3], 'w').close()\nsys.exit('this family is unknown')\n")
     assert main([str(run), "--to", "gguf", "--output", str(output)]) == 2
     assert "this family is unknown" in capsys.readouterr().err and not output.exists()
-    script.write_text("raise NotImplementedError('BPE pre-tokenizer was not recognized - update it')\n")
-    assert main([str(run), "--to", "gguf", "--output", str(output)]) == 2
-    assert f"does not support the tokenizer of {model}" in capsys.readouterr().err
 
 
 def test_a_trained_tokenizer_needs_no_converter_to_be_refused(
@@ -211,7 +208,7 @@ def test_a_trained_tokenizer_needs_no_converter_to_be_refused(
     file.write_text(file.read_text().replace("tokenizer: null", "tokenizer: train"))
     assert main([str(trained), "--to", "gguf"]) == 2
     printed = capsys.readouterr().err
-    assert "a tokenizer that zerochat trained" in printed and "git clone" not in printed
+    assert f"does not support the tokenizer of {trained.resolve()}" in printed and "git clone" not in printed
 
 
 def test_unknown_stages_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

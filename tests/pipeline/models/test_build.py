@@ -78,20 +78,16 @@ def test_a_tied_model_needs_no_head_in_its_files(family: str, tmp_path: Path) ->
 
 
 def test_a_reward_model_from_a_language_model_has_a_new_narrow_head(tmp_path: Path) -> None:
-    model = language_model(config_of("llama"))
+    model = language_model(config_of("llama", hidden_size=2048, head_dim=8))
     model.save_pretrained(tmp_path)
-    heads = []
-    for seed in range(1, 60):
-        parameters = parameters_of(build_scorer(source_in(tmp_path, seed), frozen(), pad_id=0))
-        heads.append(parameters.pop("model.score.weight"))
+    found = [parameters_of(build_scorer(source_in(tmp_path, seed), frozen(), pad_id=0)) for seed in (1, 2, 1)]
+    head, other, again = (parameters.pop("model.score.weight") for parameters in found)
     own = dict(model.named_parameters())
-    assert len(parameters) == len(own) - 1  # all parameters except lm_head
-    for name, value in parameters.items():
+    assert len(found[0]) == len(own) - 1  # all parameters except lm_head
+    for name, value in found[0].items():
         assert torch.equal(value, own[name.removeprefix("model.")]), name
-    drawn = torch.stack(heads)
-    assert drawn.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.05) and abs(drawn.mean().item()) < 0.02
-    again = parameters_of(build_scorer(source_in(tmp_path, 1), frozen(), pad_id=0))["model.score.weight"]
-    assert torch.equal(again, heads[0]) and not torch.equal(heads[0], heads[1])
+    assert head.std().item() == pytest.approx(1 / math.sqrt(2049), rel=0.05) and abs(head.mean().item()) < 0.002
+    assert torch.equal(again, head) and not torch.equal(head, other)
 
 
 @pytest.mark.parametrize("family", ["cohere", "granite", "glm4_moe", "mixtral"])
@@ -232,9 +228,7 @@ def test_unused_tensors_are_named_unless_they_are_expected(tmp_path: Path, capsy
     assert "does not use" not in capsys.readouterr().err
     build_policy(source_in(saved(tmp_path / "c", lambda t: t.update({"model.nrom.weight": torch.ones(32)}))), frozen())
     output = capsys.readouterr().err
-    assert (
-        "does not use 1 tensors of the files, for example model.nrom.weight; did you mean model.norm.weight?" in output
-    )
+    assert "does not use 1 tensors of the files, such as model.nrom.weight" in output
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
@@ -376,8 +370,8 @@ def test_adapters_of_the_head_are_trained(tmp_path: Path) -> None:
     ("targets", "message"),
     [
         (["no_proj"], r"lora\.targets=\['no_proj'\] matches no module; .*q_proj"),
-        (["embed_tokens", "q_proj"], r"matches model\.embed_tokens, which is not a linear layer: .*q_proj"),
-        (["q_proj", "score"], r"matches the value head"),
+        (["embed_tokens", "q_proj"], r"matches model\.embed_tokens, which cannot have adapters: .*q_proj"),
+        (["q_proj", "score"], r"matches score, which cannot have adapters: it is the value head"),
     ],
 )
 def test_adapters_of_other_targets_are_refused(targets: list[str], message: str) -> None:
@@ -388,7 +382,9 @@ def test_adapters_of_other_targets_are_refused(targets: list[str], message: str)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_adapters_of_a_head_that_is_the_embedding_are_refused(family: str) -> None:
     """A merged model has one tensor for both, so its export would lose the update of the head."""
-    with pytest.raises(UserError, match="matches the output head, but its weight is also the embedding"):
+    with pytest.raises(
+        UserError, match=r"matches lm_head, which cannot have adapters: it .* shares its weight with the embedding"
+    ):
         check_adapters(source_drawn(config_of(family)), lora(targets=["lm_head"]), scores=False)
 
 
@@ -469,20 +465,19 @@ def fuse_only_gates_that_liger_computes() -> None:
         assert all("liger" not in model.model.layers[0].mlp.forward.__module__ for model in models)
 
 
-FUSED = [
-    fuse_a_model_and_copy_it,
-    fuse_an_unsupported_family,
-    fuse_a_family_without_a_fused_rotary_embedding,
-    fuse_a_reward_model,
-    fuse_no_experts,
-    fuse_a_family_that_liger_cannot_import,
-    fuse_only_gates_that_liger_computes,
-]
+def fuse_all() -> None:
+    """Run the checks, each with a family of its own."""
+    fuse_a_model_and_copy_it()
+    fuse_an_unsupported_family()
+    fuse_a_family_without_a_fused_rotary_embedding()
+    fuse_a_reward_model()
+    fuse_no_experts()
+    fuse_a_family_that_liger_cannot_import()
+    fuse_only_gates_that_liger_computes()
 
 
-@pytest.mark.parametrize("check", FUSED)
-def test_fused_kernels_replace_norms_and_gates_of_supported_families(check: Callable[[], None]) -> None:
-    run_ranks(check, 1)  # in a new process, because Liger Kernel also replaces functions of transformers
+def test_fused_kernels_replace_norms_and_gates_of_supported_families() -> None:
+    run_ranks(fuse_all, 1)  # in a new process, because Liger Kernel also replaces functions of transformers
 
 
 @pytest.mark.parametrize("compiles", [True, False])

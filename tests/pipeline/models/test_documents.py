@@ -88,9 +88,8 @@ def test_every_family_supports_packing_or_reports_it(family: str, tmp_path: Path
     engine = policy_in(tmp_path, family)
     before = engine.module.lm.config._attn_implementation
     actual = verify(engine, max_length=32)
-    assert actual.packing == engine.module.packs == (family != "bloom")  # Bloom takes no positions
-    assert actual.packing == (not any("padded" in note for note in actual.notes))
-    assert (engine.module.lm.config._attn_implementation == NAME) == actual.packing
+    assert actual == engine.module.packs == (family != "bloom")  # Bloom takes no positions
+    assert (engine.module.lm.config._attn_implementation == NAME) == actual
     if family in TRAINED:
         check_policy(engine, before)
 
@@ -132,7 +131,7 @@ def test_the_cpu_kernel_equals_the_operators(
 def test_sliding_windows_hold_in_packed_rows(family: str, tmp_path: Path) -> None:
     engine = policy_in(tmp_path, family, **WINDOWED[family])
     before = engine.module.lm.config._attn_implementation
-    assert verify(engine, max_length=32).packing
+    assert verify(engine, max_length=32)
     check_policy(engine, before)
 
 
@@ -142,7 +141,7 @@ def test_two_answers_share_one_pass_over_their_prompt(family: str, tmp_path: Pat
     engine = build_scorer(source_in(tmp_path), trained(), pad_id=0)
     prompt, first, second, other = (ids_of(1, n, seed=n) for n in (6, 4, 9, 5))
     before = engine.module.model.config._attn_implementation
-    assert verify(engine, max_length=32).packing
+    assert verify(engine, max_length=32)
     set_attention(engine.module.model, before)
     separate = [engine(row)[0] for row in (torch.cat([prompt, first], 1), torch.cat([prompt, second], 1), other)]
     (separate[0][-1] - 2 * separate[1][-1] + 3 * separate[2][1]).backward()
@@ -161,7 +160,7 @@ def test_two_answers_share_one_pass_over_their_prompt(family: str, tmp_path: Pat
 def test_padded_rows_do_not_use_packing(tmp_path: Path) -> None:
     engine, ids = policy_in(tmp_path, "gemma2", sliding_window=5), ids_of(3, 11)
     before = engine(ids, after_first(ids))[0]
-    assert verify(engine, max_length=32).packing
+    assert verify(engine, max_length=32)
     torch.testing.assert_close(engine(ids, after_first(ids))[0], before, atol=1e-5, rtol=1e-5)
 
 

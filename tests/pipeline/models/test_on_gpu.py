@@ -67,7 +67,7 @@ def test_a_step_over_packed_rows_equals_one_over_padded_rows(family: str, dtype:
     for batch in batches:
         config = EngineConfig(dtype=dtype, loss_scale=LossScale(initial_power=2))
         engine = Engine(Policy(build(family)), config, optimizer=OptimizerConfig(lr=1e-4))  # type: ignore[arg-type]
-        assert verify(engine, max_length=max(lengths)).packing
+        assert verify(engine, max_length=max(lengths))
         engine.module.eval()  # no dropout
         updates.append(engine.update([batch], mean_loss, float(marks.sum())))
     rough = 2e-4 if dtype == "fp32" else 5e-2

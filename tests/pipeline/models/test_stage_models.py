@@ -14,9 +14,9 @@ from pipeline.models import stage_models
 from pipeline.models.source import ModelSource
 from pipeline.models.stage_models import (
     actor_tokenizer,
-    check_base_tokenizer,
-    check_teacher_tokenizer,
     check_vocabulary,
+    check_vocabulary_of,
+    load_teacher,
     policy_to_tune,
     require_context,
     require_later_models,
@@ -84,7 +84,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model, a reward model and a classifier with three labels, each with 256 positions."""
     folder = tmp_path_factory.mktemp("given")
     for name, make in (("sft", language_model), ("reward", classifier), ("three", partial(classifier, labels=3))):
-        make(config_of("llama", max_position_embeddings=256)).save_pretrained(folder / name)
+        make(config_of("llama", vocab_size=300, max_position_embeddings=256)).save_pretrained(folder / name)
         train_tokenizer(["aa ab"], 300).save(folder / name)
     return folder
 
@@ -123,19 +123,6 @@ def test_a_family_without_reward_models_is_refused_before_sft(tokenizer: ChatTok
         require_later_models(config, source, tokenizer)
 
 
-def test_a_reward_model_that_cannot_be_split_is_refused_before_sft(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    config = tiny_config(engine={"tensor_parallel": 2})
-    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
-    other = config.model_copy(update={"reward_model": config.model.model_copy(update={"architecture": gpt2})})
-    with pytest.raises(UserError, match=r"GPT2.* without a tensor-parallel plan .*Set reward_model\.tensor_plan to"):
-        require_later_models(other, llama(), tokenizer)
-    require_later_models(config.model_copy(update={"reward_model": config.model}), llama(), tokenizer)
-    classifier(config_of("gpt2")).save_pretrained(tmp_path)
-    tokenizer.save(tmp_path)
-    with pytest.raises(UserError, match=r"GPT2.* without a tensor-parallel plan"):
-        require_later_models(config.model_copy(update={"reward_path": str(tmp_path)}), llama(), tokenizer)
-
-
 @pytest.mark.parametrize(
     ("key", "name", "reason"),
     [
@@ -160,7 +147,7 @@ def test_given_models_of_another_kind_are_refused_before_sft(
         ("reward_model", "sft", "reward_model=.* has another tokenizer than the policy"),
         ("reward_path", "reward", "the reward model in .* has another tokenizer or chat template than the actor"),
         ("ensemble", "reward", "the reward model in .* has another tokenizer"),
-        ("teacher", "sft", "teacher=.* has another tokenizer than the student"),
+        ("teacher", "sft", "teacher=.* has another tokenizer than the policy"),
     ],
 )
 def test_given_models_with_few_positions_or_another_tokenizer_are_refused_before_sft(
@@ -201,8 +188,9 @@ def test_the_base_of_a_reward_model_and_a_teacher_may_have_another_chat_template
     (tmp_path / "policy.jinja").write_text(template)
     policy = load_tokenizer(str(given / "sft"), chat_template=str(tmp_path / "policy.jinja"))
     assert policy.fingerprint() != tokenizer.fingerprint()
-    check_teacher_tokenizer(str(given / "sft"), policy)
-    check_base_tokenizer(ModelSource("b", config_of("llama"), given / "sft", 1, "sdpa", False), policy)
+    source = ModelSource("b", config_of("llama"), given / "sft", 1, "sdpa", False)
+    check_vocabulary_of("reward_model", source, policy)
+    load_teacher(tiny_config(), str(given / "sft"), policy)
 
 
 def test_the_policy_and_its_reward_model_have_one_template_that_sft_has_set(given: Path, tmp_path: Path) -> None:

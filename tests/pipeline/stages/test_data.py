@@ -37,8 +37,7 @@ def check_data_to_come(config: RunConfig, stage: str = "sft", records: StageReco
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: ChatTokenizer) -> list[Prompt]:
-    held_out = stage_data.held_out_prompts(stage_data.open_data(config))
-    return stage_data.evaluation_prompts(config, tokenizer, held_out)
+    return stage_data.evaluation_prompts(config, tokenizer, stage_data.open_data(config))
 
 
 def resident_bytes() -> int:
@@ -80,7 +79,7 @@ def test_the_check_of_later_data_reads_each_file_once_and_frees_it(
     reader = stage_data.open_data(config)
     records = stage_data.stage_records(config, "sft", reader)
     stage_data.check_data_to_come(config, "sft", records, reader)
-    held_out = stage_data.held_out_prompts(reader)
+    held_out = stage_data.evaluation_prompts(config, train_tokenizer(["Question 1?"], 300), reader)
     count_pairs()
     assert read == ["shared", "prompts", "pairs"]  # the evaluation prompts first
     assert alive[3] - alive[2] < 1000  # of "pairs", the held-out ones and a sample
@@ -346,7 +345,7 @@ def test_each_conversation_has_one_evaluation_prompt(tmp_path: Path) -> None:
         actual = evaluation_prompts(config, tokenizer)
         assert len(actual) == len({prompt.messages[0] for prompt in actual}) == count
     held_out = DataReader(data, seed=1).held_out()
-    assert stage_data.evaluation_prompts(tiny_config(), tokenizer, held_out) == held_out[:8]  # as if the demo made them
+    assert stage_data.choose_prompts(tiny_config(), tokenizer, held_out) == held_out[:8]  # as if the demo made them
 
 
 def on_every_rank(file: str) -> dict[str, Any]:
@@ -361,7 +360,8 @@ def on_every_rank(file: str) -> dict[str, Any]:
     config = tiny_config().model_copy(update={"data": DataConfig(name="a", path=file)})
     tokenizer = train_tokenizer(["Question 1?"], 300)
     reader = stage_data.open_data(config)
-    records, held_out = stage_data.stage_records(config, "sft", reader), stage_data.held_out_prompts(reader)
+    records = stage_data.stage_records(config, "sft", reader)
+    prompts = stage_data.evaluation_prompts(config, tokenizer, reader)
     sent: list[Any] = []
     broadcast = distributed.broadcast_object
 
@@ -374,7 +374,7 @@ def on_every_rank(file: str) -> dict[str, Any]:
     distributed.broadcast_object = broadcast
     short = config.model_copy(update={"rollout": RolloutSection(max_prompt_tokens=3)})
     with pytest.raises(UserError, match="held-out prompts fits") as refused:
-        stage_data.evaluation_prompts(short, tokenizer, held_out)
+        stage_data.evaluation_prompts(short, tokenizer, reader)
     return {
         "read": read,
         "records": len(records.train),
@@ -382,7 +382,7 @@ def on_every_rank(file: str) -> dict[str, Any]:
         "items": [(item.ids.tolist(), item.counts.tolist()) for item in items],
         "notes": dict(notes),
         "sent": [len(part) for part in sent if isinstance(part, list)],
-        "prompts": stage_data.evaluation_prompts(config, tokenizer, held_out),
+        "prompts": prompts,
         "refused": str(refused.value),
     }
 
