@@ -14,11 +14,11 @@ from step1_sft.train import run
 from tests.ranks import run_ranks
 from tests.tiny import metrics, tiny_config, write_stage_configs
 
-SFT = {"steps": 4, "save_every": 2, "micro_batch_tokens": 400, "eval_examples": 8}
+SFT = {"steps": 2, "save_every": 1, "micro_batch_tokens": 400, "eval_examples": 8}
 
 
 def stage(folder: str, layout: dict[str, Any], again: bool) -> None:
-    """Run the stage. With `again`, resume it a second time from its second step."""
+    """Run the stage. With `again`, resume it a second time from its first step."""
     run_dir = Path(folder)
     if dist.is_rank_zero():
         write_stage_configs(
@@ -30,7 +30,7 @@ def stage(folder: str, layout: dict[str, Any], again: bool) -> None:
         dist.barrier()
         if dist.is_rank_zero():
             shutil.copytree(run_dir / "sft" / "model", run_dir / "left alone")
-            shutil.rmtree(run_dir / "sft" / "checkpoints" / "step-4")
+            shutil.rmtree(run_dir / "sft" / "checkpoints" / "step-2")
         dist.barrier()
         run(read_config(run_dir / "sft"), run_dir / "sft")
 

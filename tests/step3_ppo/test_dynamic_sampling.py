@@ -10,7 +10,7 @@ from engine import Generation
 from step3_ppo.advantages import RewardShaping
 from step3_ppo.dynamic_sampling import new_prompts, replace_uniform, uniform_prompts
 from step3_ppo.rollout import Answered, Scores
-from tests.step3_ppo.test_stage import ppo_of, write_run
+from tests.step3_ppo.test_stage import ppo_of
 
 PLAIN = RewardShaping(missing_end_penalty=0.5)
 
@@ -76,9 +76,8 @@ def test_prompts_with_different_scores_are_not_replaced() -> None:
     assert actual.prompts == [1] and actual.replaced == 0 and actual.scores == Scores([1.0, 2.0], None, {})
 
 
-def test_each_step_and_round_has_samples_of_its_own(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, stage = ppo_of(tmp_path, advantage="rloo", samples=2, resample=2)
+def test_each_step_and_round_has_samples_of_its_own(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, advantage="rloo", samples=2, resample=2)
 
     def answers(step: int, number: int) -> list[list[int]]:
         return [each.token_ids for each in ppo._sample(step, stage, [9, 10, 11], number).generations]

@@ -25,7 +25,7 @@ from step3_ppo.setup import Ppo
 from tests import composed
 from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import learn
-from tests.step3_ppo.test_stage import config, ppo_from, tokenizer, write_run
+from tests.step3_ppo.test_stage import config, ppo_from, tokenizer
 
 # As many messages as the number of the row; the reward counts the answers, and is negative if no tokens were left.
 TEXT = """
@@ -178,12 +178,11 @@ def test_messages_are_context_and_not_scored() -> None:
     assert packed.input_ids[0, packed.scored].tolist() == [6, 7, 1, 2, 4]
 
 
-def test_log_probabilities_are_those_of_the_whole_conversation(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, stage = ppo_of(tmp_path, batch_size=6, samples=2, minibatches=2)
+def test_log_probabilities_are_those_of_the_whole_conversation(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, batch_size=6, samples=2, minibatches=2)
     rollout = ppo.collect(1, stage)
     assert rollout.sampled is not None and rollout.response_mask.sum(1).tolist() == rollout.lengths
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "model").eval()
+    model = AutoModelForCausalLM.from_pretrained(run_folder / "sft" / "model").eval()
     several = 0
     for i, (prompt, response, sampled) in enumerate(
         zip(rollout.prompts, rollout.responses, rollout.sampled, strict=True)
@@ -215,11 +214,10 @@ def numbers(folder: Path, batch_size: int = 64) -> dict[str, Any]:
     }
 
 
-def test_batches_and_ranks_change_no_episode(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    single = numbers(tmp_path)
+def test_batches_and_ranks_change_no_episode(run_folder: Path) -> None:
+    single = numbers(run_folder)
     assert len({*single["scores"]}) > 2 and any(not all(sampled) for sampled in single["sampled"])
-    for other in (numbers(tmp_path, batch_size=1), *run_ranks(numbers, 2, tmp_path)):
+    for other in (numbers(run_folder, batch_size=1), *run_ranks(numbers, 2, run_folder)):
         assert other["learned"] == pytest.approx(single["learned"], rel=2e-3, abs=2e-4)
         assert {**other, "learned": {}} == {**single, "learned": {}}
 
@@ -231,21 +229,19 @@ def failure(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_failure_on_one_rank_ends_all(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    for text in run_ranks(failure, 2, tmp_path):
+def test_a_failure_on_one_rank_ends_all(run_folder: Path) -> None:
+    for text in run_ranks(failure, 2, run_folder):
         assert "raised ZeroDivisionError: division by zero (line 3)" in text
 
 
-def test_held_out_episodes_are_played_and_scored(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, _ = ppo_of(tmp_path)
+def test_held_out_episodes_are_played_and_scored(run_folder: Path) -> None:
+    ppo, _ = ppo_of(run_folder)
     prompts = [Prompt((Message("user", text),), "made", {"number": n}) for n, text in enumerate(["some", "words"])]
     keys = {"temperatures": [1.0, 0.0], "best_of": 3}
-    made = setting(tmp_path, new_tokens=40)
+    made = setting(run_folder, new_tokens=40)
     rollout, evaluation = made.rollout.model_copy(update={"stop": []}), made.evaluation.model_copy(update=keys)
     made = made.model_copy(update={"rollout": rollout, "evaluation": evaluation})
-    folder = tmp_path / "ppo"
+    folder = run_folder / "ppo"
     folder.mkdir()
 
     def evaluator() -> Any:
@@ -275,16 +271,15 @@ def test_held_out_episodes_are_played_and_scored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("penalty", "best"), [(0.0, "some words mor"), (100.0, "words")])
-def test_a_cut_episode_is_the_best_only_if_its_penalty_permits_it(penalty: float, best: str, tmp_path: Path) -> None:
+def test_a_cut_episode_is_the_best_only_if_its_penalty_permits_it(penalty: float, best: str, run_folder: Path) -> None:
     """The reward is the length of the answer. The first answer is complete, the second one is longer and cut."""
-    write_run(tmp_path)
     text = "def talk(answer, row):\n    if row['number']:\n        yield ''\n    return len(answer)\n"
-    made = setting(tmp_path, text, missing_end_penalty=penalty)
+    made = setting(run_folder, text, missing_end_penalty=penalty)
     evaluation = made.evaluation.model_copy(update={"temperatures": [1.0], "best_of": 2})
-    ppo, _ = ppo_of(tmp_path, text)
+    ppo, _ = ppo_of(run_folder, text)
     prompts = [Prompt((Message("user", "some"),), "made", {"number": 0})]
     made = made.model_copy(update={"evaluation": evaluation})
-    evaluator = ppo_evaluator(made, ppo.models, ppo.tokenizer, prompts, tmp_path)
+    evaluator = ppo_evaluator(made, ppo.models, ppo.tokenizer, prompts, run_folder)
     engine: Any = ScriptedEngine(ppo.tokenizer, ["words", "some words more"])
     found = evaluator.evaluate(engine)
     engine.cut = True

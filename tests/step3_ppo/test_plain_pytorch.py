@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine.parallel import dtensors
 from step3_ppo.log import rollout_metrics
 from tests.step3_ppo.example_rollouts import learn
-from tests.step3_ppo.test_stage import ppo_of, write_run
+from tests.step3_ppo.test_stage import ppo_of
 
 TEMPERATURE, REWARD_MEAN, REWARD_STD = 0.9, 0.75, 1.5  # of `config` and `write_run` in test_stage.py
 KEYS: dict[str, Any] = {
@@ -57,6 +57,12 @@ class PlainPpo:
         hidden: Tensor = model.model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         return hidden @ model.score.weight[0]
 
+    def values_before(self, prompt: list[int], answer: list[int]) -> Tensor:
+        """Return the critic's value before each token of the answer, (R,); zeros without a critic."""
+        if self.advantage != "gae":
+            return torch.zeros(len(answer))
+        return self.values(self.critic, prompt + answer)[len(prompt) - 1 : -1]
+
     def estimate(self, rewards: list[Tensor], values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return advantages and returns of each answer."""
         if self.advantage == "gae":
@@ -88,7 +94,7 @@ class PlainPpo:
         with torch.no_grad():
             old = [self.logprobs(self.actor, *pair)[0] for pair in pairs]
             reference = [self.logprobs(self.reference, *pair)[0] for pair in pairs]
-            values = [self.values(self.critic, p + a)[len(p) - 1 : -1] for p, a in pairs]
+            values = [self.values_before(*pair) for pair in pairs]
             scores = [self.values(self.reward_model, [*p, *a[:-1], end])[-1].item() - REWARD_MEAN for p, a in pairs]
         log_ratios, rewards = [a - b for a, b in zip(old, reference, strict=True)], []
         for (_, answer), score, is_finished, ratio in zip(pairs, scores, finished, log_ratios, strict=True):
@@ -118,13 +124,13 @@ class PlainPpo:
             if self.advantage in WITH_KL_IN_LOSS:
                 loss = loss + self.kl_coef * ((base - logs).exp() - 1 - (base - logs))
             policy_loss, entropy = policy_loss + loss.sum(), entropy + entropies.sum()
-            new = self.values(self.critic, prompt + answer)[len(prompt) - 1 : -1]
+            new = self.values_before(prompt, answer)
             near = torch.minimum(torch.maximum(new, value - 0.2), value + 0.2)
             value_loss = value_loss + 0.5 * torch.maximum((new - target) ** 2, (near - target) ** 2).sum()
         tokens = sum(len(answer) for _, answer in pairs)
-        for model, optimizer, loss in zip(
-            (self.actor, self.critic), self.optimizers, (policy_loss, value_loss), strict=True
-        ):
+        critic = {"value_loss": value_loss.item()} if self.advantage == "gae" else {}
+        models, losses = (self.actor, self.critic), (policy_loss, value_loss)
+        for model, optimizer, loss in [*zip(models, self.optimizers, losses, strict=True)][: len(critic) + 1]:
             optimizer.zero_grad()
             (loss / tokens).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)
@@ -132,17 +138,15 @@ class PlainPpo:
         with torch.no_grad():
             for name, parameter in self.actor.named_parameters():
                 self.average[name].mul_(0.6).add_(parameter, alpha=0.4)
-        critic = {"value_loss": value_loss.item()} if self.advantage == "gae" else {}
         return {"policy_loss": policy_loss.item(), "entropy": entropy.item()} | critic
 
 
 @pytest.mark.parametrize(("advantage", "samples"), [("gae", 1), ("rloo", 3), ("grpo", 3), ("reinforce_baseline", 3)])
-def test_two_rollouts_equal_plain_pytorch(advantage: str, samples: int, tmp_path: Path) -> None:
-    write_run(tmp_path)
+def test_two_rollouts_equal_plain_pytorch(advantage: str, samples: int, run_folder: Path) -> None:
     estimator = {"kl_estimator": "k3"} if advantage in WITH_KL_IN_LOSS else {}
     keys = KEYS | estimator | {"advantage": advantage, "samples": samples, "batch_size": 6 // samples}
-    ppo, stage = ppo_of(tmp_path, **keys)
-    plain, seen = PlainPpo(tmp_path, advantage, samples), set[bool]()
+    ppo, stage = ppo_of(run_folder, **keys)
+    plain, seen = PlainPpo(run_folder, advantage, samples), set[bool]()
     for step in (1, 2):
         rollout = ppo.collect(step, stage)
         advantages = ppo.compute_advantages(rollout)

@@ -20,7 +20,7 @@ from step3_ppo.rollout import score_answers
 from step3_ppo.setup import Ppo
 from tests.ranks import run_ranks
 from tests.step3_ppo.example_rollouts import learn
-from tests.step3_ppo.test_stage import config, ppo_from, prompts, weights, write_run
+from tests.step3_ppo.test_stage import config, ppo_from, prompts, weights
 
 # A score of text and row, which counts its calls and raises for rows with "bad".
 TEXT = """
@@ -46,9 +46,8 @@ def ppo_of(folder: Path, **ppo: Any) -> tuple[Ppo, StageRun]:
     return ppo_from(setting(folder, **ppo), folder, [{"number": n} for n in range(12)])
 
 
-def test_the_function_gets_no_stop_string(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, _ = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2)
+def test_the_function_gets_no_stop_string(run_folder: Path) -> None:
+    ppo, _ = ppo_of(run_folder, advantage="rloo", batch_size=3, samples=2)
     ppo.rollout = ppo.rollout.model_copy(update={"stop": ["wor"]})
     answer = Generation(ppo.tokenizer.encode_answer("some words")[:-1], [], finished=True)
     assert ppo._calls([7], [answer]) == [("some", {"number": 7})]
@@ -59,9 +58,8 @@ def numbers_of(ppo: Ppo, actual: Any) -> list[int]:
     return [[*map(list, ppo.prompts)].index(prompt) for prompt in actual.prompts]
 
 
-def test_without_a_reward_model_the_critic_starts_from_the_actor_with_a_zero_head(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, stage = ppo_of(tmp_path)
+def test_without_a_reward_model_the_critic_starts_from_the_actor_with_a_zero_head(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder)
     models = ppo.models
     assert set(models.engines) == {"actor", "critic", "reference"} and models.critic is not None
     actor = {name.removeprefix("lm."): p for name, p in models.actor.module.named_parameters()}
@@ -77,9 +75,8 @@ def test_without_a_reward_model_the_critic_starts_from_the_actor_with_a_zero_hea
     assert models.actor.module.lm.config.architectures == ["LlamaForCausalLM"]
 
 
-def test_without_a_reward_model_the_function_gives_the_score(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, stage = ppo_of(tmp_path, advantage="rloo", batch_size=3, samples=2, reward_threads=2)
+def test_without_a_reward_model_the_function_gives_the_score(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, advantage="rloo", batch_size=3, samples=2, reward_threads=2)
     assert ppo.models.function is not None and ppo.models.function.threads == 2
     assert set(ppo.models.engines) == {"actor", "reference"}
     rollout = ppo.collect(1, stage)
@@ -97,11 +94,10 @@ def score(answer, row):
 """
 
 
-def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    ppo, stage = ppo_of(tmp_path, reward_model=True, reward_weights={"brief": 0.5, "model": 2.0})
-    (tmp_path / "mine.py").write_text(SEVERAL)
-    several = load_function(f"{tmp_path}/mine.py:score")
+def test_several_rewards_are_weighted_and_logged(run_folder: Path) -> None:
+    ppo, stage = ppo_of(run_folder, reward_model=True, reward_weights={"brief": 0.5, "model": 2.0})
+    (run_folder / "mine.py").write_text(SEVERAL)
+    several = load_function(f"{run_folder}/mine.py:score")
     plain = replace(ppo.models, function=None, reward_weights={})
     ppo.models = replace(ppo.models, function=several)
     rollout = ppo.collect(1, stage)
@@ -118,21 +114,20 @@ def test_several_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
     ppo.models = replace(plain, function=several, reward_weights={"brevity": 1.0})
     with pytest.raises(SharedError, match=r"reward_weights\.brevity weighs .* the rewards are brief, number, model"):
         ppo.collect(2, stage)
-    (tmp_path / "mine.py").write_text(SEVERAL.replace("brief", "model"))
-    ppo.models = replace(plain, function=load_function(f"{tmp_path}/mine.py:score"))
+    (run_folder / "mine.py").write_text(SEVERAL.replace("brief", "model"))
+    ppo.models = replace(plain, function=load_function(f"{run_folder}/mine.py:score"))
     with pytest.raises(SharedError, match="a reward with the name model, which is the name of the reward model"):
         ppo.collect(2, stage)
 
 
 @pytest.mark.parametrize("reward_model", [False, True])
-def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_path: Path) -> None:
-    write_run(tmp_path)
-    made = setting(tmp_path, reward_model=reward_model)
-    sources = load_models(made, tmp_path)
+def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, run_folder: Path) -> None:
+    made = setting(run_folder, reward_model=reward_model)
+    sources = load_models(made, run_folder)
     models = build_models(made, sources, actor_steps=1, critic_steps=1)
     asked = [replace(prompt, row={"number": n}) for n, prompt in enumerate(prompts())]
-    judge = UserFunction("mine.py:judge", tmp_path, lambda answer, row: row["number"] / 4, key=JUDGE)
-    evaluator = ppo_evaluator(made, models, sources.tokenizer, asked, tmp_path / "ppo")
+    judge = UserFunction("mine.py:judge", run_folder, lambda answer, row: row["number"] / 4, key=JUDGE)
+    evaluator = ppo_evaluator(made, models, sources.tokenizer, asked, run_folder / "ppo")
     evaluator = replace(evaluator, judge=judge)
     judged = evaluator.grade(["words", "to learn", ""])
     assert judged.gold == [0.0, 0.25, 0.5] and judged.metrics["gold_score"] == 0.25
@@ -142,20 +137,19 @@ def test_held_out_answers_are_scored_by_the_same_sum(reward_model: bool, tmp_pat
         assert judged.metrics == {"eval_score": pytest.approx(313 / 3), "gold_score": 0.25}
         return
     without = replace(models, function=None)
-    plain = ppo_evaluator(made, without, sources.tokenizer, prompts(), tmp_path / "ppo").grade(judged.answers)
+    plain = ppo_evaluator(made, without, sources.tokenizer, prompts(), run_folder / "ppo").grade(judged.answers)
     assert judged.function == by_function and plain.function is None
     assert judged.scores == pytest.approx([a + b for a, b in zip(plain.scores, by_function, strict=True)])
     assert judged.metrics["eval_function_score"] == pytest.approx(313 / 3)
 
 
-def test_a_held_out_answer_that_was_cut_is_scored_within_its_length(tmp_path: Path) -> None:
+def test_a_held_out_answer_that_was_cut_is_scored_within_its_length(run_folder: Path) -> None:
     """One more token would exceed the positions of a model whose context is the longest prompt and answer."""
-    write_run(tmp_path)
-    made = config(tmp_path)
+    made = config(run_folder)
     made = made.model_copy(update={"rollout": made.rollout.model_copy(update={"max_new_tokens": 3})})
-    sources = load_models(made, tmp_path)
+    sources = load_models(made, run_folder)
     models, words = build_models(made, sources, actor_steps=1, critic_steps=1), sources.tokenizer
-    evaluator = ppo_evaluator(made, models, words, prompts(), tmp_path / "ppo")
+    evaluator = ppo_evaluator(made, models, words, prompts(), run_folder / "ppo")
     texts = ["some words to learn from", "words", ""]
     answers = [[*words.encode_answer(text)[:3][:-1], words.end_id] for text in texts]
     asked = [words.encode_prompt(prompt.messages) for prompt in prompts()]
@@ -178,10 +172,9 @@ def one_rollout(folder: Path) -> dict[str, Any]:
     return {"rollout": rollout, "calls": called, "learned": learned, "said": str(caught.value)}
 
 
-def test_two_ranks_divide_the_calls_and_score_like_one_rank(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    single = one_rollout(tmp_path)
-    several = run_ranks(one_rollout, 2, tmp_path)
+def test_two_ranks_divide_the_calls_and_score_like_one_rank(run_folder: Path) -> None:
+    single = one_rollout(run_folder)
+    several = run_ranks(one_rollout, 2, run_folder)
     assert single["calls"] == 6 and [rank["calls"] for rank in several] == [3, 3]
     assert "raised KeyError: 'solution'" in single["said"] and issubclass(SharedError, UserError)
     for rank in several:

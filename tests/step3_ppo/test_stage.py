@@ -49,6 +49,7 @@ def tokenizer(*texts: str) -> ChatTokenizer:
 
 def config(folder: Path, quantize: Any = "none", dtype: Any = "fp32", **ppo: Any) -> RunConfig:
     section = {"batch_size": 6, "epochs": 1.0, "lr": 0.01, "critic_lr": 0.02, "warmup": 0.0, "schedule": "constant"}
+    section["update_epochs"] = 2
     return RunConfig(
         actor=str(folder / "sft"),
         reward_path=str(folder / "reward"),
@@ -60,28 +61,13 @@ def config(folder: Path, quantize: Any = "none", dtype: Any = "fp32", **ppo: Any
     )
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with finished stages sft and reward."""
-    folder = tmp_path_factory.mktemp("finished")
-    write_run(folder)
-    return folder
-
-
-@pytest.fixture
-def run_folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of that run, which a test may change. Random weights (adapters) do not depend on earlier tests."""
-    torch.manual_seed(1)
-    return shutil.copytree(finished, tmp_path / "run")
-
-
-def write_run(folder: Path, family: str = "llama", *, actor: Any = None, reward: Any = None) -> None:
+def write_run(folder: Path, family: str = "llama", *, reward: ChatTokenizer | None = None) -> None:
     """Write a run with finished stages sft and reward."""
     changes = {"vocab_size": VOCABULARY}
     language_model(config_of(family, **changes)).save_pretrained(folder / "a")
     classifier(config_of("llama", **changes)).save_pretrained(folder / "r")
     policy, scorer = source_in(folder / "a"), source_in(folder / "r")
-    export_policy(build_policy(policy, frozen()), policy, actor or tokenizer(), folder / "sft" / "model")
+    export_policy(build_policy(policy, frozen()), policy, tokenizer(), folder / "sft" / "model")
     extra = {"reward_mean": 0.75, "reward_std": 1.5}
     engine = build_scorer(scorer, frozen(), pad_id=0)
     export_scorer(engine, scorer, reward or tokenizer(), folder / "reward" / "model", extra=extra)
@@ -257,7 +243,7 @@ def forwards(engine: Any) -> list[bool]:
     return seen
 
 
-@pytest.mark.parametrize(("budget", "ptx_coef"), [(1000, 0.0), (40, 0.0), (1000, 0.1)])
+@pytest.mark.parametrize(("budget", "ptx_coef"), [(40, 0.0), (1000, 0.1)])
 def test_scoring_and_the_first_update_share_their_forwards(budget: int, ptx_coef: float, run_folder: Path) -> None:
     """Metrics and weights are equal. With sharing, only the first rollout of the actor makes separate forwards."""
     results = []

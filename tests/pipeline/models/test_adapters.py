@@ -23,7 +23,6 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero0": {"zero_stage": 0},
     "zero2": {"zero_stage": 2},
-    "zero3": {"zero_stage": 3},
     "host": {"zero_stage": 3, "offload_parameters": "cpu"},
 }
 

@@ -124,17 +124,17 @@ def test_if_ppo_makes_answers_worse_the_sft_model_is_exported(tmp_path: Path) ->
     """Scores and grades fall with every call, so the evaluation before the first step is the best."""
     (tmp_path / "falling.py").write_text(FALLING)
     (tmp_path / "judge.py").write_text(FALLING.replace("-calls", "1 / calls"))
-    own = {"reward_model": False, "reward_function": f"{tmp_path}/falling.py:score", "ema": None, "steps": 4}
-    chosen = {"export": "best", "eval_every": 2, "save_every": 1, "keep_checkpoints": 1}
-    sft = {"steps": 4, "save_every": 3, "export": "best", "eval_every": 1}
+    own = {"reward_model": False, "reward_function": f"{tmp_path}/falling.py:score", "ema": None, "steps": 2}
+    chosen = {"export": "best", "eval_every": 1, "save_every": 1, "keep_checkpoints": 1}
+    sft = {"steps": 2, "save_every": 3, "export": "best", "eval_every": 1}
     run_dir = tmp_path / "run"
     judged = {"judge": f"{tmp_path}/judge.py:score"}
     write_stage_configs(
-        run_dir, tiny_config(sft=sft, ppo={**own, **chosen, "lr": 1e-3}, evaluation={"prompts": 8, **judged})
+        run_dir, tiny_config(sft=sft, ppo={**own, **chosen, "lr": 1e-3}, evaluation={"prompts": 4, **judged})
     )
     finish(start_worker(run_dir, "sft"))
-    assert json.loads((run_dir / "sft" / "summary.json").read_text())["exported_step"] == 4
-    assert "ppo: exports step 0 of 4, the best by mean_gold_score" in finish(start_worker(run_dir, "ppo"))
+    assert json.loads((run_dir / "sft" / "summary.json").read_text())["exported_step"] == 2
+    assert "ppo: exports step 0 of 2, the best by mean_gold_score" in finish(start_worker(run_dir, "ppo"))
     ours, theirs = (load_file(run_dir / stage / "model" / "model.safetensors") for stage in ("ppo", "sft"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert metrics(run_dir, "ppo")[-1]["grad_norm"] > 0
