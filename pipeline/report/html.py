@@ -8,7 +8,7 @@ only the report's own style sheet.
 import base64
 import hashlib
 import html
-import unicodedata
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,9 +16,8 @@ STYLE_SHEET = Path(__file__).with_name("report.css")
 
 # Elements without content and end tag.
 _VOID = frozenset({"meta", "rect", "line", "circle", "polyline"})
-# Control characters could reorder, hide or break the text around them. These two are allowed.
-_KEPT_CONTROLS = frozenset("\n\t")
-_DIRECTION_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# Control characters and direction overrides could reorder, hide or break the text around them.
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Markup(str):
@@ -31,14 +30,8 @@ Child = str | Markup | int | float | None | Iterable["Child"]
 
 
 def clean(text: str) -> str:
-    """Replace control characters, lone surrogates and direction overrides by U+FFFD."""
-    return "".join("\ufffd" if _is_harmful(character) else character for character in text)
-
-
-def _is_harmful(character: str) -> bool:
-    if character in _DIRECTION_CONTROLS:
-        return True
-    return unicodedata.category(character) in ("Cc", "Cs") and character not in _KEPT_CONTROLS
+    """Replace control characters except tab and line feed, lone surrogates and direction overrides by U+FFFD."""
+    return _HARMFUL.sub("\ufffd", text)
 
 
 def render(child: Child) -> Markup:

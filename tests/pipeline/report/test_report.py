@@ -11,13 +11,13 @@ from pipeline.data.records import Message
 from pipeline.errors import UserError
 from pipeline.evaluation.samples import Sample
 from pipeline.report.comparison import answer_card, ranked
-from pipeline.report.data import read_run
+from pipeline.report.data import StageReading, read_run
 from pipeline.report.report import main, render_report, write_report
+from pipeline.report.stage_curves import stage_section
 from tests.pipeline.report.example_runs import (
     CONFIG,
     HOSTILE,
     sample,
-    update_json,
     update_lines,
     write_demo_run,
     write_stage,
@@ -127,11 +127,11 @@ def test_a_gamed_run_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "biased"), [(60, True), (0, False), (90, False)])
-def test_figures_that_selected_the_exported_model_are_called_so(step: int, biased: bool, tmp_path: Path) -> None:
-    """The reward model has 90 steps. A selected step has figures with a bias; the start and the last step have not."""
-    write_demo_run(tmp_path)
-    update_json(tmp_path / "reward" / "summary.json", exported_step=step)
-    text = check(render_report(read_run(tmp_path))).text
+def test_figures_that_selected_the_exported_model_are_called_so(step: int, biased: bool) -> None:
+    """A selected step has figures with a bias; the start and the last step have not."""
+    stage = StageReading("reward", [{"step": 90.0}], {"steps": 90, "exported_step": step})
+    text = stage_section(stage, "Reward model", "Trained.", ())
+    assert text is not None
     assert ("Its held-out figures look better than they are" in text) == biased
     assert (f"The exported model is that of step {step}" in text) == (step != 90)
 
@@ -169,7 +169,7 @@ def test_scores_of_model_and_function_are_shown_separately(tmp_path: Path) -> No
         assert words in text, words
 
 
-@pytest.mark.parametrize("kept", [(), ("sft",), ("reward",), ("sft", "reward"), ("ppo",)])
+@pytest.mark.parametrize("kept", [(), ("sft", "reward"), ("ppo",)])
 def test_stages_may_be_missing(tmp_path: Path, kept: tuple[str, ...]) -> None:
     write_demo_run(tmp_path)
     for name in {"sft", "reward", "ppo"} - set(kept):

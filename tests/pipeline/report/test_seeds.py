@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.check import validate
-from pipeline.config.compose import compose
 from pipeline.data.records import Message
 from pipeline.errors import UserError
 from pipeline.evaluation.samples import Sample
@@ -19,6 +17,7 @@ from pipeline.report.data import read_run
 from pipeline.report.report import main
 from pipeline.report.seeds import write_seed_report
 from pipeline.report.win_rate import pool_wins
+from tests import composed
 from tests.pipeline.report.example_runs import CONFIG, update_json, update_lines, write_demo_run
 from tests.pipeline.report.test_report import check
 
@@ -202,7 +201,7 @@ def test_the_command_takes_several_runs(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_multirun_compares_only_runs_that_differ_in_their_seed(tmp_path: Path) -> None:
     paths = write_runs(tmp_path)
     overrides = {"seed=1": ["seed=1"], "seed=2": ["seed=2"], "other": ["seed=3", "ppo.kl_coef=0.2"]}
-    configs = {label: validate(compose(keys)) for label, keys in overrides.items()}
+    configs = {label: composed.config_of(*keys) for label, keys in overrides.items()}
     runs = {label: ("ppo", path) for label, path in zip(overrides, paths, strict=True)}
     output = compare_seeds(configs, runs)
     assert "verdict RLHF helped over 2 seeds" in output or "verdict No clear difference" in output

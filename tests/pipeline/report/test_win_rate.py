@@ -61,7 +61,7 @@ def test_two_groups_of_lengths_have_a_closed_form() -> None:
     assert actual.low == pytest.approx(low, abs=5e-3)
 
 
-@pytest.mark.parametrize(("pairs", "share"), [(50, 0.1), (100, 0.1), (200, 0.05), (100, 0.5), (100, 1.0)])
+@pytest.mark.parametrize(("pairs", "share"), [(50, 0.1), (200, 0.05), (100, 0.5)])
 @pytest.mark.parametrize("wins", [0.5, 1.0])
 def test_the_interval_covers_the_rate_among_many_ties(pairs: int, share: float, wins: float) -> None:
     """`share` of the pairs are no ties, and `wins` of these are wins. The lengths explain nothing."""
