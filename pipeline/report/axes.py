@@ -29,7 +29,12 @@ def format_signed(value: float, decimals: int = 2) -> str:
 
 
 def format_interval(low: float, high: float) -> str:
-    """Format the 95% interval of a difference, with enough decimals to show the sign of both ends."""
+    """Format the 95% interval of a difference, with enough decimals to show the sign of both ends.
+
+    The interval of one value is unknown; its ends are nan.
+    """
+    if math.isnan(low):
+        return "unknown"
     nearest = min(abs(low), abs(high))
     decimals = 2
     if low * high > 0:

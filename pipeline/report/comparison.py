@@ -87,7 +87,7 @@ def changes_table(runs: Sequence[RunReading]) -> Markup | None:
 def _change_cells(found: Change, measure: Measure) -> tuple[Child, ...]:
     # A higher reward score alone is no success, so only gold is coloured.
     outcome = found.outcome if measure == "gold" else "open"
-    interval = "one prompt only" if found.prompts < 2 else format_interval(found.low, found.high)
+    interval = format_interval(found.low, found.high)
     mean = element("strong", format_signed(found.mean), class_=f"outcome-{outcome}")
     if found.by_seed:
         return mean, interval, f"{found.seed_deviation:.3f}", f"{found.prompt_deviation:.3f}", found.risen

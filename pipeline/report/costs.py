@@ -4,7 +4,6 @@ import json
 
 from pipeline.config.messages import format_bytes, format_time
 from pipeline.config.stages import STAGES
-from pipeline.report.axes import format_number
 from pipeline.report.data import MANIFEST, RunReading, StageReading
 from pipeline.report.html import Markup, element, grid, section, table
 from pipeline.report.stage_curves import Plot, one
@@ -79,9 +78,7 @@ def _speed_row(stage: StageReading) -> tuple[str, ...]:
 
 def _number(stage: StageReading, key: str) -> str:
     value = stage.number(key)
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) < 1e4 else format_number(value)
+    return "" if value is None else f"{value:,.0f}"
 
 
 def memory_section(run: RunReading) -> Markup | None:

@@ -40,7 +40,6 @@ def write_report(run_dir: Path) -> Path:
 
 def render_report(run: RunReading) -> Markup:
     """Build the report page of `run`."""
-    unused = " PPO did not use it." if run.rewarder == "reward function" else ""
     dots = f" at {format_temperatures(run.temperatures[:1])}" if run.temperatures else ""
     sft_section = stage_section(
         run.stage("sft"), "Supervised fine-tuning", "Trained to imitate the answers of the data.", SFT_PLOTS
@@ -48,7 +47,7 @@ def render_report(run: RunReading) -> Markup:
     reward_section = stage_section(
         run.stage("reward"),
         "Reward model",
-        f"Trained to score the preferred answer of a pair higher.{unused}",
+        "Trained to score the preferred answer of a pair higher.",
         REWARD_PLOTS,
     )
     dpo_section = stage_section(

@@ -1,6 +1,5 @@
 """Write one page about runs that differ in their seed: the verdict over seeds, the spread, and overlaid curves."""
 
-import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -153,7 +152,7 @@ def _by_seed(runs: Sequence[RunReading]) -> Markup | None:
     rows = [
         (run.name, str(run.setting("seed")), MEASURES[measure], f"{temperature:g}", format_number(found.old_mean),
          format_number(found.new_mean), format_signed(found.mean),
-         "one prompt only" if math.isnan(found.low) else format_interval(found.low, found.high))
+         format_interval(found.low, found.high))
         for measure in MEASURES
         for temperature in shared_temperatures(runs)
         for run in runs

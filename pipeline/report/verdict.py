@@ -7,7 +7,6 @@ criteria. The verdict is "helped" only if it holds at each temperature of the ev
 its held-out prompts. They do not cover other training seeds, and the text of the report states this.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pipeline.config.stages import STAGES
 from pipeline.evaluation.samples import BEST_OF
 from pipeline.report.axes import format_interval, format_number, format_signed
 from pipeline.report.changes import FEWEST_PROMPTS, Change, Measure, Outcome, change_over, shared_temperatures
-from pipeline.report.data import RunReading, StageReading, read_run
+from pipeline.report.data import RunReading, read_run
 from pipeline.report.win_rate import MOST_UNUSABLE, WinRate, describe_wins, pool_wins
 
 ONE_RUN = (
@@ -70,7 +69,7 @@ def judge(run: RunReading) -> Verdict:
     policy = run.stage(run.policy)
     if not policy.finished:
         return _unfinished(run)
-    verdict = _judge([run]) or _without_grades(policy, run.rewarder)
+    verdict = _judge([run]) or Verdict("open", f"{_method(run)} has finished.", f"This {NO_GOLD}")
     step, guard, start = policy.number("exported_step"), policy.guard, run.labels["sft"]
     if step == 0 and policy.name != "dpo":  # all differences are 0
         reason = "ppo.export=best" if guard.get("stopped_step") is None else "The guard"
@@ -198,7 +197,7 @@ def _judge_at(runs: Sequence[RunReading], temperature: float) -> Verdict | None:
         return change_over(runs, measure, before, run.policy, temperature)
 
     run = runs[0]
-    start, label = run.labels["sft"], "Distillation" if run.rewarder == "teacher" else run.labels[run.policy]
+    start, label = run.labels["sft"], _method(run)
     gold, scores = changed("gold"), changed("scores")
     wins = pool_wins([each.samples(temperature) for each in runs], run.policy)
     if gold is not None:
@@ -220,6 +219,10 @@ def conclusion(run_dir: Path) -> str | None:
         return None
     verdict = judge(run)
     return f"{verdict.headline}\n{verdict.evidence}"
+
+
+def _method(run: RunReading) -> str:
+    return "Distillation" if run.rewarder == "teacher" else run.labels[run.policy]
 
 
 def _scope(seeds: Sequence[object]) -> tuple[str, str]:
@@ -279,8 +282,6 @@ def _by_scores(run: RunReading, scores: Change, function: Change | None) -> Verd
     evidence = _went(scores, "score", means, (run.labels["sft"], "PPO"))
     if function:
         evidence += f" The reward function's share of the score changed by {_interval(function)}."
-    if not scores.better and not scores.worse:
-        evidence += " No answer's score changed."
     trained = TRAINED_FUNCTION if by_function else f"PPO was trained on this score, and this {NO_GOLD}"
     headline = f"{SCORE[rewarder]} {MOVED[outcome]} with PPO{over}"
     advice = " ".join(filter(None, (_few(scores), trained)))
@@ -299,23 +300,6 @@ def _went(found: Change, measure: str, means: tuple[str, str], names: tuple[str,
     return f"{opening} the mean {measure} went from {old} to {new}: {_interval(found)}.{spread if seeds else ''}"
 
 
-def _without_grades(policy: StageReading, rewarder: str) -> Verdict:
-    """Return the verdict on a policy without graded answers. Preference accuracy does not show better answers."""
-    if policy.name == "ppo" and rewarder == "teacher":
-        return Verdict("open", "Distillation has finished.", f"This {NO_GOLD}")
-    if policy.name != "dpo":
-        return Verdict("open", "PPO has finished.", "This folder has no scored held-out answers.")
-    accuracy, pairs = policy.number("eval_accuracy"), policy.number("eval_pairs")
-    low, high = policy.number("eval_accuracy_low"), policy.number("eval_accuracy_high")
-    interval = "" if low is None or high is None else f" (95% interval {low:.0%} to {high:.0%})"
-    ranked = (
-        ""
-        if accuracy is None
-        else f"It ranks {accuracy:.0%} of {pairs:.0f} held-out pairs{interval} as they are labelled. "
-    )
-    return Verdict("open", "DPO has finished.", f"{ranked}This {NO_GOLD}")
-
-
 def _few(one: Change) -> str:
     return TOO_FEW if one.prompts < FEWEST_PROMPTS else ""
 
@@ -332,6 +316,4 @@ def _unfinished(run: RunReading) -> Verdict:
 
 
 def _interval(one: Change) -> str:
-    if math.isnan(one.low):
-        return format_signed(one.mean)
     return f"{format_signed(one.mean)}, 95% interval {format_interval(one.low, one.high)}"

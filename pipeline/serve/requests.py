@@ -34,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
@@ -129,7 +129,6 @@ class ChatRequest(SharedFields):
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto"] = "auto"
-    parallel_tool_calls: bool = True
 
     @property
     def limit(self) -> int | None:
@@ -155,9 +154,6 @@ class ChatRequest(SharedFields):
         if messages[-1].role not in ("user", "tool"):
             raise ServeError(400, f"messages: the last message is from the {messages[-1].role}; end with a user's",
                              param="messages")  # fmt: skip
-        if self.may_call and not self.parallel_tool_calls:
-            raise ServeError(400, "parallel_tool_calls: false is not supported with tools; leave it out",
-                             param="parallel_tool_calls")  # fmt: skip
         try:
             return with_tools(messages, self.tools) if self.may_call else messages
         except BadRow as problem:

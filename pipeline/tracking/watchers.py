@@ -5,11 +5,11 @@ metrics.jsonl (`pipeline/tracking/metrics.py`) is the authoritative record.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from engine import distributed
 from pipeline.config.messages import format_time
@@ -35,23 +35,19 @@ class ProgressDisplay:
         self,
         stage: str,
         steps: int,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
         *,
         place: str = "",
         evaluations: float = 0.0,
         later: float | None = None,
-        now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`place` is "stage 2 of 3". The planned seconds of evaluations and of later stages count steps of this stage.
 
         `later` is None without a plan, or for a stage that runs alone.
         """
         self._stage, self._steps = stage, steps
-        self._place, self._now = place and f" ({place})", now
+        self._place = place and f" ({place})"
         self._evaluations, self._later = evaluations, later
-        self._stream = stream if stream is not None else sys.stderr
-        self._clock, self._opened = clock, clock()
+        self._opened = time.monotonic()
         self._first: tuple[int, float, float] | None = None  # the first step, its tokens, and its time
         self._shown_at = -float("inf")
 
@@ -59,7 +55,7 @@ class ProgressDisplay:
         """Show the metrics of one step, and print a sentence of the training guard. Each evaluation has a line."""
         shown = {name: metrics[name] for name in STAGES[self._stage].progress if name in metrics}
         has_evaluation = any(section_of(name) == "held_out" for name in shown)
-        clock, tokens = self._clock(), metrics.get("tokens", 0)
+        clock, tokens = time.monotonic(), metrics.get("tokens", 0)
         self._first = self._first or (step, tokens, clock)
         if has_evaluation and step > self._first[0]:
             self._evaluations = 0.0  # the seconds of a step include evaluations from now on
@@ -68,9 +64,9 @@ class ProgressDisplay:
             done = f"{step}/{self._steps}" if step else "before its first step"
             figures = [f"{name} {value:.4g}" for name, value in shown.items() if value is not None]
             words = "  ".join(filter(None, (*figures, *self._outlook(step, tokens, clock))))
-            print(f"{self._stage}{self._place} {done}  {words}", file=self._stream, flush=True)
+            print(f"{self._stage}{self._place} {done}  {words}", file=sys.stderr, flush=True)
         if note:
-            print(f"{self._stage}: step {step}: {note}", file=self._stream, flush=True)
+            print(f"{self._stage}: step {step}: {note}", file=sys.stderr, flush=True)
 
     def _outlook(self, step: int, tokens: float, clock: float) -> tuple[str, str]:
         """Return the tokens per second, and the time that the stage still needs with the expected end of the run."""
@@ -87,7 +83,7 @@ class ProgressDisplay:
             return speed, left
         remains = timedelta(seconds=seconds + took / done * self._later)
         day = "%a" if remains < timedelta(days=6) else "%d %b"  # later weeks have the same weekdays
-        return speed, f"{left}, run ends about {self._now() + remains:{day} %H:%M}"
+        return speed, f"{left}, run ends about {datetime.now() + remains:{day} %H:%M}"
 
 
 @contextmanager

@@ -1,16 +1,15 @@
 """The watchers of a stage: wandb offline, a failing wandb, and progress lines."""
 
-import io
 import json
 import os
 import resource
 import sys
 from datetime import datetime
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pipeline.tracking import trackers
+from pipeline.tracking import trackers, watchers
 from pipeline.tracking.trackers import TensorBoard, Wandb, _stable_id, logged_in, open_wandb
 from pipeline.tracking.watchers import ProgressDisplay, _outlook, open_watchers, sample_table
 from tests import composed
@@ -100,12 +99,12 @@ def test_a_tracker_that_fails_is_reported_once(tmp_path, capsys):
     assert "warning: wandb stopped (ConnectionError: gone)" in wandb and "warning: TensorBoard stopped (" in tensorboard
 
 
-def test_a_note_of_the_guard_reaches_wandb_and_the_log():
-    run, shown = Receiving(), io.StringIO()
+def test_a_note_of_the_guard_reaches_wandb_and_the_log(capsys):
+    run = Receiving()
     Wandb(run).log(3, {"loss": 1.0}, "guard: the KL rose")
     assert run.lines == [(3, {"train/loss": 1.0, "guard": "guard: the KL rose"})]
-    ProgressDisplay("ppo", 8, shown).log(3, {"score": 0.5}, "guard: the KL rose")
-    assert shown.getvalue() == "ppo 3/8  score 0.5\nppo: step 3: guard: the KL rose\n"
+    ProgressDisplay("ppo", 8).log(3, {"score": 0.5}, "guard: the KL rose")
+    assert capsys.readouterr().err == "ppo 3/8  score 0.5\nppo: step 3: guard: the KL rose\n"
 
 
 def test_a_wandb_that_cannot_start_is_reported(offline_run, capsys, monkeypatch):
@@ -139,17 +138,29 @@ def test_the_search_for_a_key_does_not_use_the_network(offline_run, monkeypatch)
     assert logged_in()
 
 
-def lines_of(progress_steps, clock_steps, steps=100):
-    """Return the progress lines for metrics at these seconds."""
-    stream, now = io.StringIO(), [0.0]
-    progress = ProgressDisplay("sft", steps, stream, clock=lambda: now[0])
-    for (step, metrics), seconds in zip(progress_steps, clock_steps, strict=True):
-        now[0] = seconds
-        progress.log(step, metrics)
-    return stream.getvalue().splitlines()
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the clocks of `pipeline.tracking.watchers` by a list with one number of seconds, which begins at noon."""
+    seconds, noon = [0.0], datetime(2026, 1, 2, 12)
+    monkeypatch.setattr(watchers, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(watchers, "datetime", SimpleNamespace(now=lambda: noon))
+    return seconds
 
 
-def test_lines_are_printed_first_periodically_and_last():
+@pytest.fixture
+def lines_of(clock, capsys):
+    """A function that returns the progress lines for metrics at some seconds."""
+
+    def lines(progress_steps, clock_steps):
+        progress = ProgressDisplay("sft", 100)
+        for (step, metrics), clock[0] in zip(progress_steps, clock_steps, strict=True):
+            progress.log(step, metrics)
+        return capsys.readouterr().err.splitlines()
+
+    return lines
+
+
+def test_lines_are_printed_first_periodically_and_last(lines_of):
     logged = [(step, {"loss": 1.0 / step, "grad_norm": 9.0}) for step in range(1, 101)]
     lines = lines_of(logged, [0.1 * step for step in range(1, 101)])
     assert [line.split()[1] for line in lines] == ["1/100", "51/100", "100/100"]
@@ -157,7 +168,7 @@ def test_lines_are_printed_first_periodically_and_last():
     assert "grad_norm" not in lines[0]
 
 
-def test_progress_shows_stage_speed_and_remaining_time(offline_run):
+def test_progress_shows_stage_speed_and_remaining_time(offline_run, clock, capsys):
     """50 of 100 steps took 50 s. The plan has evaluations of 20 steps, and later stages of 50 steps.
 
     The evaluation before the first step took 8 of the 20 s.
@@ -168,39 +179,36 @@ def test_progress_shows_stage_speed_and_remaining_time(offline_run):
     assert outlook == pytest.approx({"place": "stage 1 of 3", "evaluations": 20.0, "later": 50.0})
     one_stage = _outlook(config_of("tracking=none", "stage=sft"), "sft", offline_run, 100)
     assert one_stage == pytest.approx({"evaluations": 20.0})
-    stream, seconds, noon = io.StringIO(), [0.0], datetime(2026, 1, 2, 12)
-    progress = ProgressDisplay("sft", 100, stream, clock=lambda: seconds[0], now=lambda: noon, **outlook)
-    seconds[0] = 8.0
+    progress = ProgressDisplay("sft", 100, **outlook)
+    clock[0] = 8.0
     progress.log(0, {"tokens": 10})
-    seconds[0] = 58.0
+    clock[0] = 58.0
     progress.log(50, {"tokens": 5010, "loss": 1.0})
-    shown = stream.getvalue().splitlines()[-1]
+    shown = capsys.readouterr().err.splitlines()[-1]
     assert shown == "sft (stage 1 of 3) 50/100  loss 1  100 tokens/s  1.0 min left, run ends about Fri 12:01"
-    seconds[0] = 88.0  # a step took a second, and an evaluation 20 s: both are in the speed
+    clock[0] = 88.0  # a step took a second, and an evaluation 20 s: both are in the speed
     progress.log(60, {"tokens": 6010, "loss": 1.0, "eval_loss": 1.0})
-    assert "  53 s left, run ends about Fri 12:02" in stream.getvalue().splitlines()[-1]
-    seconds[0] = 6 * 86400.0 + 8.0
+    assert "  53 s left, run ends about Fri 12:02" in capsys.readouterr().err
+    clock[0] = 6 * 86400.0 + 8.0
     progress.log(60, {"loss": 1.0})
-    assert stream.getvalue().endswith("96.0 h left, run ends about 11 Jan 12:00\n")
+    assert capsys.readouterr().err.endswith("96.0 h left, run ends about 11 Jan 12:00\n")
 
 
 @pytest.mark.parametrize(
     ("stage", "figures"),
     [("ppo", {"score": 0.0, "alike_prompts": 1.0}), ("dpo", {"label_accuracy": 0.5, "eval_label_accuracy": 0.75})],
 )
-def test_figures_that_some_methods_have_are_shown(stage, figures):
-    stream = io.StringIO()
-    ProgressDisplay(stage, 9, stream).log(1, figures)
-    assert (
-        stream.getvalue() == f"{stage} 1/9  " + "  ".join(f"{key} {value:g}" for key, value in figures.items()) + "\n"
-    )
+def test_figures_that_some_methods_have_are_shown(stage, figures, capsys):
+    ProgressDisplay(stage, 9).log(1, figures)
+    shown = "  ".join(f"{key} {value:g}" for key, value in figures.items())
+    assert capsys.readouterr().err == f"{stage} 1/9  {shown}\n"
 
 
-def test_figures_before_the_first_step_are_labelled():
+def test_figures_before_the_first_step_are_labelled(lines_of):
     assert lines_of([(0, {"loss": 1.0})], [0.0]) == ["sft before its first step  loss 1"]
 
 
-def test_each_evaluation_has_a_line():
+def test_each_evaluation_has_a_line(lines_of):
     """The line of step 2 follows that of step 1 within 5 seconds."""
     steps = [
         (1, {"loss": 2.0}),
