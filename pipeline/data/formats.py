@@ -35,7 +35,7 @@ from pipeline.errors import UserError
 Form = Literal["preferences", "messages", "completions", "labelled", "prompts", "text"]
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")  # the first that a row has
-RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {name in the file: name of zerochat}}]"'
+RENAME = 'To rename columns, write "data.sources=[{path: FILE, columns: {name in the file: name in zerochat}}]"'
 ANSWER_COLUMNS = ("completion", "answer", "output", "response")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt")

@@ -140,6 +140,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "a"), ("assis
         ),
         ({"messages": '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'}, chat("a", "b")),
         ({"messages": [{"role": "system", "content": " "}, USER, GOOD]}, chat("a", "g")),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": "a"}, "b"]}, GOOD]}, chat("ab", "g")),
         ({"messages": [{**USER, "weight": 0}, {**GOOD, "weight": 1}]}, chat("a", "g")),
         (
             {"system": "s", "prompt": [{"role": "system", "content": None}, USER], "answer": "b"},
