@@ -27,10 +27,11 @@ def describe_hub_data(name: str, sources: Sequence["SourceConfig"]) -> list[str]
     lines = []
     for source in sources:
         assert source.hub is not None
-        licence = _licence(source.hub)
+        _check_connection(source.hub)
         rows = len(load_split(source, source.split))
         held_out = source.eval_split and len(load_split(source, source.eval_split))
         counts = f"{rows:,} rows and {held_out:,} held-out rows" if held_out else f"{rows:,} rows"
+        licence = cached_licence(source.hub, "dataset")  # `datasets` has just read the card
         lines.append(f"data: {name} ({source.hub}), {counts}, licence {licence}")
     return lines
 
@@ -74,31 +75,25 @@ def licence_in(file: str | Path) -> str:
     """Return the licence in the header of a card; "unknown" without one."""
     from huggingface_hub import RepoCard
 
-    return _licence_of(RepoCard(Path(file).read_text(encoding="utf-8", errors="replace")).data)
+    card = RepoCard(Path(file).read_text(encoding="utf-8", errors="replace"))
+    licence = getattr(card.data, "license", None)
+    return ", ".join(licence) if isinstance(licence, list) else str(licence or "unknown")
 
 
-def _licence(hub: str) -> str:
-    """Return the licence on the card of a data set.
+def _check_connection(hub: str) -> None:
+    """If the hub does not answer, let this process and the processes that it starts use the cache only.
 
-    If the hub does not answer, this process and the processes that it starts use the cache only: the hub's client would
-    repeat each request for half a minute.
+    The hub's client would repeat each request for half a minute.
     """
     from huggingface_hub import HfApi, constants, errors
 
-    if constants.HF_HUB_OFFLINE:
-        return cached_licence(hub, "dataset")
     try:
-        return _licence_of(HfApi().dataset_info(hub, timeout=SECONDS).card_data)
-    except errors.HfHubHTTPError:  # the hub answers, for example that the data set does not exist
-        return "unknown"
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().dataset_info(hub, timeout=SECONDS)
+    except errors.HfHubHTTPError:
+        pass  # the hub answers, for example that the data set does not exist
     except Exception as error:  # no network: the client raises errors of several libraries
         _go_offline(error)
-        return cached_licence(hub, "dataset")
-
-
-def _licence_of(card: Any) -> str:
-    licence = getattr(card, "license", None)
-    return ", ".join(licence) if isinstance(licence, list) else str(licence or "unknown")
 
 
 def _go_offline(error: Exception) -> None:
