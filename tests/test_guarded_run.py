@@ -4,6 +4,7 @@ The guard rule of this test fires at a large learning rate.
 """
 
 import json
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,11 +79,13 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 def test_killed_rollback_resumes_from_the_best_step(tmp_path: Path) -> None:
     write_models(tmp_path / "trained")
-    undisturbed, killed = (guarded_run(tmp_path / name, tmp_path / "trained") for name in ("whole", "killed"))
-    for run_dir in (undisturbed, killed):
-        worker = start(run_dir)
-        output, _ = worker.communicate(timeout=240)
-        assert worker.returncode == RESTART, output
+    undisturbed, killed = guarded_run(tmp_path / "whole", tmp_path / "trained"), tmp_path / "killed"
+    worker = start(undisturbed)
+    output, _ = worker.communicate(timeout=240)
+    assert worker.returncode == RESTART, output
+    shutil.copytree(undisturbed, killed)
+    config = killed / "ppo" / "config.yaml"
+    config.write_text(config.read_text().replace(str(undisturbed), str(killed)))  # the path of the judge
     assert "resumes after step 2 of 6" in finish(start(undisturbed))
     actual = summary(undisturbed)
     assert actual["guard"]["rollbacks"] == [{"step": 3, "to": 2, "reason": "the rate is large"}]

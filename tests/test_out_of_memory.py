@@ -16,7 +16,8 @@ from tests.tiny import metrics
 COMMAND = [
     "stage=sft", "model=tiny", "data.demo_examples=400", "ranks=2", "engine=zero2", "tracking=none", "seed=1",
     "sft.steps=4", "sft.batch_size=16", "sft.micro_batch_tokens=300", "sft.save_every=1", "sft.schedule=constant",
-    "evaluation.prompts=2", "rollout.max_new_tokens=4",
+    "evaluation.prompts=2", "rollout.max_new_tokens=4", "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=128",
 ]  # fmt: skip
 
 

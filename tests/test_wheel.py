@@ -1,4 +1,4 @@
-"""Install the wheel of this checkout, and train, chat and report with it from an empty folder."""
+"""Install the wheel of this checkout, and train and chat with it from an empty folder."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SMALLEST = [
     "stage=sft", "model=tiny", "data.demo_examples=300", "tracking=none", "seed=1", "sft.steps=1", "sft.batch_size=4",
-    "evaluation.prompts=4", "rollout.max_new_tokens=8",
+    "evaluation.prompts=4", "rollout.max_new_tokens=8", "model.architecture.hidden_size=64",
 ]  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_the_wheel_has_every_file_that_the_code_reads(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "docs/"))]
 
 
-def test_an_installed_wheel_trains_chats_and_reports_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_trains_and_chats_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
     options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(site)]
@@ -61,7 +61,5 @@ def test_an_installed_wheel_trains_chats_and_reports_from_an_empty_folder(wheel:
     example = printed.partition("sft: tokens: answers end with <|end|> (1)")[2].splitlines()[2]
     assert example.startswith("  | <|user|>") and example.endswith("<|end|>]"), "the example has its loss mask"
     assert (empty / "run" / "sft" / "model" / "model.safetensors").is_file()
-    assert zerochat("chat", "run", "--prompt", "What is 2 + 3?", "--temperature", "0", "--max-new-tokens", "4")
-    (empty / "run" / "report.html").unlink()
-    assert zerochat("report", "run").strip() == str(Path("run") / "report.html")
     assert "<html" in (empty / "run" / "report.html").read_text()
+    assert zerochat("chat", "run", "--prompt", "What is 2 + 3?", "--temperature", "0", "--max-new-tokens", "4")
