@@ -70,8 +70,8 @@ class Batcher:
         self._sessions = dict(sessions)
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._answers: dict[int, asyncio.Queue[tuple[int, Token | Exception]]] = {}
-        self._live: dict[str, set[int]] = {name: set() for name in sessions}  # submitted and not ended, by model
+        # Of each model: the numbers of its requests that have not ended, with the queues of their answers.
+        self._answers: dict[str, dict[int, asyncio.Queue[tuple[int, Token | Exception]]]] = {n: {} for n in sessions}
         self._thread = threading.Thread(target=self._decode, name="decode", daemon=True)
 
     async def __aenter__(self) -> "Batcher":
@@ -85,7 +85,7 @@ class Batcher:
 
     def check_waiting(self, model: str) -> None:
         """Raise ServeError if too many requests of a model wait."""
-        if len(self._live[model]) >= self._sessions[model].slots * (1 + WAITING_PER_SLOT):
+        if len(self._answers[model]) >= self._sessions[model].slots * (1 + WAITING_PER_SLOT):
             raise ServeError(429, "too many requests are waiting; send the request again later", "rate_limit_exceeded")
 
     async def stream(self, model: str, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Token], None]:
@@ -93,13 +93,12 @@ class Batcher:
 
         The jobs share one queue, so that a token wakes one task. Raises ServeError if generation fails.
         """
-        session, live = self._sessions[model], self._live[model]
+        session, answers = self._sessions[model], self._answers[model]
         answer: asyncio.Queue[tuple[int, Token | Exception]] = asyncio.Queue()
         indices = {next(self._numbers): index for index in range(len(jobs))}
         for number, index in indices.items():
-            self._answers[number] = answer
-            live.add(number)
-            self._inbox.put(partial(self._add, session, number, jobs[index]))
+            answers[number] = answer
+            self._inbox.put(partial(self._add, model, number, jobs[index]))
         try:
             while indices:
                 number, token = await answer.get()
@@ -107,28 +106,23 @@ class Batcher:
                     raise ServeError(500, str(token), "server_error") from token
                 index = indices[number]
                 if token.finish is not None:
-                    self._forget(model, number)
-                    del indices[number]
+                    del answers[number], indices[number]
                 yield index, token
         finally:
             for number in indices:
-                self._forget(model, number)
+                del answers[number]
                 self._inbox.put(partial(session.abort, number))
 
-    def _forget(self, model: str, number: int) -> None:
-        del self._answers[number]
-        self._live[model].discard(number)
-
-    def _add(self, session: Session, number: int, job: Job) -> None:
+    def _add(self, model: str, number: int, job: Job) -> None:
         try:
-            session.add(number, job.prompt, job.sampling, job.sample_seed, job.text)
+            self._sessions[model].add(number, job.prompt, job.sampling, job.sample_seed, job.text)
         except Exception as error:
-            self._send([(number, error)])
+            self._send(model, [(number, error)])
 
     def _decode(self) -> None:
         """Run the sessions in turn until the batcher is closed; wait while none has work."""
         while True:
-            busy = [session for session in self._sessions.values() if session.busy]
+            busy = [model for model, session in self._sessions.items() if session.busy]
             try:
                 message = self._inbox.get(block=not busy)
                 while message is not None:
@@ -137,26 +131,27 @@ class Batcher:
                 return
             except queue.Empty:
                 pass
-            for session in busy:
-                self._step(session)
+            for model in busy:
+                self._step(model)
 
-    def _step(self, session: Session) -> None:
+    def _step(self, model: str) -> None:
+        session = self._sessions[model]
         try:
-            self._send([(token.request, token) for token in session.step()])
+            self._send(model, [(token.request, token) for token in session.step()])
         except Exception as error:  # the requests of the batch fail, the server continues
             log.exception("a decoding step failed")
-            live = next(live for name, live in self._live.items() if self._sessions[name] is session)
-            for number in list(live):
+            live = list(self._answers[model])
+            for number in live:
                 session.abort(number)
-            self._send([(number, error) for number in list(live)])
+            self._send(model, [(number, error) for number in live])
 
-    def _send(self, items: Sequence[tuple[int, Token | Exception]]) -> None:
+    def _send(self, model: str, items: Sequence[tuple[int, Token | Exception]]) -> None:
         """Hand tokens or errors over to the event loop."""
         if items:
-            self._loop.call_soon_threadsafe(self._deliver, items)
+            self._loop.call_soon_threadsafe(self._deliver, model, items)
 
-    def _deliver(self, items: Sequence[tuple[int, Token | Exception]]) -> None:
+    def _deliver(self, model: str, items: Sequence[tuple[int, Token | Exception]]) -> None:
         for number, item in items:
-            answer = self._answers.get(number)
+            answer = self._answers[model].get(number)
             if answer is not None:
                 answer.put_nowait((number, item))
