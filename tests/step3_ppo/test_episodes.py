@@ -214,14 +214,6 @@ def numbers(folder: Path, batch_size: int = 64) -> dict[str, Any]:
     }
 
 
-def test_batches_and_ranks_change_no_episode(run_folder: Path) -> None:
-    single = numbers(run_folder)
-    assert len({*single["scores"]}) > 2 and any(not all(sampled) for sampled in single["sampled"])
-    for other in (numbers(run_folder, batch_size=1), *run_ranks(numbers, 2, run_folder)):
-        assert other["learned"] == pytest.approx(single["learned"], rel=2e-3, abs=2e-4)
-        assert {**other, "learned": {}} == {**single, "learned": {}}
-
-
 def failure(folder: Path) -> str:
     ppo, stage = ppo_of(folder, 'def talk(answer, row):\n    yield "a"\n    return 1 / (row["number"] - 1)')
     with pytest.raises(SharedError) as caught:
@@ -229,8 +221,18 @@ def failure(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_failure_on_one_rank_ends_all(run_folder: Path) -> None:
-    for text in run_ranks(failure, 2, run_folder):
+def numbers_and_failure(folder: Path) -> tuple[dict[str, Any], str]:
+    return numbers(folder), failure(folder)
+
+
+def test_batches_and_ranks_change_no_episode_and_a_failure_on_one_rank_ends_all(run_folder: Path) -> None:
+    single = numbers(run_folder)
+    assert len({*single["scores"]}) > 2 and any(not all(sampled) for sampled in single["sampled"])
+    several, texts = zip(*run_ranks(numbers_and_failure, 2, run_folder), strict=True)
+    for other in (numbers(run_folder, batch_size=1), *several):
+        assert other["learned"] == pytest.approx(single["learned"], rel=2e-3, abs=2e-4)
+        assert {**other, "learned": {}} == {**single, "learned": {}}
+    for text in texts:
         assert "raised ZeroDivisionError: division by zero (line 3)" in text
 
 

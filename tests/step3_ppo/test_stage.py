@@ -56,7 +56,7 @@ def config(folder: Path, quantize: Any = "none", dtype: Any = "fp32", **ppo: Any
         model=ModelConfig(name="tiny", path=str(folder / "sft" / "model"), attention="sdpa", quantize=quantize),
         data=DataConfig(name="none"),
         engine=EngineSettings(dtype=dtype),
-        rollout=RolloutSection(max_new_tokens=6, batch_size=4, temperature=0.9),
+        rollout=RolloutSection(max_new_tokens=6, batch_size=48, temperature=0.9),
         ppo=PpoSection(**{**section, **ppo}),
     )
 
