@@ -80,16 +80,14 @@ class LongSteps:
 
     def __init__(self, stage: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._stage, self._clock = stage, clock
-        self._step, self._place = 0, ""
-        self._printed = self._began = clock()  # `_began` is the start of the phase
+        self._step = 0
+        self._began = self._printed = clock()
 
     def show(self, state: RankState) -> None:
-        """Print the phase and its seconds if the step has been silent for `SECONDS_BETWEEN_LINES`."""
+        """Print phase and time of the step at each `SECONDS_BETWEEN_LINES`. At its end the stage prints a line."""
         now = self._clock()
         if state.step != self._step:
-            self._step, self._printed = state.step, now  # the stage prints a line at the end of a step
-        if state.place != self._place:
-            self._place, self._began = state.place, now
+            self._step, self._began, self._printed = state.step, now, now
         if now - self._printed >= SECONDS_BETWEEN_LINES:
             self._printed = now
             took = format_time(now - self._began)

@@ -85,7 +85,7 @@ def test_a_stage_hangs_if_no_rank_makes_progress(idle, stopped, limit, hang_seco
 
 
 def test_a_line_appears_for_each_half_minute_of_a_step_and_names_the_phase(capsys):
-    """Phases of 20 s: the line has the seconds of the phase, and steps of 20 s print lines of their own."""
+    """Step 1 has three phases of 20 s. Steps of 20 s have no line, because the stage prints one at their end."""
     now = [0.0]
     display = LongSteps("ppo", lambda: now[0])
     for second in range(200):
@@ -95,7 +95,7 @@ def test_a_line_appears_for_each_half_minute_of_a_step_and_names_the_phase(capsy
     assert capsys.readouterr().err.splitlines() == [
         "ppo: phase evaluate, 30 s so far",
         "ppo: phase evaluate, 1.0 min so far",
-        "ppo: phase score, step 1, 10 s so far",
+        "ppo: phase score, step 1, 30 s so far",
     ]
 
 
