@@ -1,10 +1,11 @@
 """Check a configuration against the machine: the number of ranks, and the files and folders that the keys name."""
 
 from collections.abc import Iterator, Set
+from operator import attrgetter
 from pathlib import Path
 
 from pipeline.config.check_engine import shard_ranks
-from pipeline.config.messages import indivisible, no_divisor
+from pipeline.config.messages import as_written, indivisible, no_divisor, unmet_need
 from pipeline.config.schema import DataConfig, RunConfig
 from pipeline.config.stages import ANSWERING, POLICIES, STAGES, stages_to_run
 from pipeline.data.files import missing
@@ -79,17 +80,11 @@ def check_paths(config: RunConfig) -> None:
 
 def _check_turns(config: RunConfig, function: UserFunction) -> None:
     """Raise UserError if a reward function that sends messages is combined with settings that do not support it."""
-    unsupported = {
-        "ppo.reward_model=true": (config.ppo.reward_model, "set ppo.reward_model=false"),
-        f"rollout.tensor_parallel={config.rollout.tensor_parallel}": (config.rollout.tensor_parallel > 1, "remove it"),
-        "rollout.stream=true": (config.rollout.stream, "remove it"),
-    }
-    for setting, (is_set, remedy) in unsupported.items():
-        if function.takes_turns and is_set:
-            raise UserError(
-                f"ppo.reward_function={function.where} yields messages to the policy, which {setting} does not "
-                f"support: {remedy}"
-            )
+    needed = {"ppo.reward_model": False, "rollout.tensor_parallel": 1, "rollout.stream": False}
+    for key, value in needed.items() if function.takes_turns else ():
+        if (actual := attrgetter(key)(config)) != value:
+            setting = f"ppo.reward_function={function.where}, which yields messages to the policy,"
+            raise UserError(unmet_need(setting, f"{key}={as_written(value)}", as_written(actual)))
 
 
 def hub_data(config: RunConfig) -> list[str]:

@@ -167,9 +167,6 @@ def quoted(value: str) -> str:
 def _check_option(group: str, value: str, options: list[str]) -> None:
     if value in options:
         return
-    if value.startswith("[") or value in ("null", "none", ""):
-        removal = "" if group in ("model", "reward_model", "data") else f", or remove the group with ~{group}"
-        raise UserError(f"{group}={value} is not an option: choose one of {', '.join(options)}{removal}")
     close = closest(value, options)
     advice = f" Did you mean {group}={close}?" if close else ""
     own = ""

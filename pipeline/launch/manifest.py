@@ -24,7 +24,6 @@ from pipeline.errors import UserError
 from pipeline.files import read_object, read_plan, read_record, write_json
 from pipeline.launch.fingerprint import (
     PPO_SELECTION_KEYS,
-    ROLLOUT_EXECUTION_KEYS,
     digest,
     flatten,
     hash_request,
@@ -257,7 +256,7 @@ class Manifest:
 
 def _changes(folder: Path, record: dict[str, Any], consumed: dict[str, Any]) -> str | None:
     """Return how the inputs in the record of a stage's folder differ from `consumed`; None if they do not."""
-    recorded = _migrate(record["consumed"], consumed)
+    recorded = _with_newer_keys(record["consumed"], consumed)
     recorded, consumed = (with_selected(inputs, read_plan(folder)) for inputs in (recorded, consumed))
     if record["status"] == "finished" and consumed["settings"].get("ppo.export") == "last":
         # The guard has used the evaluations of a finished stage. Other evaluations do not change its model.
@@ -270,19 +269,11 @@ def has_checkpoints(stage_dir: Path) -> bool:
     return any((stage_dir / "checkpoints").glob("step-*[0-9]"))
 
 
-def _migrate(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return recorded inputs in the form of the current version, so that an update does not run stages again.
-
-    Keys that are newer than the record get their defaults, which change no result. Keys that no longer count are
-    removed.
-    """
-    default_settings = flatten(RunConfig.defaults())
-    added = {
-        key: default_settings[key] for key in new["settings"] if key in default_settings and key not in old["settings"]
-    }
-    removed = {f"rollout.{key}" for key in ROLLOUT_EXECUTION_KEYS} & old["settings"].keys()
-    settings = {key: value for key, value in {**old["settings"], **added}.items() if key not in removed}
-    return {**old, "settings": settings, "config": digest(settings)} if added or removed else old
+def _with_newer_keys(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded inputs with the defaults of keys that the record lacks, so that an update runs no stage again."""
+    defaults = flatten(RunConfig.defaults())
+    newer = {key: defaults[key] for key in new["settings"] if key in defaults and key not in old["settings"]}
+    return {**old, "settings": {**old["settings"], **newer}}
 
 
 def _without_selection(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -76,14 +76,9 @@ def _find_earlier_model(manifest: Manifest, consumer: str, stage: str, key: str,
     model = manifest.product(stage)
     if model is not None:
         return model
-    if not manifest.stages:
-        raise UserError(
-            f"{consumer} has no {key} model: a new run has no finished {stage} stage. Select a run that has one "
-            f"(name=, run_dir=), set {key}=FOLDER, or run the earlier stages too ({TRAIN} stage=all)"
-        )
     raise UserError(
-        f"{consumer} has no {key} model: {manifest.run_dir} has no finished {stage} stage. "
-        f"Run stage={stage} (or stage=all) with the same run folder first, or set {key}=FOLDER"
+        f"{consumer} has no {key} model: {manifest.run_dir} has no finished {stage} stage. Select a run that has one "
+        f"(name=, run_dir=), set {key}=FOLDER, or run the earlier stages too ({TRAIN} stage=all)"
     )
 
 

@@ -1,6 +1,5 @@
 """The text that ends a run: metrics of each stage, verdict, paths of model and report, and the chat command."""
 
-import os
 import shlex
 import sys
 import textwrap
@@ -117,38 +116,29 @@ def evaluation_notice(config: RunConfig, stage_dir: Path, changed: Sequence[str]
     The notice explains how to evaluate PPO or DPO without training it again. The models of SFT and the reward model are
     inputs of later stages, and adapters that another device merges may round differently, so these models stay.
     """
-    notices, recorded = changed_evaluation(config, stage_dir), read_settings(stage_dir).get("evaluation") or {}
-    for key in ("judge", "pair_judge") if stage_dir.name in POLICIES else ():
-        judge = getattr(config.evaluation, key)
-        if judge is None:
-            continue
-        is_known = os.path.abspath(recorded.get(key) or "") == os.path.abspath(judge)
-        is_changed = f"evaluation.{key}" in changed
-        if is_known and not is_changed:
-            continue
-        state = "has changed since it judged its answers" if is_known else "has not judged its answers"
-        notices.append(f"evaluation.{key}={judge} {state}")
+    stage = stage_dir.name
+    judges = ["evaluation.judge", "evaluation.pair_judge"] if stage in POLICIES else []
+    notices = changed_evaluation(config, stage_dir, *judges)
+    notices += [f"the file of {key} changed" for key in judges if key in changed]
     if not notices:
         return ""
-    if stage_dir.name not in POLICIES:
-        remedy = "the stage keeps its earlier evaluation"
-    elif has_checkpoints(stage_dir):
+    remedy = "the stage keeps its earlier evaluation"
+    if stage in POLICIES and has_checkpoints(stage_dir):
         remedy = (
             f"delete {stage_dir / 'model'} and run the same command again, which exports the model from the last "
             "checkpoint and evaluates it"
         )
-    else:
-        remedy = "the stage has no checkpoint to export and evaluate again, so only a new run (name=NEW) uses this"
     return f"; {'; '.join(notices)}: {remedy}"
 
 
-def changed_evaluation(config: RunConfig, stage_dir: Path) -> list[str]:
-    """Return how the settings of an evaluation differ from those of a stage's last start, one text per key.
+def changed_evaluation(config: RunConfig, stage_dir: Path, *more: str) -> list[str]:
+    """Return how the settings of an evaluation, and `more` keys, differ from those of a stage's last start.
 
-    The sampling of PPO is an input of the stage, so it never differs in a stage that is skipped or resumed.
+    The list has one text per key. The sampling of PPO is an input of the stage, so it never differs in a stage that is
+    skipped or resumed.
     """
     stage, recorded, now = stage_dir.name, read_settings(stage_dir), config.model_dump(mode="json")
-    keys = [f"{stage}.eval_examples"] if stage in ("reward", "dpo") else []
+    keys = [*more, *[f"{stage}.eval_examples"] * (stage in ("reward", "dpo"))]
     if stage in ANSWERING:
         keys += ["evaluation.prompts", "evaluation.temperatures", *["evaluation.best_of"] * (stage == "ppo")]
         keys += [f"rollout.{key}" for key in now["rollout"] if key not in ROLLOUT_EXECUTION_KEYS]

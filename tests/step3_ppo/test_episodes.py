@@ -292,9 +292,9 @@ def test_settings_that_do_not_support_messages_are_refused_before_a_run(tmp_path
     (tmp_path / "mine.py").write_text(TEXT)
     where = f"ppo.reward_function={tmp_path}/mine.py:talk"
     check_paths(composed.config_of("model=gpt2", where, "ppo.reward_model=false"))
-    with pytest.raises(UserError, match=r"yields messages .*ppo.reward_model=true .*: set ppo.reward_model=false$"):
+    with pytest.raises(UserError, match=r"yields messages to the policy, needs ppo.reward_model=false, not true"):
         check_paths(composed.config_of("model=gpt2", where))
-    with pytest.raises(UserError, match=r"rollout.stream=true does not support: remove it$"):
+    with pytest.raises(UserError, match=r"needs rollout.stream=false, not true"):
         check_paths(composed.config_of("model=gpt2", where, "ppo.reward_model=false", "rollout.stream=true"))
     with pytest.raises(UserError, match="returned generator, not a number"):
         load_function(f"{tmp_path}/mine.py:talk", key=JUDGE).score("a", {})

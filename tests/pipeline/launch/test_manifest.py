@@ -92,20 +92,20 @@ def test_a_finished_stage_is_skipped(train):
     train("name=x")
     status, output = train("name=x", "sft.log_every=5", "sft.micro_batch_tokens=4096", "engine=zero3", "debug=true")
     assert status == 0
-    assert output.count("skipped") == 3 and "judge" not in output
+    assert output.count("skipped\n") == 3
     assert starts("x", "sft") == 1
     # A judge that a finished PPO stage did not have causes a message with the way to add it.
     Path("mine.py").write_text("def grade(answer, row): return 1.0")
     judge = "evaluation.judge=mine.py:grade"
     output = train("name=x", judge)[1]
-    assert f"ppo: finished before with the same settings, skipped; {judge} has not judged" in output
+    assert "ppo: finished before with the same settings, skipped; evaluation.judge was None, is /" in output
     shutil.rmtree("runs/x/ppo/model")
     Path("runs/x/ppo/checkpoints/step-1").mkdir(parents=True)
     assert "ppo: resumes" in train("name=x", judge)[1]
-    assert "judge" not in train("name=x", judge)[1]
+    assert train("name=x", judge)[1].count("skipped\n") == 3
     with open("mine.py", "a") as file:
         file.write("\n# changed")
-    assert f"skipped; {judge} has changed since it judged its answers: delete" in train("name=x", judge)[1]
+    assert "skipped; the file of evaluation.judge changed: delete" in train("name=x", judge)[1]
     shutil.rmtree("runs/x/ppo/model")
     assert "the file of evaluation.judge changed; earlier grades are those of the old" in train("name=x", judge)[1]
 
@@ -133,14 +133,13 @@ def test_a_finished_stage_tells_how_to_answer_other_prompts(train):
 
 
 def test_a_newer_version_does_not_repeat_finished_stages(train):
-    """The newer version has additional keys, and some of them change no result."""
+    """The newer version has additional keys."""
     train("name=x", "sft.lr=2e-5")
     file = Path("runs/x/manifest.json")
     content = json.loads(file.read_text())
     for stage, key in (("sft", "sft.warmup"), ("reward", "reward.centering"), ("ppo", "ppo.kl_in")):
         consumed = content["stages"][stage]["consumed"]
         del consumed["settings"][key]
-        consumed["settings"]["rollout.keep"] = False
         consumed["config"] = "of another program"
     file.write_text(json.dumps(content))
     _, output = train("name=x", "sft.lr=2e-5")
@@ -530,14 +529,12 @@ def test_a_run_folder_of_another_model_or_other_data_is_refused(train):
 def test_ppo_names_missing_models(train):
     status, output = train("name=x", "stage=ppo")
     assert status == 2
-    assert (
-        "a new run has no finished sft stage. Select a run that has one (name=, run_dir=), set actor=FOLDER" in output
-    )
+    assert "runs/x has no finished sft stage. Select a run that has one (name=, run_dir=), set actor=FOLDER" in output
     assert not Path("runs/x").exists()
     train("name=x", "stage=reward")
     status, output = train("name=x", "stage=ppo")
     assert status == 2
-    assert "Run stage=sft (or stage=all) with the same run folder first, or set actor=FOLDER" in output
+    assert "runs/x has no finished sft stage" in output
     assert record("x", "reward")["status"] == "finished"
 
 
