@@ -26,24 +26,6 @@ if TYPE_CHECKING:
 _DEMO_ROWS = {"sft": "conversations", "reward": "preferences", "ppo": "prompts"}
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    """The parsed rows of a table.
-
-    records: of each usable row its index, its record and the digest of its first turn
-    bad: (position, reason) of each unusable row
-    unused: numbers of rows by reason; these rows are not unusable
-    """
-
-    records: list[tuple[int, Record, bytes]]
-    bad: list[tuple[str, str]]
-    unused: Counter[str]
-
-    @property
-    def count(self) -> int:
-        return len(self.records) + len(self.bad) + self.unused.total()
-
-
 @dataclass
 class RecordTable:
     """The records of a table. The rows are parsed once, into records of the table's form.
@@ -69,9 +51,9 @@ class RecordTable:
         Unusable rows are skipped and counted. Raises UserError if their share is above `bad_row_limit`. The message
         lists the number of rows and the first row for each reason.
         """
-        parsed, records = self._parsed, []
-        bad, unused = [*parsed.bad], Counter(parsed.unused)
-        for index, record, turn in parsed.records:
+        usable, unusable, others = self._parsed
+        records, bad, unused = [], [*unusable], Counter(others)
+        for index, record, turn in usable:
             try:
                 own = for_stage(record, stage, labels=labels)
             except UnusedRow as reason:
@@ -82,17 +64,22 @@ class RecordTable:
                 if self.keeps_rows and isinstance(own, Prompt):
                     own = replace(own, row=self.table.rows[index])
                 records.append((own, turn))
-        if len(bad) > bad_row_limit * parsed.count:
-            raise UserError(_refusal(self.name, stage, bad, parsed.count, bad_row_limit))
+        count = len(usable) + len(unusable) + others.total()
+        if len(bad) > bad_row_limit * count:
+            raise UserError(_refusal(self.name, stage, bad, count, bad_row_limit))
         return records, Counter(reason for _, reason in bad) + unused
 
     def turns(self) -> set[bytes]:
         """Return the digests of the first turns of all usable rows."""
-        return {turn for *_, turn in self._parsed.records}
+        return {turn for *_, turn in self._parsed[0]}
 
     @cached_property
-    def _parsed(self) -> _Parsed:
-        table, records, bad = self.table, [], []
+    def _parsed(self) -> tuple[list[tuple[int, Record, bytes]], list[tuple[str, str]], Counter[str]]:
+        """The index, the record and the digest of the first turn of each usable row, and the other rows.
+
+        These are (position, reason) of each unusable row, and the numbers of rows by reason that no stage reads.
+        """
+        table, records, bad = self.table, [], list[tuple[str, str]]()
         unused: Counter[str] = Counter()
         for index, row in enumerate(table.rows):
             named = {name: value for name, value in row.items() if name in table.columns}  # no old name of a column
@@ -105,7 +92,7 @@ class RecordTable:
                 bad.append((table.position(index), str(reason)))
         if not self.keeps_rows:
             self.table = replace(table, rows=())
-        return _Parsed(records, [*bad, *table.broken], unused)
+        return records, [*bad, *table.broken], unused
 
 
 @dataclass(frozen=True)
