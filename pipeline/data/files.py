@@ -30,8 +30,7 @@ ROWS_PER_BATCH = 2048  # of a parquet file, whose columns are decoded for one ba
 NOT_JSON = "a line is not a JSON object"
 MORE_CELLS = "a line has more cells than the header (put a cell with commas in quotes)"
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-_HELD_OUT_NAME = re.compile(r"(test|eval|valid|dev|held[-_ ]?out)", re.IGNORECASE)
-_HELD_OUT_FOLDER = re.compile(r"(test|eval|evaluation|valid|validation|dev|held[-_ ]?out)", re.IGNORECASE)
+_HELD_OUT = re.compile(r"test|eval(uation)?|valid(ation)?|dev|held[-_ ]?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _is_data(file: Path) -> bool:
 
 def _is_held_out(file: Path) -> bool:
     """Return whether the path of a file in its folder marks the file as held out."""
-    return bool(_HELD_OUT_NAME.match(file.name)) or any(map(_HELD_OUT_FOLDER.fullmatch, file.parts[:-1]))
+    return bool(_HELD_OUT.match(file.name)) or any(map(_HELD_OUT.fullmatch, file.parts[:-1]))
 
 
 def _suffix(path: Path) -> str:
