@@ -249,7 +249,7 @@ def _by_gold(run: RunReading, gold: Change, scores: Change | None, best_of: Chan
     if few := _few(gold):
         return Verdict("open", f"No verdict on {label}{over}", evidence, caveat, few)
     reason = "The interval of the gold score's change contains zero."
-    return Verdict("open", f"No clear difference between {start} and {label}{over}", f"{evidence} {reason}", caveat)
+    return Verdict("open", f"No clear difference between {start} and {label}{over}", evidence, caveat, reason)
 
 
 def _by_pairs(wins: WinRate, label: str, start: str) -> Verdict:
