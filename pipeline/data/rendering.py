@@ -1,6 +1,8 @@
 """Show an example as the model reads it, with the tokens of the loss marked, so that a wrong template is visible."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from pipeline.data.tokenizer import ChatTokenizer
 
@@ -19,28 +21,18 @@ def token_line(tokenizer: ChatTokenizer) -> str:
 
 
 def example_lines(tokenizer: ChatTokenizer, ids: Sequence[int], counts: Sequence[bool]) -> Iterator[str]:
-    """Yield the lines that show an example, with the tokens of the loss in [..]. No lines for an empty example.
+    """Yield the lines that show an example, with the tokens of the loss in [..].
 
     ids (T,): the tokens; counts (T,): True for the tokens of the loss. A long example is shortened in the middle.
     """
-    if not len(ids):
-        return
     yield f"first example, {len(ids)} tokens; the loss includes the {sum(counts)} tokens in [..]:"
-    runs = [(_decode(tokenizer, run), counted) for run, counted in _runs(ids, counts)]
+    grouped = groupby(zip(ids, counts, strict=True), itemgetter(1))
+    runs = [(_decode(tokenizer, [token for token, _ in run]), counted) for counted, run in grouped]
     length = sum(len(text) for text, _ in runs)
-    limit = LONGEST_EXAMPLE // max(1, len(runs)) if length > LONGEST_EXAMPLE else length
+    limit = LONGEST_EXAMPLE // len(runs) if length > LONGEST_EXAMPLE else length
     shown = ((_shortened(text, limit), counted) for text, counted in runs)
     text = "".join(f"[{text}]" if counted else text for text, counted in shown)
     yield from (f"  | {line}" for line in text.split("\n"))
-
-
-def _runs(ids: Sequence[int], counts: Sequence[bool]) -> Iterator[tuple[Sequence[int], bool]]:
-    """Yield the runs of tokens with the same flag."""
-    start = 0
-    for index in range(1, len(ids) + 1):
-        if index == len(ids) or counts[index] != counts[start]:
-            yield ids[start:index], bool(counts[start])
-            start = index
 
 
 def _decode(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
