@@ -238,15 +238,11 @@ def parse(kind: type[Body], content: Any) -> Body:
 
 
 def _first_error(errors: Sequence[Any]) -> ServeError:
-    """Return the error of the first wrong field."""
+    """Return the error of the first wrong field. An unknown field has its full name, such as stream_options.x."""
     error = errors[0]
-    if not error["loc"]:  # the name of the field is not a text
-        return ServeError(400, "the name of a field has an incomplete character; send complete characters")
-    if error["type"] == "extra_forbidden":
-        name = ".".join(map(str, error["loc"]))  # such as stream_options.x
-        return ServeError(400, f"{name}: there is no such field", param=name)
-    name = str(error["loc"][0])
-    return ServeError(400, f"{name}: {error['msg']}", param=name)
+    is_unknown = error["type"] == "extra_forbidden"
+    name = ".".join(map(str, error["loc"] if is_unknown else error["loc"][:1])) or "the body"
+    return ServeError(400, f"{name}: {'there is no such field' if is_unknown else error['msg']}", param=name)
 
 
 def _is_empty_answer(message: Mapping[str, Any]) -> bool:
