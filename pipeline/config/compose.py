@@ -20,6 +20,7 @@ from pipeline.config.overrides import PLAIN_VALUE, default_options, groups, quot
 from pipeline.config.recipes import LORA_RATES, Recipe, has_own_model, read_recipe, select
 from pipeline.config.schema import DataConfig
 from pipeline.errors import UserError
+from pipeline.files import load_yaml
 from pipeline.installation import CONF, TRAIN
 
 REAL_DATA = "ultrafeedback"  # preference pairs, which serve all stages; licence MIT
@@ -242,7 +243,7 @@ def _settings_of_run(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = load_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as problem:
         raise UserError(
             f"{file} cannot be read as YAML ({problem}): repair it, or copy the model elsewhere"

@@ -127,23 +127,18 @@ def has_own_model(values: Mapping[str, str | None]) -> bool:
 
 
 def read_recipe(name: str, reason: str) -> Recipe:
-    """Read a file of `conf/recipe`. Raises UserError if it is not a mapping in YAML."""
-    file = CONF / "recipe" / f"{name}.yaml"
-    try:
-        settings = _read_settings(file)
-    except (OSError, yaml.YAMLError) as problem:
-        raise UserError(f"{file} cannot be read as YAML: {problem}") from problem
-    if not isinstance(settings, dict):
-        raise UserError(f"{file} has no settings: write KEY: VALUE lines, such as `sft: {{lr: 1e-5}}`")
-    return Recipe(name, reason, {str(key): value for key, value in settings.items()})
+    """Read a file of `conf/recipe`."""
+    return Recipe(name, reason, _read_settings(CONF / "recipe" / f"{name}.yaml"))
 
 
 @cache
-def _read_settings(file: Path) -> Any:
+def _read_settings(file: Path) -> dict[str, Any]:
     """Return the content of a recipe, which each process reads once. Callers do not change it."""
     from omegaconf import OmegaConf  # reads 1e-5 as a number, which PyYAML does not
 
-    return OmegaConf.to_container(OmegaConf.load(file))
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(content, dict), f"{file} has no settings"
+    return {str(key): value for key, value in content.items()}
 
 
 def _of_model(values: Mapping[str, str | None], group: str, names: Sequence[str | None]) -> tuple[str, str] | None:

@@ -76,11 +76,11 @@ def test_folders_and_files_of_the_engine_need_no_quotes(tmp_path):
 
 
 def test_a_models_own_path_replaces_the_default_option(tmp_path):
-    config = validate(compose([f"model.path={tmp_path}/My Model", "data.path=~/chats.v2.jsonl"]))
+    config = composed.config_of(f"model.path={tmp_path}/My Model", "data.path=~/chats.v2.jsonl")
     assert (config.model.name, config.model.weights, config.model.architecture) == ("My-Model", "pretrained", None)
     assert config.data.name == "chats.v2"
     sources = "[{path: /a/b.jsonl.gz, columns: {x: prompt}}, {hub: me/set}, {path: /c/b.csv}]"
-    assert validate(compose([f"data.sources={sources}"])).data.name == "b+set"
+    assert composed.config_of(f"data.sources={sources}").data.name == "b+set"
     assert config.data.path == str(Path.home() / "chats.v2.jsonl")
 
 
@@ -114,8 +114,8 @@ def test_only_the_demo_model_uses_the_demo_data_by_default(tmp_path):
 
 def test_a_deleted_key_has_its_default():
     usual = RunConfig.model_fields["sft"].get_default()
-    assert validate(compose([])).sft.lr != usual.lr == validate(compose(["~sft.lr"])).sft.lr
-    assert validate(compose(["~recipe"])).sft == usual
+    assert composed.config_of().sft.lr != usual.lr == composed.config_of("~sft.lr").sft.lr
+    assert composed.config_of("~recipe").sft == usual
 
 
 def test_one_share_of_the_data_may_be_set_alone():
@@ -143,18 +143,18 @@ def test_settings_of_the_actors_run_are_used(tmp_path):
     settings = earlier.model_dump(mode="json")
     settings["engine"]["pipeline_schedule"] = "gpipe"  # a key of an earlier version
     (stage / "config.yaml").write_text(yaml.safe_dump(settings))
-    config = validate(compose([f"actor={stage}", "stage=ppo", "ppo.kl_coef=0.2"]))
+    config = composed.config_of(f"actor={stage}", "stage=ppo", "ppo.kl_coef=0.2")
     assert (config.model.name, config.data.name, config.rollout.max_new_tokens) == ("opt-1.3b", "gsm8k", 99)
     assert (config.engine.zero_stage, config.seed, config.ppo.kl_coef) == (2, 7, 0.2)
     assert (config.name, config.stage, config.tracking.kind, config.profile.steps) == (None, "ppo", "wandb", None)
-    other = validate(compose([f"actor={stage}", "stage=ppo", "data.path=/a/b.jsonl", "engine=zero1"]))
+    other = composed.config_of(f"actor={stage}", "stage=ppo", "data.path=/a/b.jsonl", "engine=zero1")
     assert (other.data.path, other.data.sources, other.engine.zero_stage) == ("/a/b.jsonl", [], 1)
-    distilled = validate(compose([f"actor={stage}", "stage=ppo", "method=distill", "teacher=t"]))
+    distilled = composed.config_of(f"actor={stage}", "stage=ppo", "method=distill", "teacher=t")
     assert (distilled.ppo.advantage, distilled.rollout.max_new_tokens) == ("distill", 99)
 
 
 def test_an_actor_from_another_folder_is_the_model(tmp_path):
-    config = validate(compose([f"actor={tmp_path}", "stage=ppo", "data=gsm8k"]))
+    config = composed.config_of(f"actor={tmp_path}", "stage=ppo", "data=gsm8k")
     assert config.model.path == str(tmp_path)
 
 
@@ -364,7 +364,7 @@ def test_every_option_of_every_group_composes():
     for number in range(max(map(len, options.values()))):
         chosen = {group: some[number] for group, some in options.items() if number < len(some)}
         needs = ["teacher=runs/x/ppo"] if chosen.get("ppo") == "distill" else []
-        validate(compose(["model=gpt2", *(f"{group}={option}" for group, option in chosen.items()), *needs]))
+        composed.config_of("model=gpt2", *(f"{group}={option}" for group, option in chosen.items()), *needs)
 
 
 def test_the_page_of_keys_is_current():
