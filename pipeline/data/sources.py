@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.data.files import Table, data_files, read_table, table_of
 from pipeline.data.formats import detect, for_stage, parse_row
-from pipeline.data.records import BadRow, Message, Prompt, Record, UnusedRow, prompt_of
+from pipeline.data.records import BadRow, Message, Prompt, Record, Row, UnusedRow, prompt_of
 from pipeline.errors import UserError
 from pipeline.installation import pip_install
 
@@ -244,8 +244,23 @@ def _renamed(table: Table, columns: Mapping[str, str]) -> Table:
             f"{table.name}: there is no column {', '.join(missing)}, which `columns` in data.sources renames. "
             f"Columns found: {', '.join(sorted(table.columns))}."
         )
-    rows = [{**row, **{new: row.get(name) for name, new in columns.items()}} for row in table.rows]
-    return replace(table, rows=rows, columns=frozenset(columns.get(column, column) for column in table.columns))
+    names = frozenset(columns.get(column, column) for column in table.columns)
+    return replace(table, rows=_RenamedRows(table.rows, columns), columns=names)
+
+
+@dataclass(frozen=True)
+class _RenamedRows(Sequence[Row]):
+    """Rows with their renamed columns under both names. A row of the hub is decoded when it is read."""
+
+    rows: Sequence[Row]
+    columns: Mapping[str, str]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self.rows[index]
+        return {**row, **{new: row.get(name) for name, new in self.columns.items()}}
 
 
 def _refusal(name: str, stage: str, bad: Sequence[tuple[str, str]], rows: int, limit: float) -> str:
