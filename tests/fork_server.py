@@ -12,6 +12,7 @@ import os
 import pickle
 import select
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -149,6 +150,7 @@ def call_with_process_group(environment: dict[str, str], device: str, task: byte
 
 if __name__ == "__main__":
     faulthandler.enable()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, but tests stop ranks with it
     gc.disable()
     for name in (*sys.argv[3:], *MODULES):
         with suppress(ImportError):

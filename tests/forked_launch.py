@@ -100,12 +100,14 @@ class ForkedRank:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as `Popen` does
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
             for signal_number in signal.valid_signals():
                 if callable(signal.getsignal(signal_number)):  # the launcher's own handlers must not run in the rank
                     signal.signal(signal_number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             start = 3
             for number in sorted(pass_fds):
@@ -113,6 +115,7 @@ class ForkedRank:
                 start = number + 1
             os.closerange(start, os.sysconf("SC_OPEN_MAX"))
             os._exit(_run_module(command[3:], env))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
         """Return the exit status, minus the signal that ended the process, or None while the process runs."""
