@@ -38,7 +38,7 @@ LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"tensor_parallel": 2}, ("ppo",)),
     ({"sequence_parallel": 2, "zero_stage": 2}, ("dpo", "ppo")),
 ]
-STEPS = {"sft": 3, "reward": 3, "dpo": 2, "ppo": 2}
+STEPS = {"sft": 2, "reward": 2, "dpo": 2, "ppo": 2}
 
 
 def run_stages(parent: str, layouts: list[tuple[dict[str, Any], tuple[str, ...]]]) -> None:
