@@ -126,7 +126,9 @@ def advise(problem: BaseException) -> str | None:
         return str(problem)
     if isinstance(problem, ValueError | FloatingPointError) and _raised_in_engine(problem):
         return in_keys(str(problem))
-    lines = str(problem).splitlines() or ["out of memory" if isinstance(problem, MemoryError) else ""]
+    lines = str(problem).splitlines()
+    if isinstance(problem, MemoryError):  # each library has its own text, and Python has none
+        lines = [" ".join(["out of memory", *lines])]
     for text, (cause, remedy) in LIMITS.items():
         if line := next((line for line in lines if text in line), None):
             return f"{cause} ({line}): {remedy}; then {AGAIN} to resume"

@@ -90,8 +90,8 @@ class LongSteps:
             self._step, self._began, self._printed = state.step, now, now
         if now - self._printed >= SECONDS_BETWEEN_LINES:
             self._printed = now
-            took = format_time(now - self._began)
-            print(f"{self._stage}: {state.place}, {took} so far", file=sys.stderr, flush=True)
+            texts = filter(None, (state.place, f"{format_time(now - self._began)} so far"))
+            print(f"{self._stage}: {', '.join(texts)}", file=sys.stderr, flush=True)
 
 
 class RankWatch:

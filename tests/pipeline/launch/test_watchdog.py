@@ -85,16 +85,23 @@ def test_a_stage_hangs_if_no_rank_makes_progress(idle, stopped, limit, hang_seco
 
 
 def test_a_line_appears_for_each_half_minute_of_a_step_and_names_the_phase(capsys):
-    """Step 1 has three phases of 20 s. Steps of 20 s have no line, because the stage prints one at their end."""
+    """Step 1 has three phases of 20 s. Steps of 20 s have no line, because the stage prints one at their end.
+
+    Between phase "evaluate" and step 1, the rank has no phase.
+    """
     now = [0.0]
     display = LongSteps("ppo", lambda: now[0])
     for second in range(200):
         now[0] = float(second)
-        step, phase = (0, "evaluate") if second < 70 else (1, ("generate", "score", "train")[(second - 70) // 20 % 3])
+        step, phase = (
+            (0, "evaluate" if second < 50 else "")
+            if second < 70
+            else (1, ("generate", "score", "train")[(second - 70) // 20 % 3])
+        )
         display.show(state(0, step=step if second < 130 else second // 20, phase=phase))
     assert capsys.readouterr().err.splitlines() == [
         "ppo: phase evaluate, 30 s so far",
-        "ppo: phase evaluate, 1.0 min so far",
+        "ppo: 1.0 min so far",
         "ppo: phase score, step 1, 30 s so far",
     ]
 
@@ -154,6 +161,7 @@ def test_the_lost_rank_is_the_cause_of_several_ends():
         (OSError(errno.EIO, "Input/output error"), "the disk failed ([Errno 5] Input/output error): repair it"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory outside of forward and backward"),
         (MemoryError(), "out of memory outside of forward and backward"),
+        (MemoryError("Unable to allocate 9 GiB for an array"), "out of memory outside of forward and backward"),
         (RuntimeError("can't start new thread"), "no thread can be started, because memory or the number of"),
         (
             type("PanicException", (BaseException,), {})('IOError(Os { message: "Resource temporarily unavailable" })'),
