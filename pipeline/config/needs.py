@@ -8,8 +8,8 @@ from pipeline.config.schema import PlanSection, RunConfig
 from pipeline.config.stages import STAGES
 
 WHITENED, SMOOTHED = ("gae", "reinforce", "reinforce_baseline"), ("sigmoid", "robust", "length_normalized")
-# A setting: KEY=VALUE, or KEY for each value other than null and the default. The setting that it needs, or only a key
-# if any other value does. Whether a configuration meets the need.
+# Each row has a setting, the setting that it needs, and whether a configuration has the latter. A setting is KEY=VALUE.
+# KEY alone stands for each value except null and the default. As the needed setting it stands for any other value.
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     *((f"{stage}.export=best", f"{stage}.eval_every=100", attrgetter(f"{stage}.eval_every")) for stage in STAGES),
     *(

@@ -24,7 +24,7 @@ from pipeline.config.messages import format_time
 from pipeline.progress import Moment, Row
 
 SECONDS_BETWEEN_LINES = 30.0
-"""Seconds in one step after which, again and again, a line shows what the stage does."""
+"""Seconds between two lines about a long step."""
 STOPPED_LIMIT = 60.0
 """Seconds that a process may be stopped, or a launcher may be silent, unless `engine.hang_seconds` is set."""
 STACK_TIMEOUT = 3.0
@@ -73,9 +73,9 @@ class RankState(Moment):
 
 
 class LongSteps:
-    """A line about the first rank whenever a step, or the work before or after the steps, takes long.
+    """Prints lines about the first rank during a long step, and during long work before or after the steps.
 
-    The launcher prints it, so a rank that imports libraries or computes one long micro-batch is not silent either.
+    The launcher prints them, because a rank that imports libraries or computes one long micro-batch cannot.
     """
 
     def __init__(self, stage: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,7 +84,7 @@ class LongSteps:
         self._began = self._printed = clock()
 
     def show(self, state: RankState) -> None:
-        """Print phase and time of the step at each `SECONDS_BETWEEN_LINES`. At its end the stage prints a line."""
+        """Print the phase and the time of a step every `SECONDS_BETWEEN_LINES`. The stage prints the end of a step."""
         now = self._clock()
         if state.step != self._step:
             self._step, self._began, self._printed = state.step, now, now
